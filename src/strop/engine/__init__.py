@@ -1,0 +1,26 @@
+"""Who speaks: turning prompts into sampled replies with exact log-probabilities.
+
+The contract is small and free of torch. Engines are imported by their module:
+`strop.engine.native` generates in this process on the policy's own weights,
+`strop.engine.remote` talks to an engine in another process (`strop.engine.server`).
+"""
+
+from strop.engine.contract import (
+    Completion,
+    Engine,
+    GenerationRequest,
+    WeightReceipt,
+    WeightTransport,
+    WeightUpdate,
+)
+from strop.engine.seeds import stream_seed
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "GenerationRequest",
+    "WeightReceipt",
+    "WeightTransport",
+    "WeightUpdate",
+    "stream_seed",
+]

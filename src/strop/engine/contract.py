@@ -1,0 +1,99 @@
+"""The seam to generation: what an engine is asked, what it answers, how its weights change.
+
+A request is one reply to one prompt. Requests that share a prompt are sent separately and at the
+same time; it is the engine's business to prefill the shared prompt once. That keeps one path for
+single-turn and multi-turn rollouts, and for engines in this process and in another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from strop.rollout import FinishReason, FloatArray, IntArray, Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GenerationRequest:
+    """One prompt, one reply wanted."""
+
+    prompt_ids: IntArray
+    seed: int
+    """Names the random stream, in [0, 2**64). Equal request and seed give an equal reply."""
+    sampling: Sampling
+    max_tokens: int
+    """Tokens to sample at most, the terminator included."""
+    stop_token_ids: frozenset[int]
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Completion:
+    """What the engine sampled, verbatim."""
+
+    token_ids: IntArray
+    """Every sampled token, the terminator or the token that completed a stop string included."""
+    logprobs: FloatArray
+    """Nats, under the distribution sampled from (greedy: at temperature 1)."""
+    text: str
+    """Decoded reply without its terminator, cut before the stop string."""
+    finish_reason: FinishReason
+    policy_version: int
+
+
+class WeightTransport(StrEnum):
+    """How the bytes of a weight update reach an engine."""
+
+    SHARED = "shared"
+    """Engine and policy hold the same tensors; the update only names the new version."""
+    FILE = "file"
+    """The update names a safetensors file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUpdate:
+    """One publication of the policy's weights."""
+
+    version: int
+    """Optimizer steps behind these weights."""
+    digest: str
+    """`policy.digest` of the published tensors; the engine checks it and answers with its own."""
+    transport: WeightTransport
+    path: str | None = None
+    """Absolute path of the safetensors file, for FILE."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightReceipt:
+    """An engine's acknowledgement of a weight update."""
+
+    version: int
+    digest: str
+
+
+class Engine(Protocol):
+    """Generates and scores. All waiting is asynchronous; calls may overlap freely."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one reply.
+
+        Raises: EngineError if no usable reply was produced. A reply that was cut by the engine
+        itself comes back with FinishReason.ABORT and is not a sample.
+        """
+        ...
+
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> FloatArray:
+        """Return the log-probability (nats) of each reply token, full vocabulary support."""
+        ...
+
+    async def update(self, update: WeightUpdate) -> WeightReceipt:
+        """Serve new weights from now on. Waits for replies under way to end.
+
+        Raises: WeightMismatch if the bytes do not have the promised digest; the old weights stay.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release everything the engine holds."""
+        ...

@@ -1,0 +1,89 @@
+"""The exception tree of strop, and the shape of every message in it.
+
+What a program or a policy does (a wrong answer, a reply cut at its limit) is a value, an
+`Outcome`. What strop, its machines or its inputs do wrong is one of these exceptions.
+
+    StropError                        everything strop raises on purpose
+    |-- ConfigError     (ValueError)    the run as written cannot work; the user edits it
+    |-- DataError       (ValueError)    an example or a stored record lacks its promised form
+    |   `-- LengthMismatch                two streams of one turn differ in length
+    |-- CheckRefused    (RuntimeError)  a check before the first step said no
+    |-- EngineError     (RuntimeError)  no reply was produced, or it is not usable
+    |   `-- WeightMismatch                the engine does not serve the published weights
+    |-- LearnerError    (RuntimeError)  an update was refused, for example a non-finite loss
+    |-- StoreError      (RuntimeError)  a record is missing, partial or unwritable
+    |   `-- CorruptRecord                 a record's bytes are not the ones its manifest promises
+    |-- RunStopped      (RuntimeError)  a tripwire ended the run
+    `-- Interrupted     (RuntimeError)  a signal ended the run; it can be resumed
+
+Every class takes one positional message, so it survives pickling to another process.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 75
+EXIT_REFUSED = 76
+
+
+def explain_refusal(given: str, *, allowed: str, next_step: str) -> str:
+    """Join the three parts that every message of strop has, in the house order."""
+    return f"{given.rstrip('.')}. Allowed: {allowed.rstrip('.')}. Next: {next_step.rstrip('.')}."
+
+
+class StropError(Exception):
+    """Everything strop raises on purpose; the command line catches it and prints its message."""
+
+    exit_code: int = EXIT_FAILED
+
+
+class ConfigError(StropError, ValueError):
+    """Raised by `spec` and by components at build time; the user edits the run file."""
+
+    exit_code = EXIT_USAGE
+
+
+class DataError(StropError, ValueError):
+    """Raised where a stored example or record lacks its promised form; the user mends the data."""
+
+
+class LengthMismatch(DataError):
+    """Raised when two streams of one turn differ in length; the rollout worker masks the rollout."""
+
+
+class CheckRefused(StropError, RuntimeError):
+    """Raised by the gate and by preflight checks; nothing was trained. Exit code 76."""
+
+    exit_code = EXIT_REFUSED
+
+
+class EngineError(StropError, RuntimeError):
+    """Raised when an engine produced no usable reply; the rollout worker masks the rollout."""
+
+
+class WeightMismatch(EngineError):
+    """Raised when an engine's weights are not the published ones; the loop stops."""
+
+
+class LearnerError(StropError, RuntimeError):
+    """Raised when an update was refused before it reached the weights; the loop counts and stops."""
+
+
+class StoreError(StropError, RuntimeError):
+    """Raised when bytes are missing, partial or cannot be written; the caller keeps its old state."""
+
+
+class CorruptRecord(StoreError):
+    """Raised when stored bytes differ from their manifest; resume refuses the record by name."""
+
+
+class RunStopped(StropError, RuntimeError):
+    """Raised by the loop when a tripwire orders a stop; the last checkpoint is intact."""
+
+
+class Interrupted(StropError, RuntimeError):
+    """Raised by the loop after a signal, once a checkpoint is written. Exit code 75."""
+
+    exit_code = EXIT_INTERRUPTED

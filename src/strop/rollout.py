@@ -1,0 +1,234 @@
+"""The things that flow: examples, turns, outcomes, rollouts and groups.
+
+Frozen and serialisable, with no behaviour beyond checking their own form. Token streams are numpy
+arrays, so a token costs its bytes and nothing more. Lengths are explicit: nothing in strop infers
+the end of a text from a pad id, an end-of-text id or any other token value.
+
+Shapes: T = tokens of one turn. logprobs_T[t] is the log-probability (nats) of token_ids_T[t] given
+everything before it, under the distribution that it was sampled from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.errors import DataError, LengthMismatch, explain_refusal
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class Split(StrEnum):
+    """The two disjoint parts of a task. There is no default: every score names its split."""
+
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+class FinishReason(StrEnum):
+    """Why generation of a turn ended."""
+
+    EOS = "eos"
+    """A stop token was sampled; it is the last token of the turn."""
+    STOP_STRING = "stop_string"
+    """A stop string was completed by the last token of the turn."""
+    LENGTH = "length"
+    """The token budget was used up; the text is cut."""
+    ABORT = "abort"
+    """The engine gave up in between. Never a sample: discarded or run again, never scored."""
+
+
+class FailureOwner(StrEnum):
+    """Who is responsible for a rollout that could not be scored."""
+
+    INFRA = "infra"
+    FORMAT = "format"
+    AGENT_CODE = "agent_code"
+    TASK = "task"
+    ENGINE = "engine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """The distribution that tokens are drawn from; it travels with the log-probabilities."""
+
+    temperature: float = 1.0
+    """Logits are divided by it. 0 means greedy: log-probabilities are then those at 1."""
+    top_p: float = 1.0
+    """Keep the most probable tokens up to this mass and renormalise. 1 keeps all."""
+    top_k: int | None = None
+    """Keep this many most probable tokens and renormalise. None keeps all."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the support is smaller than the vocabulary."""
+        return self.top_p < 1.0 or self.top_k is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message of a chat, before rendering."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """One problem of a task. Build it with `make_example`, which derives the id."""
+
+    task: str
+    example_id: str
+    """Content hash over task name, fields and answer; stable under filtering and reordering."""
+    fields: Mapping[str, Any]
+    """What the prompt is rendered from. JSON values only."""
+    answer: str | None
+    """The gold answer; None where only a program can judge."""
+
+
+def make_example(task: str, fields: Mapping[str, Any], answer: str | None) -> Example:
+    """Build an example whose id is a hash of its content.
+
+    Raises: DataError if a field is not a JSON value.
+    """
+    try:
+        content = json.dumps([task, dict(fields), answer], sort_keys=True, ensure_ascii=False)
+    except TypeError as error:
+        raise DataError(
+            explain_refusal(
+                f"an example of task {task} holds a value that is not JSON ({error})",
+                allowed="strings, numbers, booleans, null, lists and tables",
+                next_step="convert the field when the data is read",
+            )
+        ) from error
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return Example(task=task, example_id=digest, fields=fields, answer=answer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Turn:
+    """What one speaker said, as text and as the exact token ids that were fed or sampled."""
+
+    role: str
+    text: str
+    token_ids: IntArray
+    logprobs: FloatArray | None = None
+    """Only on turns that the policy spoke; then as long as `token_ids` and finite."""
+    policy_version: int | None = None
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs is None:
+            return
+        if len(self.logprobs) != len(self.token_ids):
+            raise LengthMismatch(
+                explain_refusal(
+                    f"a turn has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probabilities",
+                    allowed="streams of equal length",
+                    next_step="read the engine's log; the rollout is masked",
+                )
+            )
+        if not bool(np.isfinite(self.logprobs).all()):
+            raise DataError(
+                explain_refusal(
+                    "a turn has a log-probability that is not finite",
+                    allowed="finite values for every sampled token; a missing value has no filler",
+                    next_step="read the engine's log; the rollout is masked",
+                )
+            )
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the policy spoke this turn, so that its tokens are trained."""
+        return self.logprobs is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a rollout has no score."""
+
+    owner: FailureOwner
+    kind: str
+    """Exception class or cause, for counting: 'TypeError', 'timeout', 'abort'."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a rollout is worth, or why that is unknown. None is unscored and never becomes 0."""
+
+    parts: Mapping[str, float | None]
+    """Named reward parts; the reward is their sum."""
+    is_correct: bool | None = None
+    """Whether the task counts this as solved; separate from the reward, which may be shaped."""
+    format_ok: bool | None = None
+    """Whether the answer stood where the task asked for it; separate from being right."""
+    truncated: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the parts, or None if a part is unscored or the rollout failed."""
+        if self.failure is not None or not self.parts:
+            return None
+        values = [value for value in self.parts.values() if value is not None]
+        if len(values) < len(self.parts) or not all(math.isfinite(v) for v in values):
+            return None
+        return math.fsum(values)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether this outcome may enter group statistics."""
+        return self.reward is not None
+
+    @classmethod
+    def lost(cls, owner: FailureOwner, kind: str, detail: str = "") -> Outcome:
+        """Build the outcome of a rollout that could not be scored."""
+        return cls(parts={}, failure=Failure(owner=owner, kind=kind, detail=detail))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """One attempt at one example."""
+
+    example: Example
+    step: int
+    """Optimizer steps completed when the attempt was asked for; evaluation uses the same count."""
+    sample_index: int
+    """Position inside its group, from 0."""
+    turns: tuple[Turn, ...]
+    outcome: Outcome
+    sampling: Sampling
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by stage: 'generate', 'verify'."""
+    isolation: str | None = None
+    """Sandbox level reached, None where nothing untrusted ran."""
+
+    @property
+    def reply(self) -> Turn | None:
+        """The last turn that the policy spoke, or None if it never did."""
+        return next((turn for turn in reversed(self.turns) if turn.is_sampled), None)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy sampled over all turns."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """The rollouts of one example that are compared with each other."""
+
+    example: Example
+    rollouts: tuple[Rollout, ...]
