@@ -1,0 +1,43 @@
+"""What was asked for: the typed run spec, its reader, its writer and its explanations.
+
+One file per section (`model.py`, `task.py`, ...), each setting with its meaning, unit and special
+values. `load_spec` reads a run file with everything that it extends and overrides; every value
+keeps its origin. Importing this room reads no file and imports nothing heavy: no torch, no numpy.
+Not here: building the things that a section names; that is the business of the room behind it.
+"""
+
+from strop.spec.algorithm import AlgorithmSpec
+from strop.spec.base import Section, SpecConflict
+from strop.spec.engine import EngineSpec
+from strop.spec.eval import EvalSpec
+from strop.spec.model import ModelSpec
+from strop.spec.optimizer import OptimizerSpec
+from strop.spec.output import OutputSpec
+from strop.spec.placement import PlacementSpec
+from strop.spec.run import RunSpec, num_train_examples
+from strop.spec.sampling import SamplingSpec
+from strop.spec.task import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, ReverseTextSpec, TaskSpec
+from strop.spec.train import TrainSpec
+from strop.spec.tripwires import TripwireSpec
+
+__all__ = [
+    "AlgorithmSpec",
+    "ArithmeticSpec",
+    "EngineSpec",
+    "EvalSpec",
+    "Gsm8kSpec",
+    "ModelSpec",
+    "OptimizerSpec",
+    "OutputSpec",
+    "PlacementSpec",
+    "ReasoningGymSpec",
+    "ReverseTextSpec",
+    "RunSpec",
+    "SamplingSpec",
+    "Section",
+    "SpecConflict",
+    "TaskSpec",
+    "TrainSpec",
+    "TripwireSpec",
+    "num_train_examples",
+]

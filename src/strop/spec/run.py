@@ -1,0 +1,129 @@
+"""The whole run: its sections, and what must hold between them."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from strop.spec.algorithm import AlgorithmSpec
+from strop.spec.base import Section, conflict
+from strop.spec.engine import EngineSpec
+from strop.spec.eval import EvalSpec
+from strop.spec.model import ModelSpec
+from strop.spec.optimizer import OptimizerSpec
+from strop.spec.output import OutputSpec
+from strop.spec.placement import PlacementSpec
+from strop.spec.sampling import SamplingSpec
+from strop.spec.task import ArithmeticSpec, TaskSpec
+from strop.spec.train import TrainSpec
+from strop.spec.tripwires import TripwireSpec
+
+
+class RunSpec(Section):
+    """Everything that a run was asked to do."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9-]{0,39}$",
+        description="The run's name, used for folders and jobs: lowercase letters, digits and hyphens, 40 at"
+        " most, not starting with a hyphen.",
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Every random choice of the run is derived from it.",
+    )
+    model: ModelSpec = Field(default=ModelSpec(), description="Which model is trained.")
+    task: TaskSpec = Field(description="What the model practises.")
+    sampling: SamplingSpec = Field(default=SamplingSpec(), description="How rollouts are drawn.")
+    algorithm: AlgorithmSpec = Field(default=AlgorithmSpec(), description="What counts as better.")
+    optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="How gradients move the weights.")
+    train: TrainSpec = Field(default=TrainSpec(), description="How long and how wide the run is.")
+    eval: EvalSpec = Field(default=EvalSpec(), description="How the held-out examples are looked at.")
+    engine: EngineSpec = Field(default=EngineSpec(), description="How rollouts are generated.")
+    placement: PlacementSpec = Field(default=PlacementSpec(), description="Where the roles live.")
+    tripwires: TripwireSpec = Field(default=TripwireSpec(), description="Which trouble is watched for.")
+    output: OutputSpec = Field(default=OutputSpec(), description="Where the run is written.")
+
+    @model_validator(mode="after")
+    def _check_group_size(self) -> RunSpec:
+        if self.train.rollouts_per_prompt < 2:
+            raise conflict(
+                {
+                    "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
+                    "algorithm.name": self.algorithm.name,
+                },
+                "makes every advantage zero: a rollout is compared with the others of its prompt",
+                allowed="2 rollouts per prompt or more",
+                next_step="set train.rollouts_per_prompt to 8",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> RunSpec:
+        sampling = self.sampling
+        if sampling.temperature == 0.0:
+            raise conflict(
+                {"sampling.temperature": sampling.temperature},
+                "makes all rollouts of a prompt equal",
+                allowed="a temperature above 0 for training; greedy decoding is for evaluation",
+                next_step="set sampling.temperature to 1.0",
+            )
+        given: dict[str, float] = {}
+        if sampling.top_p < 1.0:
+            given["sampling.top_p"] = sampling.top_p
+        if sampling.top_k is not None:
+            given["sampling.top_k"] = sampling.top_k
+        if given:
+            raise conflict(
+                given,
+                "cuts the tokens that may be drawn, and the trainer cannot tell which were left",
+                allowed="the whole vocabulary for training: sampling.top_p = 1.0, sampling.top_k = none",
+                next_step="remove the setting; evaluation and sampling from the command line may cut",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> RunSpec:
+        num_train = num_train_examples(self.task)
+        if num_train is not None and num_train < self.train.prompts_per_step:
+            raise conflict(
+                {"train.prompts_per_step": self.train.prompts_per_step},
+                f"asks for more examples per step than the {num_train} that task {self.task.name} trains on",
+                allowed=f"1 to {num_train}",
+                next_step=f"set train.prompts_per_step to {num_train} or make the task larger",
+            )
+        num_held_out, wanted = self.task.num_held_out, self.eval.num_examples
+        if num_held_out is not None and wanted is not None and wanted > num_held_out:
+            raise conflict(
+                {"eval.num_examples": wanted, "task.num_held_out": num_held_out},
+                "asks for more examples than are held out",
+                allowed=f"1 to {num_held_out}, or none for all",
+                next_step="remove eval.num_examples or raise task.num_held_out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> RunSpec:
+        if self.optimizer.warmup_steps >= self.train.steps:
+            raise conflict(
+                {"optimizer.warmup_steps": self.optimizer.warmup_steps, "train.steps": self.train.steps},
+                "ends the run before the learning rate is reached",
+                allowed=f"0 to {self.train.steps - 1} warm-up steps",
+                next_step="lower optimizer.warmup_steps or raise train.steps",
+            )
+        limit, reply = self.train.micro_batch_tokens, self.task.max_reply_tokens
+        if limit is not None and reply is not None and limit <= reply:
+            raise conflict(
+                {"train.micro_batch_tokens": limit, "task.max_reply_tokens": reply},
+                "leaves no room for a prompt and one full reply",
+                allowed=f"more than {reply} tokens, or none to derive it",
+                next_step="remove train.micro_batch_tokens",
+            )
+        return self
+
+
+def num_train_examples(task: TaskSpec) -> int | None:
+    """Return how many examples a task trains on, or None where only its data can tell."""
+    if isinstance(task, ArithmeticSpec):
+        return task.num_pairs - task.num_held_out
+    return task.num_train

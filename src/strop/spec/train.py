@@ -1,0 +1,35 @@
+"""How long and how wide a run is."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from strop.spec.base import Section
+
+
+class TrainSpec(Section):
+    """The loop's sizes. One optimizer step per batch of prompts."""
+
+    steps: int = Field(default=40, ge=1, le=10**7, description="Optimizer steps until the run is done.")
+    prompts_per_step: int = Field(
+        default=8, ge=1, le=10**6, description="Examples drawn per step; each makes one group."
+    )
+    rollouts_per_prompt: int = Field(
+        default=8,
+        ge=1,
+        le=10**5,
+        description="Rollouts per example, compared with each other. At least 2: a single rollout has"
+        " nothing to be compared with.",
+    )
+    micro_batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens in one forward and backward pass at most; the gradient does not depend on it."
+        " none = derived from the memory of the machine.",
+    )
+    checkpoint_every: int = Field(
+        default=20, ge=1, description="Steps between checkpoints. The last step always writes one."
+    )
+    keep_checkpoints: int = Field(
+        default=2, ge=1, description="Newest complete checkpoints kept; older ones are deleted."
+    )

@@ -1,0 +1,56 @@
+"""Which signs of trouble a run watches for, and what it does when it sees one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strop.spec.base import Section
+
+_FRAC = " A share in [0, 1] of one step; above it is an alarm. none = not watched."
+
+
+class TripwireSpec(Section):
+    """Limits that a healthy run keeps."""
+
+    max_zero_variance_frac: float | None = Field(
+        default=0.95,
+        ge=0.0,
+        le=1.0,
+        description="Groups whose rewards are all equal, so that nothing is learned from them." + _FRAC,
+    )
+    max_duplicate_frac: float | None = Field(
+        default=0.95,
+        ge=0.0,
+        le=1.0,
+        description="Rollouts whose tokens equal those of an earlier rollout in their group." + _FRAC,
+    )
+    max_truncated_frac: float | None = Field(
+        default=0.5, ge=0.0, le=1.0, description="Replies cut at their token limit." + _FRAC
+    )
+    max_failed_frac: float | None = Field(
+        default=0.1, ge=0.0, le=1.0, description="Rollouts that could not be scored." + _FRAC
+    )
+    max_drift_nats: float | None = Field(
+        default=0.06,
+        gt=0.0,
+        description="Mean absolute difference between the engine's and the trainer's log-probability of a"
+        " sampled token, in nats. none = not watched.",
+    )
+    min_entropy_nats: float | None = Field(
+        default=0.005,
+        ge=0.0,
+        description="Mean entropy of the policy over sampled tokens, in nats; below it is an alarm."
+        " none = not watched.",
+    )
+    max_stall_s: float | None = Field(
+        default=600.0,
+        gt=0.0,
+        description="Seconds without progress of any stage. none = not watched.",
+    )
+    on_alarm: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="'warn' records the alarm and goes on; 'stop' ends the run with its last checkpoint"
+        " intact.",
+    )
