@@ -1,0 +1,133 @@
+"""How much better each rollout of a group was than its group.
+
+An advantage function sees the rewards of the valid members of one group, at least two of them and
+not all equal, and returns one number per member. The two special cases are decided here once, by
+`compare_members`, so that no function can get them wrong: a member that was not scored takes no
+part, and a group without any difference gets the literal 0.
+
+Not here: whitening over a whole batch, which moves a group without differences off zero and so
+cannot be combined with skipping it; leave-one-out spread, which is 0 for the only loser.
+
+Shapes: G = rollouts of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.errors import DataError, explain_refusal
+
+Float64Array = NDArray[np.float64]
+AdvantageFn = Callable[[Float64Array], Float64Array]
+"""From the rewards of n >= 2 scored members, not all equal, to their advantages; float64."""
+
+MIN_MEMBERS = 2
+"""Scored members below which a group has nothing to compare and is dropped."""
+_SPREAD_OFFSET = 1e-4
+_SPREAD_FLOOR = 1e-6
+
+
+def standardize(rewards_G: Float64Array) -> Float64Array:
+    """Subtract the mean and divide by the sample standard deviation plus 1e-4.
+
+    Shapes: G in and out.
+    Units: standard deviations of the group.
+    Source: arXiv:2402.03300, section 4.1.2; the n - 1 spread and the offset as in TRL.
+    """
+    spread = float(np.std(rewards_G, ddof=1))
+    return (rewards_G - np.mean(rewards_G)) / (spread + _SPREAD_OFFSET)
+
+
+def standardize_population(rewards_G: Float64Array) -> Float64Array:
+    """Subtract the mean and divide by the population standard deviation, at least 1e-6.
+
+    Shapes: G in and out.
+    Units: standard deviations of the group.
+    """
+    return (rewards_G - np.mean(rewards_G)) / max(float(np.std(rewards_G)), _SPREAD_FLOOR)
+
+
+def center(rewards_G: Float64Array) -> Float64Array:
+    """Subtract the mean.
+
+    Shapes: G in and out.
+    Units: reward units.
+    Source: arXiv:2503.20783, which explains the bias that dividing by the spread adds.
+    """
+    return rewards_G - np.mean(rewards_G)
+
+
+def leave_one_out(rewards_G: Float64Array) -> Float64Array:
+    """Subtract from each reward the mean of the others.
+
+    Shapes: G in and out.
+    Units: reward units; n / (n - 1) times what `center` gives.
+    Source: arXiv:2402.14740.
+    """
+    num_members = len(rewards_G)
+    return center(rewards_G) * (num_members / (num_members - 1))
+
+
+def relate_to_mean(rewards_G: Float64Array) -> Float64Array:
+    """Subtract the mean and divide by it, which weighs rare successes more.
+
+    Shapes: G in and out.
+    Units: group means.
+    Raises: DataError if a reward is negative, because the mean is then no measure of success.
+    """
+    if float(np.min(rewards_G)) < 0.0:
+        raise DataError(
+            explain_refusal(
+                f"reward {float(np.min(rewards_G))} under the advantage max_rl",
+                allowed="rewards of 0 or more",
+                next_step="shift the task's reward, or choose the advantage centered",
+            )
+        )
+    return center(rewards_G) / float(np.mean(rewards_G))
+
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "grpo": standardize,
+    "grpo_pop": standardize_population,
+    "centered": center,
+    "rloo": leave_one_out,
+    "max_rl": relate_to_mean,
+}
+
+
+def find_scored(rewards_G: Sequence[float | None]) -> NDArray[np.bool_]:
+    """Say which members of a group have a reward: not None, not NaN, not infinite."""
+    return np.isfinite(as_rewards(rewards_G))
+
+
+def as_rewards(rewards_G: Sequence[float | None]) -> Float64Array:
+    """Turn rewards into float64, None into NaN."""
+    return np.array([np.nan if reward is None else reward for reward in rewards_G], dtype=np.float64)
+
+
+def is_constant(rewards_G: Float64Array) -> bool:
+    """Whether all rewards are equal, by comparison and never by a spread near 0.
+
+    The mean of equal numbers need not be that number in floating point; the residue divided by a
+    small spread can reach the size of a real advantage.
+    """
+    return bool(np.max(rewards_G) == np.min(rewards_G))
+
+
+def compare_members(advantage: AdvantageFn, rewards_G: Sequence[float | None]) -> Float64Array:
+    """Give every member of one group its advantage.
+
+    Shapes: G in and out. Members without a reward take no part in the statistics and get 0; so
+        does everybody in a group with fewer than two scored members or without any difference.
+    Units: those of `advantage`.
+    """
+    rewards = as_rewards(rewards_G)
+    is_scored_G = np.isfinite(rewards)
+    advantage_G = np.zeros(len(rewards), dtype=np.float64)
+    scored = rewards[is_scored_G]
+    if len(scored) >= MIN_MEMBERS and not is_constant(scored):
+        advantage_G[is_scored_G] = advantage(scored)
+    return advantage_G

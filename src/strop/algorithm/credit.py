@@ -1,0 +1,210 @@
+"""From the rewards of a batch to the advantage and the weight of every rollout, once per batch.
+
+What is decided here is decided for the complete optimizer batch. Micro-batches, shards and skipped
+rollouts come later and cannot change it.
+
+Skipping (`zero_variance = "skip"`) leaves a rollout out of the forward pass and in the normaliser.
+That gives the gradient of forwarding it because, for every algorithm of the catalog:
+
+- its final advantage is the literal 0 for all its tokens; nothing whitens or shapes it afterwards;
+- a group without difference is found by comparing rewards, never by a spread near 0;
+- there is no KL, entropy or other term on the same tokens, whose gradient would not vanish;
+- its tokens, rollout and group stay in the weights of the others;
+- the optimizer step takes place even when nothing is forwarded (the loop's part), unless the batch
+  has no scored token at all;
+- no layer mixes rows (the policy's part).
+
+Shapes: P = groups, G = rollouts of a group (ragged).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.algorithm.advantages import (
+    MIN_MEMBERS,
+    Float64Array,
+    as_rewards,
+    compare_members,
+    find_scored,
+    is_constant,
+)
+from strop.algorithm.aggregation import IntCounts, sums_to_one, weigh_tokens
+from strop.algorithm.catalog import Algorithm
+from strop.errors import DataError, explain_refusal
+
+BoolArray = NDArray[np.bool_]
+_WEIGHT_SUM_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Credit:
+    """What each rollout of one optimizer batch is worth, and what happens to it."""
+
+    advantage_P_G: tuple[Float64Array, ...]
+    """0 where a rollout has no score, or its group nothing to compare."""
+    weight_P_G: tuple[Float64Array, ...]
+    """Aggregation weight of each scored token of the rollout; 0 where it does not count. Skipped
+    rollouts keep theirs: it is what their absence must not give to the others."""
+    is_forwarded_P_G: tuple[BoolArray, ...]
+    """Whether the rollout goes through the forward and backward pass."""
+    num_counted_tokens: int
+    """Scored tokens in the normaliser. 0 means: no optimizer step, no new policy version."""
+    num_forwarded_tokens: int
+    num_groups: int
+    num_zero_variance_groups: int
+    """Groups with at least two scored rollouts and no difference between them."""
+    num_dropped_groups: int
+    """Groups out of the batch: fewer than two scored rollouts, or dropped for having no difference."""
+    num_rollouts: int
+    num_unscored: int
+    """Rollouts without a reward: in no mean, in no normaliser, not trained."""
+    num_empty: int
+    """Scored rollouts without any sampled token; they count as rollouts."""
+    num_masked_overlong: int
+    num_forwarded: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _GroupCredit:
+    """The part of one group."""
+
+    advantage_G: Float64Array
+    num_trained_G: IntCounts
+    """Tokens with mask 1: those sampled, 0 for a masked rollout."""
+    is_scored_G: BoolArray
+    is_counted_G: BoolArray
+    is_forwarded_G: BoolArray
+    is_masked_G: BoolArray
+    has_difference: bool
+    is_dropped: bool
+
+
+def assign_credit(
+    algorithm: Algorithm,
+    rewards_P_G: Sequence[Sequence[float | None]],
+    num_scored_P_G: Sequence[Sequence[int]],
+    truncated_P_G: Sequence[Sequence[bool]],
+    max_reply_tokens: int,
+) -> Credit:
+    """Give every rollout of one optimizer batch its advantage, weight and fate.
+
+    Shapes: ragged P, G in and out, all three inputs alike. `num_scored_P_G` holds the tokens that
+        the policy sampled. An empty batch gives an empty credit.
+    Units: rewards in the task's units, None (or not finite) for a rollout without score.
+    Raises: DataError if the inputs disagree about groups or members, or are not grouped at all.
+    """
+    _refuse_ragged(rewards_P_G, num_scored_P_G, truncated_P_G)
+    groups = [
+        _credit_group(algorithm, rewards_G, num_scored_G, truncated_G)
+        for rewards_G, num_scored_G, truncated_G in zip(
+            rewards_P_G, num_scored_P_G, truncated_P_G, strict=True
+        )
+    ]
+    num_trained_P_G = [group.num_trained_G for group in groups]
+    is_counted_P_G = [group.is_counted_G for group in groups]
+    weight_P_G = weigh_tokens(algorithm.aggregation, num_trained_P_G, is_counted_P_G, max_reply_tokens)
+    _assert_weights(algorithm, weight_P_G, num_trained_P_G, is_counted_P_G)
+    return Credit(
+        advantage_P_G=tuple(group.advantage_G for group in groups),
+        weight_P_G=tuple(weight_P_G),
+        is_forwarded_P_G=tuple(group.is_forwarded_G for group in groups),
+        num_counted_tokens=sum(int(np.sum(group.num_trained_G[group.is_counted_G])) for group in groups),
+        num_forwarded_tokens=sum(int(np.sum(group.num_trained_G[group.is_forwarded_G])) for group in groups),
+        num_groups=len(groups),
+        num_zero_variance_groups=sum(
+            int(np.sum(group.is_scored_G)) >= MIN_MEMBERS and not group.has_difference for group in groups
+        ),
+        num_dropped_groups=sum(group.is_dropped for group in groups),
+        num_rollouts=sum(len(group.is_scored_G) for group in groups),
+        num_unscored=sum(int(np.sum(~group.is_scored_G)) for group in groups),
+        num_empty=sum(
+            int(np.sum(group.is_scored_G & ~group.is_masked_G & (group.num_trained_G == 0)))
+            for group in groups
+        ),
+        num_masked_overlong=sum(int(np.sum(group.is_masked_G)) for group in groups),
+        num_forwarded=sum(int(np.sum(group.is_forwarded_G)) for group in groups),
+    )
+
+
+def _credit_group(
+    algorithm: Algorithm,
+    rewards_G: Sequence[float | None],
+    num_scored_G: Sequence[int],
+    truncated_G: Sequence[bool],
+) -> _GroupCredit:
+    is_scored_G = find_scored(rewards_G)
+    scored = as_rewards(rewards_G)[is_scored_G]
+    has_difference = len(scored) >= MIN_MEMBERS and not is_constant(scored)
+    is_dropped = len(scored) < MIN_MEMBERS or (not has_difference and algorithm.zero_variance == "drop")
+    is_masked_G = is_scored_G & np.array(truncated_G, dtype=np.bool_) & (algorithm.overlong == "mask")
+    num_trained_G = np.where(is_masked_G, 0, np.array(num_scored_G, dtype=np.int64))
+    advantage_G = compare_members(algorithm.advantage, rewards_G)
+    is_counted_G = is_scored_G & (not is_dropped)
+    is_forwarded_G = is_counted_G & (num_trained_G > 0)
+    if algorithm.zero_variance == "skip":
+        # Exact comparison: what is compared is a literal 0, or a reward that equals its mean.
+        is_forwarded_G = is_forwarded_G & (advantage_G != 0.0)
+    return _GroupCredit(
+        advantage_G=advantage_G,
+        num_trained_G=num_trained_G,
+        is_scored_G=is_scored_G,
+        is_counted_G=is_counted_G,
+        is_forwarded_G=is_forwarded_G,
+        is_masked_G=is_masked_G,
+        has_difference=has_difference,
+        is_dropped=is_dropped,
+    )
+
+
+def _refuse_ragged(
+    rewards_P_G: Sequence[Sequence[float | None]],
+    num_scored_P_G: Sequence[Sequence[int]],
+    truncated_P_G: Sequence[Sequence[bool]],
+) -> None:
+    streams = {"rewards": rewards_P_G, "token counts": num_scored_P_G, "truncation flags": truncated_P_G}
+    sizes: dict[str, list[int]] = {}
+    for name, stream_P_G in streams.items():
+        try:
+            sizes[name] = [len(stream_G) for stream_G in stream_P_G]
+        except TypeError as error:
+            raise DataError(
+                explain_refusal(
+                    f"the {name} of a batch are not divided into groups",
+                    allowed="one sequence per group, holding one entry per rollout",
+                    next_step="pass the rollouts of each example as their own sequence",
+                )
+            ) from error
+    if sizes["rewards"] == sizes["token counts"] == sizes["truncation flags"]:
+        return
+    shown = "; ".join(f"{name} {numbers}" for name, numbers in sizes.items())
+    raise DataError(
+        explain_refusal(
+            f"the streams of a batch have different group sizes: {shown}",
+            allowed="the same groups with the same number of rollouts in all three",
+            next_step="build all three from the same groups",
+        )
+    )
+
+
+def _assert_weights(
+    algorithm: Algorithm,
+    weight_P_G: Sequence[Float64Array],
+    num_trained_P_G: Sequence[IntCounts],
+    is_counted_P_G: Sequence[BoolArray],
+) -> None:
+    total = float(sum(np.sum(w * n) for w, n in zip(weight_P_G, num_trained_P_G, strict=True)))
+    has_tokens = any(
+        bool(np.any(is_counted & (counts > 0)))
+        for counts, is_counted in zip(num_trained_P_G, is_counted_P_G, strict=True)
+    )
+    has_empty = any(
+        bool(np.any(is_counted & (counts == 0)))
+        for counts, is_counted in zip(num_trained_P_G, is_counted_P_G, strict=True)
+    )
+    if has_tokens and sums_to_one(algorithm.aggregation, has_empty_rollouts=has_empty):
+        assert abs(total - 1.0) <= _WEIGHT_SUM_TOLERANCE, f"token weights add up to {total}, not to 1"

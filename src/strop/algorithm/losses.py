@@ -1,0 +1,145 @@
+"""Policy losses of single tokens, each as a value and as its closed-form gradient.
+
+A loss is a pair. `value` is what autograd differentiates in the tests; `grad` is the derivative of
+the value with respect to `logp_N`, which is all that the language-model head needs to run its
+backward in chunks. Both take the same five arguments, and only `logp_N` is differentiated.
+
+Guard: every log-ratio is clamped to [-20, 20] before `exp`. Beyond it the value is constant and
+the gradient therefore 0, in both forms. A mask selects already clamped values; nothing here is
+multiplied by a mask, because 0 times infinity is not a number.
+
+Not here: sequence-level ratios (GSPO), dual clip and probability-difference masks (DPPO).
+
+Shapes: N = scored tokens, flat over all rollouts. Log-probabilities in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LOG_RATIO_NATS = 20.0
+
+
+class TokenFn(Protocol):
+    """From log-probabilities and advantages to one number per token."""
+
+    def __call__(
+        self,
+        logp_N: Tensor,
+        old_logp_N: Tensor,
+        advantage_N: Tensor,
+        clip_low: float,
+        clip_high: float,
+    ) -> Tensor:
+        """Return N numbers. The ratio's clip range is [1 - clip_low, 1 + clip_high]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLoss:
+    """One loss of single tokens."""
+
+    name: str
+    value: TokenFn
+    """Loss of each token, differentiable in `logp_N`; nats times advantage units."""
+    grad: TokenFn
+    """Derivative of `value` with respect to `logp_N`, never itself differentiated."""
+
+
+def clamp_log_ratio(log_ratio_N: Tensor) -> Tensor:
+    """Bound log-ratios so that `exp` stays finite in float32."""
+    return log_ratio_N.clamp(-MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
+
+
+def _ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
+    return clamp_log_ratio(logp_N - old_logp_N.detach()).exp()
+
+
+def _ratio_slope(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
+    """Return the derivative of the bounded ratio: the ratio itself, 0 outside the bound."""
+    log_ratio_N = logp_N.detach() - old_logp_N.detach()
+    ratio_N = clamp_log_ratio(log_ratio_N).exp()
+    return ratio_N.where(log_ratio_N.abs() <= MAX_LOG_RATIO_NATS, 0.0)
+
+
+def reinforce_value(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return -A logp. The old log-probabilities and the clip range take no part."""
+    return -advantage_N * logp_N
+
+
+def reinforce_grad(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return -A."""
+    return -advantage_N
+
+
+def is_pg_value(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return minus ratio times A. The clip range takes no part."""
+    return -_ratio(logp_N, old_logp_N) * advantage_N
+
+
+def is_pg_grad(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return minus ratio times A."""
+    return -_ratio_slope(logp_N, old_logp_N) * advantage_N
+
+
+def clipped_value(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return minus the smaller of ratio times A and clipped ratio times A.
+
+    Source: arXiv:1707.06347, equation 7, with the two sides of the range named apart as in
+        arXiv:2503.14476.
+    """
+    ratio_N = _ratio(logp_N, old_logp_N)
+    bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -(ratio_N * advantage_N).minimum(bounded_N * advantage_N)
+
+
+def clipped_grad(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return minus ratio times A, and 0 where the ratio has left the range to the better side."""
+    slope_N = _ratio_slope(logp_N, old_logp_N)
+    is_too_high_N = (advantage_N > 0) & (slope_N > 1.0 + clip_high)
+    is_too_low_N = (advantage_N < 0) & (slope_N < 1.0 - clip_low)
+    return (-slope_N * advantage_N).where(~(is_too_high_N | is_too_low_N), 0.0)
+
+
+def cispo_value(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return minus clipped ratio (as a constant) times A times logp.
+
+    `clip_high` is the distance from 1, so the cap is 1 + clip_high; `clip_low` of 1 means no floor.
+    Source: arXiv:2506.13585, section 3.1.
+    """
+    bounded_N = _ratio(logp_N.detach(), old_logp_N).clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -bounded_N * advantage_N * logp_N
+
+
+def cispo_grad(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return minus clipped ratio times A: no token is ever without gradient."""
+    bounded_N = _ratio(logp_N.detach(), old_logp_N).clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -bounded_N * advantage_N
+
+
+REINFORCE = TokenLoss(name="reinforce", value=reinforce_value, grad=reinforce_grad)
+IS_PG = TokenLoss(name="is_pg", value=is_pg_value, grad=is_pg_grad)
+CLIPPED = TokenLoss(name="clipped", value=clipped_value, grad=clipped_grad)
+CISPO = TokenLoss(name="cispo", value=cispo_value, grad=cispo_grad)
+
+LOSSES: dict[str, TokenLoss] = {loss.name: loss for loss in (REINFORCE, IS_PG, CLIPPED, CISPO)}
