@@ -1,0 +1,276 @@
+"""Text to token ids and back, and messages to the exact prompt a model was trained on.
+
+Reads a Hugging Face model directory without transformers, so planning and checking a run stay
+fast. Left out on purpose: slow tokenizers without a tokenizer.json, tools and images in templates,
+and every default that would add tokens nobody asked for (no start token is added, nothing is cut
+or padded).
+
+Which ids end a reply is read from the model, never guessed: the tokenizer's end-of-text token and
+all ids of generation_config.json (of config.json where that file names none).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Template, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.rollout import IntArray, Message
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer of one model. Build it with `load`; it holds no file open and may be shared."""
+
+    def __init__(
+        self,
+        *,
+        fast: FastTokenizer,
+        eos_ids: Sequence[int],
+        special_texts: Mapping[str, str],
+        chat_template: str | None,
+        source: str,
+        now: Callable[[], datetime],
+    ) -> None:
+        self._fast = fast
+        self._special_texts = dict(special_texts)
+        self._source = source
+        self._chat_template = chat_template
+        self._environment = _template_environment(now)
+        self._template: Template | None = None
+        self.eos_id: int = eos_ids[0]
+        """The terminator that a trained reply ends with."""
+        self.stop_token_ids: frozenset[int] = frozenset(eos_ids)
+        """Every id that ends a reply when it is sampled."""
+        self.vocab_size: int = max(fast.get_vocab(with_added_tokens=True).values()) + 1
+        """One more than the largest id; a model's logits may be wider."""
+        self.digest: str = _digest(fast, eos_ids, self._special_texts, chat_template)
+        """Hash over everything that changes ids, prompts or stops."""
+
+    @classmethod
+    def load(cls, model_dir: Path, *, now: Callable[[], datetime] | None = None) -> Tokenizer:
+        """Read the tokenizer of a Hugging Face model directory.
+
+        `now` answers templates that print today's date (default: the machine's clock).
+        Raises: ConfigError if the directory, tokenizer.json or every terminator is missing;
+            StoreError if a file cannot be read.
+        """
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                explain_refusal(
+                    f"model directory {model_dir} has no tokenizer.json",
+                    allowed="a Hugging Face model directory with tokenizer.json",
+                    next_step="check the path in model.source, or fetch the model with `strop model get`",
+                )
+            )
+        fast = _read_fast_tokenizer(path)
+        settings = _read_json(model_dir / "tokenizer_config.json")
+        special_texts = _special_texts(settings)
+        return cls(
+            fast=fast,
+            eos_ids=_eos_ids(model_dir, fast, special_texts),
+            special_texts=special_texts,
+            chat_template=_read_chat_template(model_dir, settings),
+            source=str(model_dir),
+            now=now or _local_now,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a chat is written."""
+        return self._chat_template is not None
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Write a chat the way the model was trained on it, up to where the reply begins.
+
+        Raises: ConfigError if the model has no chat template or its template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise ConfigError(
+                explain_refusal(
+                    f"model.prompt_format=chat, but model {self._source} has no chat template",
+                    allowed="chat only with a model that ships a chat template; base with any model",
+                    next_step="set model.prompt_format=base, or use the instruct variant of the model",
+                )
+            )
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return self._compiled_template(self._chat_template).render(
+                messages=chat, tools=None, documents=None, add_generation_prompt=True, **self._special_texts
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise ConfigError(
+                explain_refusal(
+                    f"the chat template of model {self._source} refused messages of roles {roles} ({error})",
+                    allowed="messages in the roles and order that this template accepts",
+                    next_step="change the task's messages, or set model.prompt_format=base",
+                )
+            ) from error
+
+    def _compiled_template(self, source: str) -> Template:
+        if self._template is None:
+            self._template = self._environment.from_string(source)
+        return self._template
+
+    def render_base(self, messages: Sequence[Message]) -> str:
+        """Write plain text for a model without chat training; the reply begins on its own line.
+
+        Contents are joined by a blank line. Roles are not written.
+        """
+        return "\n\n".join(message.content for message in messages) + "\n"
+
+    def encode(self, text: str) -> IntArray:
+        """Return the ids of a text; special tokens written in it become their ids, none is added."""
+        return np.asarray(self._fast.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int] | IntArray) -> str:
+        """Return the text of ids, without special tokens. Incomplete characters become U+FFFD."""
+        return self._fast.decode([int(token_id) for token_id in token_ids], skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """Return what one id reads as, special tokens spelled out; for people, not for joining."""
+        return self._fast.decode([int(token_id)], skip_special_tokens=False)
+
+
+class _GenerationTag(Extension):
+    """Accepts the tag that marks assistant text in some templates; strop masks by length instead."""
+
+    tags = {"generation"}  # noqa: RUF012  (the attribute is declared mutable by jinja2)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _local_now() -> datetime:
+    return datetime.now().astimezone()
+
+
+def _template_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    """Build the sandbox in which chat templates run, with the names that templates rely on."""
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        # The filter of jinja2 escapes HTML characters, which no model was trained on.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+    return environment
+
+
+def _read_fast_tokenizer(path: Path) -> FastTokenizer:
+    # Looked at first, because the tokenizers package (0.23) raises bare Exception for any bad file.
+    model = _read_json(path).get("model")
+    if not isinstance(model, Mapping) or "vocab" not in model:
+        raise _unreadable(path, "no model with a vocabulary in it")
+    fast = FastTokenizer.from_file(str(path))
+    # A file may carry the cutting and padding of whoever saved it; a prompt must arrive whole.
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON table, empty if the file does not exist."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, str(error)) from error
+    if not isinstance(value, dict):
+        raise _unreadable(path, f"a {type(value).__name__} instead of a table")
+    return value
+
+
+def _unreadable(path: Path, cause: str) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{path} cannot be read ({cause})",
+            allowed="the complete file that came with the model",
+            next_step="delete the model directory and fetch the model again with `strop model get`",
+        )
+    )
+
+
+def _special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the named special tokens; a token is stored as its text or as a table with `content`."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = settings.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _read_chat_template(model_dir: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return the model's chat template: its own file first, then the tokenizer's settings."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        # Several named templates; plain chats use the one named default.
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _eos_ids(model_dir: Path, fast: FastTokenizer, special_texts: Mapping[str, str]) -> list[int]:
+    """Collect the ids that end a reply, the trained terminator first.
+
+    Raises: ConfigError if the model names none.
+    """
+    ids: list[int] = []
+    eos_text = special_texts.get("eos_token")
+    eos_id = None if eos_text is None else fast.token_to_id(eos_text)
+    if eos_id is not None:
+        ids.append(eos_id)
+    generation = _read_json(model_dir / "generation_config.json").get("eos_token_id")
+    if generation is None:
+        model = _read_json(model_dir / "config.json")
+        text_model = model.get("text_config")
+        nested = text_model.get("eos_token_id") if isinstance(text_model, Mapping) else None
+        generation = model.get("eos_token_id", nested)
+    listed = generation if isinstance(generation, list) else [generation]
+    ids.extend(value for value in listed if isinstance(value, int) and value not in ids)
+    if not ids:
+        raise ConfigError(
+            explain_refusal(
+                f"model directory {model_dir} names no token that ends a reply",
+                allowed="eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
+                next_step="add the end-of-text token of this model to one of the two files",
+            )
+        )
+    return ids
+
+
+def _digest(
+    fast: FastTokenizer, eos_ids: Sequence[int], special_texts: Mapping[str, str], chat_template: str | None
+) -> str:
+    parts = [fast.to_str(), list(eos_ids), dict(special_texts), chat_template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
