@@ -1,0 +1,96 @@
+"""Advantages against cases by hand. Spread of [1, 0, 0, 0]: sqrt(0.75 / 3) = 0.5 over n - 1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.algorithm.advantages import (
+    ADVANTAGES,
+    AdvantageFn,
+    center,
+    compare_members,
+    find_scored,
+    leave_one_out,
+    standardize,
+)
+from strop.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_G"),
+    [
+        # 0.75 / (0.5 + 0.0001) and -0.25 / 0.5001
+        ("grpo", [1.499700, -0.499900, -0.499900, -0.499900]),
+        # population spread sqrt(0.75 / 4) = 0.433013
+        ("grpo_pop", [1.732051, -0.577350, -0.577350, -0.577350]),
+        ("centered", [0.75, -0.25, -0.25, -0.25]),
+        # the others of the winner average 0, those of a loser 1/3
+        ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),
+        # 0.75 / 0.25 and -0.25 / 0.25
+        ("max_rl", [3.0, -1.0, -1.0, -1.0]),
+    ],
+)
+def test_one_winner_of_four(name: str, expected_G: list[float]) -> None:
+    assert compare_members(ADVANTAGES[name], [1, 0, 0, 0]) == pytest.approx(expected_G, abs=1e-6)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), float("inf")])
+def test_a_member_without_score_takes_no_part(missing: float | None) -> None:
+    # Mean of the three others: 1/3. Counting the missing one as 0 would give 1/4.
+    rewards_G = [1, missing, 0, 0]
+    assert compare_members(center, rewards_G) == pytest.approx([2 / 3, 0, -1 / 3, -1 / 3])
+    assert find_scored(rewards_G).tolist() == [True, False, True, True]
+
+
+def test_the_only_loser_keeps_its_group() -> None:
+    # The spread of the loser's others [1, 1, 1] is 0: a leave-one-out filter would delete it.
+    advantage_G = compare_members(standardize, [1, 1, 1, 0])
+    assert advantage_G == pytest.approx([0.499900, 0.499900, 0.499900, -1.499700], abs=1e-6)
+
+
+@pytest.mark.parametrize("rewards_G", [[], [1.0], [None], [None, 1.0], [None, None]])
+def test_a_group_with_nothing_to_compare_gets_zeros(rewards_G: list[float | None]) -> None:
+    assert compare_members(leave_one_out, rewards_G).tolist() == [0.0] * len(rewards_G)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES.values(), ids=list(ADVANTAGES))
+def test_eight_equal_rewards_leave_no_residue(advantage: AdvantageFn) -> None:
+    # 0.9 has no exact binary form, so eight of them need not average to it: the residue over a
+    # spread of the same size reaches the order of a real advantage.
+    assert compare_members(advantage, [0.9] * 8).tolist() == [0.0] * 8
+    rewards_G = [float(np.float32(0.9))] * 8
+    assert compare_members(advantage, rewards_G).tolist() == [0.0] * 8
+
+
+@settings(deadline=None)
+@given(reward=st.floats(-1e6, 1e6), num_members=st.integers(2, 40))
+def test_equal_rewards_are_literal_zero_for_every_estimator(reward: float, num_members: int) -> None:
+    for advantage in ADVANTAGES.values():
+        assert not compare_members(advantage, [reward] * num_members).any()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 100), min_size=2, max_size=16))
+def test_leave_one_out_is_a_multiple_of_centered(rewards_G: list[int]) -> None:
+    num_members = len(rewards_G)
+    centered_G = compare_members(center, rewards_G)
+    slow_G = [r - (sum(rewards_G) - r) / (num_members - 1) for r in rewards_G]
+    assert compare_members(leave_one_out, rewards_G) == pytest.approx(slow_G, abs=1e-9)
+    assert slow_G == pytest.approx(list(centered_G * num_members / (num_members - 1)), abs=1e-9)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 100), min_size=2, max_size=16), st.integers(-50, 50))
+def test_a_shift_of_all_rewards_changes_nothing(rewards_G: list[int], shift: int) -> None:
+    shifted_G = [reward + shift for reward in rewards_G]
+    for advantage in (standardize, center, leave_one_out):
+        expected_G = compare_members(advantage, rewards_G)
+        assert compare_members(advantage, shifted_G) == pytest.approx(expected_G, abs=1e-9)
+
+
+def test_max_rl_refuses_a_negative_reward() -> None:
+    with pytest.raises(DataError, match=r"reward -1\.0 under the advantage max_rl\. Allowed: .* Next: "):
+        compare_members(ADVANTAGES["max_rl"], [1, -1])

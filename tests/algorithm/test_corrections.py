@@ -1,0 +1,72 @@
+"""Corrections against cases by hand: ratios 3, 0.4 and 7."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from strop.algorithm.corrections import CORRECTIONS, describe_mismatch, mask_tokens_outside
+
+
+def ratios() -> Tensor:
+    return torch.tensor([3.0, 0.4, 7.0], dtype=torch.float64).log()
+
+
+@pytest.mark.parametrize(
+    ("name", "cap", "expected_N"),
+    [
+        ("none", 2.0, [1, 1, 1]),
+        ("tis_token", 2.0, [2, 0.4, 2]),
+        ("tis_token", 5.0, [3, 0.4, 5]),
+        ("mis_token", 2.0, [0, 0.4, 0]),
+        ("mis_token", 5.0, [3, 0.4, 0]),
+        # 0.4 lies below the floor of 0.5
+        ("icepop", 5.0, [3, 0, 0]),
+    ],
+)
+def test_corrections_by_hand(name: str, cap: float, expected_N: list[float]) -> None:
+    assert CORRECTIONS[name](ratios(), cap).tolist() == pytest.approx(expected_N)
+
+
+def test_the_floor_can_be_moved() -> None:
+    assert mask_tokens_outside(ratios(), 5.0, floor=0.3).tolist() == pytest.approx([3, 0.4, 0])
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_no_correction_is_differentiated(name: str) -> None:
+    assert not CORRECTIONS[name](ratios().requires_grad_(), 2.0).requires_grad
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_equal_log_probabilities_are_not_corrected(name: str) -> None:
+    assert CORRECTIONS[name](torch.zeros(3), 2.0).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("log_ratio", [-1e4, 1e4])
+def test_no_correction_overflows(name: str, log_ratio: float) -> None:
+    assert bool(torch.isfinite(CORRECTIONS[name](torch.full((1,), log_ratio), 2.0)).all())
+
+
+def test_mismatch_by_hand() -> None:
+    log_ratio_N = ratios().numpy()
+    # Truncated at 2: [2, 0.4, 2], two of three. (4.4)^2 / (3 x 8.16) = 0.790850
+    truncated = describe_mismatch(log_ratio_N, np.array([2, 0.4, 2]))
+    assert truncated["correction_truncated_frac"] == pytest.approx(2 / 3)
+    assert truncated["correction_masked_frac"] == 0
+    assert truncated["correction_mean"] == pytest.approx(4.4 / 3)
+    assert truncated["effective_sample_frac"] == pytest.approx(0.790850, abs=1e-6)
+    # |log 3| + |log 0.4| + |log 7| = 1.098612 + 0.916291 + 1.945910
+    assert truncated["mismatch_mean_nats"] == pytest.approx(3.960813 / 3, abs=1e-6)
+    # Masked above 2: one token carries all, 0.16 / (3 x 0.16)
+    masked = describe_mismatch(log_ratio_N, np.array([0, 0.4, 0]))
+    assert masked["correction_masked_frac"] == pytest.approx(2 / 3)
+    assert masked["correction_truncated_frac"] == 0
+    assert masked["effective_sample_frac"] == pytest.approx(1 / 3)
+
+
+def test_mismatch_of_nothing_is_zero() -> None:
+    assert set(describe_mismatch(np.zeros(0), np.zeros(0)).values()) == {0.0}
+    assert describe_mismatch(np.ones(1), np.zeros(1))["effective_sample_frac"] == 0.0

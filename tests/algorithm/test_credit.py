@@ -1,0 +1,166 @@
+"""Credit of whole batches: advantages, weights, and who is forwarded, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.algorithm.aggregation import Aggregation
+from strop.algorithm.catalog import ALGORITHMS, DAPO, DR_GRPO, GRPO, Algorithm
+from strop.algorithm.credit import Credit, assign_credit
+from strop.errors import DataError
+
+
+def listed(arrays: tuple[Any, ...]) -> list[list[Any]]:
+    return [array.tolist() for array in arrays]
+
+
+def sum_of_weights(credit: Credit, num_scored_P_G: list[list[int]]) -> float:
+    pairs = zip(credit.weight_P_G, num_scored_P_G, strict=True)
+    return float(sum(np.dot(weights, counts) for weights, counts in pairs))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected_P_G"),
+    [
+        # 8 tokens, 4 rollouts, 2 groups of 4 tokens each; reply limit 5
+        (Aggregation.TOKEN_MEAN, [[1 / 8, 1 / 8], [1 / 8, 1 / 8]]),
+        (Aggregation.SEQ_MEAN, [[1 / 4, 1 / 12], [1 / 8, 1 / 8]]),
+        (Aggregation.CONST, [[1 / 20, 1 / 20], [1 / 20, 1 / 20]]),
+        (Aggregation.GROUP_TOKEN_MEAN, [[1 / 8, 1 / 8], [1 / 8, 1 / 8]]),
+        (Aggregation.SEQ_SUM, [[1 / 4, 1 / 4], [1 / 4, 1 / 4]]),
+    ],
+)
+def test_weights_by_hand(aggregation: Aggregation, expected_P_G: list[list[float]]) -> None:
+    algorithm = replace(GRPO, aggregation=aggregation)
+    credit = assign_credit(algorithm, [[1, 0], [1, 0]], [[1, 3], [2, 2]], [[False] * 2] * 2, 5)
+    for weights, expected in zip(credit.weight_P_G, expected_P_G, strict=True):
+        assert weights.tolist() == pytest.approx(expected)
+
+
+def test_group_token_mean_gives_every_group_the_same_say() -> None:
+    algorithm = replace(GRPO, aggregation=Aggregation.GROUP_TOKEN_MEAN)
+    credit = assign_credit(algorithm, [[1, 0], [1, 0, 0]], [[1, 1], [2, 4, 2]], [[False] * 2, [False] * 3], 5)
+    assert credit.weight_P_G[0].tolist() == [1 / 4] * 2  # 2 groups x 2 tokens
+    assert credit.weight_P_G[1].tolist() == [1 / 16] * 3  # 2 groups x 8 tokens
+
+
+@pytest.mark.parametrize(
+    ("zero_variance", "weight", "is_forwarded", "num_dropped"),
+    # 2 + 2 tokens count with skip and keep, 2 with drop
+    [("skip", 1 / 4, False, 0), ("keep", 1 / 4, True, 0), ("drop", 1 / 2, False, 1)],
+)
+def test_groups_without_difference(
+    zero_variance: Any, weight: float, is_forwarded: bool, num_dropped: int
+) -> None:
+    algorithm = replace(DAPO, zero_variance=zero_variance)
+    credit = assign_credit(algorithm, [[1, 0], [1, 1]], [[1, 1], [1, 1]], [[False] * 2] * 2, 4)
+    assert credit.weight_P_G[0].tolist() == [weight] * 2
+    assert credit.is_forwarded_P_G[0].tolist() == [True, True]
+    assert credit.advantage_P_G[1].tolist() == [0.0, 0.0]
+    assert credit.is_forwarded_P_G[1].tolist() == [is_forwarded] * 2
+    assert credit.num_zero_variance_groups == 1
+    assert credit.num_dropped_groups == num_dropped
+    assert credit.num_counted_tokens == round(1 / weight)
+
+
+def test_a_rollout_with_the_mean_reward_is_skipped_alone() -> None:
+    credit = assign_credit(DR_GRPO, [[0, 0.5, 1]], [[1, 1, 1]], [[False] * 3], 4)
+    assert listed(credit.advantage_P_G) == [[-0.5, 0.0, 0.5]]
+    assert listed(credit.is_forwarded_P_G) == [[True, False, True]]
+    assert listed(credit.weight_P_G) == [[1 / 12] * 3]  # three rollouts x limit 4, all counted
+    assert credit.num_zero_variance_groups == 0
+
+
+def test_an_unscored_rollout_is_in_no_normaliser() -> None:
+    credit = assign_credit(GRPO, [[1, 0, None]], [[2, 2, 9]], [[False] * 3], 9)
+    assert listed(credit.weight_P_G) == [[1 / 4, 1 / 4, 0.0]]  # 2 rollouts of 2 tokens
+    assert listed(credit.is_forwarded_P_G) == [[True, True, False]]
+    assert (credit.num_unscored, credit.num_counted_tokens) == (1, 4)
+
+
+def test_a_group_with_one_scored_member_is_dropped() -> None:
+    credit = assign_credit(GRPO, [[1, None], [1, 0]], [[5, 5], [1, 1]], [[False] * 2] * 2, 9)
+    assert listed(credit.advantage_P_G) == [[0.0, 0.0], pytest.approx([0.707007, -0.707007], abs=1e-6)]
+    assert listed(credit.weight_P_G) == [[0.0, 0.0], [0.5, 0.5]]
+    assert (credit.num_dropped_groups, credit.num_zero_variance_groups) == (1, 0)
+
+
+def test_an_empty_reply_counts_as_a_rollout() -> None:
+    # S = 2, so the one token of the other rollout has weight 1 / (2 x 1), and not 1.
+    credit = assign_credit(GRPO, [[1, 0]], [[1, 0]], [[False, False]], 9)
+    assert listed(credit.weight_P_G) == [[0.5, 0.0]]
+    assert listed(credit.is_forwarded_P_G) == [[True, False]]
+    assert credit.num_empty == 1
+
+
+def test_masked_overlong_replies_stay_in_the_baseline() -> None:
+    rewards_P_G, num_scored_P_G = [[1, 0, 0, 0]], [[2, 2, 2, 8]]
+    truncated_P_G = [[False, False, False, True]]
+    masking = replace(DAPO, overlong="mask")
+    masked = assign_credit(masking, rewards_P_G, num_scored_P_G, truncated_P_G, 8)
+    kept = assign_credit(DAPO, rewards_P_G, num_scored_P_G, truncated_P_G, 8)
+    assert listed(masked.advantage_P_G) == listed(kept.advantage_P_G)
+    assert listed(masked.weight_P_G) == [[1 / 6, 1 / 6, 1 / 6, 0.0]]  # 2 + 2 + 2 tokens
+    assert listed(kept.weight_P_G) == [[1 / 14] * 4]
+    assert listed(masked.is_forwarded_P_G) == [[True, True, True, False]]
+    assert (masked.num_masked_overlong, kept.num_masked_overlong) == (1, 0)
+    assert masked.num_empty == 0
+
+
+def test_a_batch_without_scores_has_no_tokens() -> None:
+    credit = assign_credit(GRPO, [[None, None]], [[3, 3]], [[False] * 2], 9)
+    assert (credit.num_counted_tokens, credit.num_forwarded, credit.num_unscored) == (0, 0, 2)
+    assert assign_credit(GRPO, [], [], [], 9).num_counted_tokens == 0
+
+
+def test_a_batch_where_all_is_equal_has_tokens_and_nothing_to_forward() -> None:
+    # Tokens present: the loop takes a normal optimizer step with a zero policy gradient.
+    credit = assign_credit(GRPO, [[1, 1]], [[3, 3]], [[False] * 2], 9)
+    assert (credit.num_counted_tokens, credit.num_forwarded_tokens) == (6, 0)
+
+
+batches = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from([None, 0.0, 0.5, 1.0]), st.integers(0, 9), st.booleans()),
+        min_size=1,
+        max_size=5,
+    ),
+    max_size=5,
+)
+
+
+@settings(deadline=None)
+@given(batch_P_G=batches, name=st.sampled_from(sorted(ALGORITHMS)), aggregation=st.sampled_from(Aggregation))
+def test_what_is_forwarded_is_counted_and_has_a_weight(
+    batch_P_G: list[list[tuple[float | None, int, bool]]], name: str, aggregation: Aggregation
+) -> None:
+    for overlong in ("keep", "mask"):
+        algorithm: Algorithm = replace(ALGORITHMS[name], aggregation=aggregation, overlong=overlong)
+        rewards_P_G = [[row[0] for row in group] for group in batch_P_G]
+        num_scored_P_G = [[row[1] for row in group] for group in batch_P_G]
+        truncated_P_G = [[row[2] for row in group] for group in batch_P_G]
+        credit = assign_credit(algorithm, rewards_P_G, num_scored_P_G, truncated_P_G, 9)
+        for p, group in enumerate(batch_P_G):
+            for g, (reward, num_scored, truncated) in enumerate(group):
+                if credit.is_forwarded_P_G[p][g]:
+                    assert reward is not None
+                    assert num_scored > 0
+                    assert not (truncated and overlong == "mask")
+                    assert credit.weight_P_G[p][g] > 0
+                    assert credit.advantage_P_G[p][g] != 0
+                if reward is None:
+                    assert credit.advantage_P_G[p][g] == credit.weight_P_G[p][g] == 0
+        if aggregation is Aggregation.TOKEN_MEAN and credit.num_counted_tokens:
+            assert sum_of_weights(credit, num_scored_P_G) == pytest.approx(1.0)
+        assert credit.num_forwarded_tokens <= credit.num_counted_tokens
+
+
+def test_streams_of_different_shape_are_refused() -> None:
+    with pytest.raises(DataError, match=r"rewards \[2\]; token counts \[1\]; truncation flags \[2\]\. All"):
+        assign_credit(GRPO, [[1, 0]], [[1]], [[False, False]], 9)

@@ -1,0 +1,198 @@
+"""Incidents of the loss group, as far as credit and token losses can cause or prevent them.
+
+The toy policy is a linear map from three features to the logits of four tokens, in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from strop.algorithm import ALGORITHMS, Aggregation, Algorithm, Credit, assign_credit
+from strop.algorithm.losses import CLIPPED, LOSSES, TokenLoss
+from strop.errors import DataError
+from strop.spec.run import RunSpec
+
+# Shapes: P groups, G rollouts (ragged), T tokens of a rollout (ragged), 3 features, V = 4 tokens.
+REWARDS_P_G: list[list[float | None]] = [[1, 0, 0, 1], [1, 1, 1], [0.5, 0], [0, 0, 0, 0, 0]]
+NUM_SCORED_P_G = [[3, 1, 5, 2], [4, 4, 1], [2, 7], [1, 2, 3, 4, 5]]
+TRUNCATED_P_G = [[False] * len(rewards_G) for rewards_G in REWARDS_P_G]
+ROLLOUTS = [(p, g) for p, counts in enumerate(NUM_SCORED_P_G) for g in range(len(counts))]
+
+
+def gradient_of(algorithm: Algorithm, credit: Credit, rollouts: list[tuple[int, int]]) -> Tensor:
+    """Sum the gradient over some rollouts, as one micro-batch does."""
+    weights = torch.linspace(-0.5, 0.5, 12, dtype=torch.float64).reshape(3, 4).requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for p, g in rollouts:
+        stream = torch.Generator().manual_seed(100 * p + g)
+        num_tokens = NUM_SCORED_P_G[p][g]
+        features = torch.randn(num_tokens, 3, dtype=torch.float64, generator=stream)
+        token_ids = torch.randint(0, 4, (num_tokens, 1), generator=stream)
+        drift_nats = 0.3 * torch.randn(num_tokens, dtype=torch.float64, generator=stream)
+        logp_T = torch.log_softmax(features @ weights, dim=-1).gather(1, token_ids)[:, 0]
+        advantage_T = torch.full((num_tokens,), float(credit.advantage_P_G[p][g]), dtype=torch.float64)
+        old_T = logp_T.detach() + drift_nats
+        clip = (algorithm.clip_low, algorithm.clip_high)
+        loss_T = algorithm.loss.value(logp_T, old_T, advantage_T, *clip)
+        total = total + float(credit.weight_P_G[p][g]) * loss_T.sum()
+    (gradient,) = torch.autograd.grad(total, weights)
+    return gradient
+
+
+def credit_all(algorithm: Algorithm) -> Credit:
+    return assign_credit(algorithm, REWARDS_P_G, NUM_SCORED_P_G, TRUNCATED_P_G, 8)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
+def test_opt_1_every_loss_moves_towards_the_better_token(loss: TokenLoss) -> None:
+    """Incident: a sign was reversed in all losses, and the blow-ups were blamed on warm-up.
+
+    Symptom: training made the rewarded behavior rarer while every logged value looked plausible.
+    """
+    logp = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    slope = loss.grad(logp, logp, torch.tensor([1.0, -1.0], dtype=torch.float64), 0.2, 0.2)
+    # Descent subtracts the gradient: it must raise the good token and lower the bad one.
+    assert slope.tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("aggregation", Aggregation)
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5, len(ROLLOUTS)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_opt_2_gradient_does_not_depend_on_the_split(
+    aggregation: Aggregation, micro_batch_size: int, num_ranks: int
+) -> None:
+    """Incident: micro-batches were weighted equally, so their size changed the loss.
+
+    Symptom: a token mean gave other curves on other hardware.
+    """
+    algorithm = replace(ALGORITHMS["dapo"], aggregation=aggregation)
+    credit = credit_all(algorithm)
+    whole = gradient_of(algorithm, credit, ROLLOUTS)
+    order = np.random.default_rng(7).permutation(len(ROLLOUTS))
+    parts = torch.zeros_like(whole)
+    for rank in range(num_ranks):
+        mine = [ROLLOUTS[index] for index in order[rank::num_ranks]]
+        for start in range(0, len(mine), micro_batch_size):
+            parts += gradient_of(algorithm, credit, mine[start : start + micro_batch_size])
+    assert float(whole.abs().max()) > 1e-3
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-15)
+
+
+def test_opt_2_two_micro_batches_sum_to_the_batch_by_hand() -> None:
+    """Incident: as above; the mean of the means of two micro-batches was reported as the loss."""
+    # Rollout 1 has two tokens at ratios 1.221403 and 0.606531 with A = 1, rollout 2 one token that
+    # is clipped to 0.8 with A = -1. Means of means: (-0.913967 + 0.8) / 2 = -0.056983.
+    logp = torch.tensor([-0.8, -2.5, -0.9], dtype=torch.float64)
+    old = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+    loss = CLIPPED.value(logp, old, torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64), 0.2, 0.28)
+    credit = assign_credit(ALGORITHMS["dapo"], [[1, 0]], [[2, 1]], [[False, False]], 4)
+    weights = credit.weight_P_G[0]
+    first, second = weights[0] * float(loss[:2].sum()), weights[1] * float(loss[2])
+    assert first + second == pytest.approx(-0.342644, abs=1e-6)
+
+
+def test_opt_2_a_supervised_token_mean_by_hand() -> None:
+    """Incident: as above. Negative log-likelihoods [1, 2, 3] and [4]: mean 2.5, not (2 + 4) / 2."""
+    credit = assign_credit(ALGORITHMS["dapo"], [[1, 0]], [[3, 1]], [[False, False]], 4)
+    assert credit.weight_P_G[0].tolist() == [0.25, 0.25]
+    assert 0.25 * (1 + 2 + 3) + 0.25 * 4 == 2.5
+
+
+def test_opt_2_a_batch_without_group_boundaries_is_refused() -> None:
+    """Incident: group sizes were not passed on, so a mean per group became one over everything."""
+    flat: Any = [1.0, 0.0, 1.0]
+    with pytest.raises(DataError, match=r"batch are not divided into groups\. Allowed: .*Next: "):
+        assign_credit(ALGORITHMS["grpo"], flat, [[1, 1, 1]], [[False] * 3], 8)
+
+
+def test_opt_3_the_constant_normaliser_is_the_reply_limit() -> None:
+    """Incident: an unexplained constant between 100 and 2,048 set the size of every update."""
+    credit = assign_credit(ALGORITHMS["dr_grpo"], [[1, 0]], [[2, 3]], [[False, False]], 10)
+    # Two rollouts with a limit of 10 tokens: 1 / 20, however long the replies are.
+    assert credit.weight_P_G[0].tolist() == [1 / 20, 1 / 20]
+
+
+def test_opt_4_group_size_1_is_refused() -> None:
+    """Incident: the default group size of 1 made all advantages 0, noticed after ten empty batches."""
+    run = {"name": "lone", "task": {"name": "arithmetic"}, "train": {"rollouts_per_prompt": 1}}
+    with pytest.raises(ValueError, match="makes every advantage zero"):
+        RunSpec.model_validate(run)
+
+
+def test_opt_4_a_constant_reward_is_counted_in_the_first_batch() -> None:
+    """Incident: 92 % of rollouts had one same reward, and nothing said so."""
+    credit = assign_credit(ALGORITHMS["grpo"], [[0, 0], [1, 1], [1, 0]], [[1, 1]] * 3, [[False] * 2] * 3, 8)
+    assert (credit.num_zero_variance_groups, credit.num_groups) == (2, 3)
+    assert (credit.num_forwarded_tokens, credit.num_counted_tokens) == (2, 6)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_opt_5_the_only_loser_keeps_its_advantage(name: str) -> None:
+    """Incident: a filter on the spread of the others dropped the only loser of a group."""
+    credit = assign_credit(ALGORITHMS[name], [[1, 1, 1, 0]], [[1] * 4], [[False] * 4], 8)
+    assert credit.advantage_P_G[0][3] == min(credit.advantage_P_G[0]) < 0
+    assert credit.is_forwarded_P_G[0].all()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("aggregation", Aggregation)
+def test_opt_5_skipping_does_not_change_the_gradient(name: str, aggregation: Aggregation) -> None:
+    """Incident: rollouts without advantage left the loss together with their tokens' share of it.
+
+    Symptom: the size of an update grew with the share of groups that had nothing to teach.
+    """
+    skipping = replace(ALGORITHMS[name], aggregation=aggregation)
+    keeping = replace(skipping, zero_variance="keep")
+    skipped, kept = credit_all(skipping), credit_all(keeping)
+    few = [(p, g) for p, g in ROLLOUTS if skipped.is_forwarded_P_G[p][g]]
+    everything = [(p, g) for p, g in ROLLOUTS if kept.is_forwarded_P_G[p][g]]
+    assert (len(few), len(everything)) == (6, 14)  # groups 1 and 3 have no difference
+    difference = gradient_of(skipping, skipped, few) - gradient_of(keeping, kept, everything)
+    assert float(difference.abs().max()) == 0.0
+
+
+def test_opt_5_dropping_is_another_algorithm_by_hand() -> None:
+    """Incident: as above. Three tokens without advantage halve the update, or leave it alone."""
+    # Token losses of the other rollouts sum to -1.027934: over 6 tokens -0.171322, over 3 -0.342644.
+    rewards, counts, cut = [[1, 0], [1, 1]], [[2, 1], [2, 1]], [[False, False]] * 2
+    totals = {}
+    for choice in ("skip", "keep", "drop"):
+        algorithm = replace(ALGORITHMS["dapo"], zero_variance=choice)
+        credit = assign_credit(algorithm, rewards, counts, cut, 4)
+        totals[choice] = float(credit.weight_P_G[0][0]) * -1.027934
+    assert totals == pytest.approx({"skip": -0.171322, "keep": -0.171322, "drop": -0.342644}, abs=1e-6)
+
+
+def test_opt_5_a_failed_member_is_excluded_from_the_mean_and_counted() -> None:
+    """Incident: failed members were removed, leaving groups of unknown size."""
+    credit = assign_credit(ALGORITHMS["dr_grpo"], [[1, None, 0, 0]], [[1] * 4], [[False] * 4], 8)
+    assert credit.advantage_P_G[0].tolist() == pytest.approx([2 / 3, 0, -1 / 3, -1 / 3])
+    assert credit.is_forwarded_P_G[0].tolist() == [True, False, True, True]
+    assert (credit.num_unscored, credit.num_rollouts) == (1, 4)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_log_6_a_far_away_log_probability_stays_finite(name: str, is_masked: bool) -> None:
+    """Incident: trainer -2 against engine -91 gave an infinite ratio, and 0 times it a NaN.
+
+    Symptom: one masked token turned the gradient of the whole batch into NaN.
+    """
+    algorithm = ALGORITHMS[name]
+    logp = torch.tensor([-2.0], requires_grad=True)
+    engine = torch.tensor([-91.0])
+    advantage = torch.tensor([0.0 if is_masked else 1.0])
+    for proximal in (None, engine):
+        terms = algorithm.token_terms(logp, engine, advantage, proximal)
+        assert bool(torch.isfinite(terms.loss_N).all())
+        assert bool(torch.isfinite(terms.grad_N).all())
+    value = algorithm.loss.value(logp, engine, advantage, algorithm.clip_low, algorithm.clip_high)
+    selected = value.where(torch.tensor([not is_masked]), 0.0).sum()
+    (gradient,) = torch.autograd.grad(selected, logp)
+    assert bool(torch.isfinite(gradient).all())
