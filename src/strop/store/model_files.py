@@ -1,0 +1,113 @@
+"""What makes a directory a model, and a cheap stable digest of its bytes.
+
+The digest is over names and SHA-256 of the files that decide what the model says: weights,
+configuration, tokenizer, template. A README beside them does not change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from strop.errors import ConfigError, CorruptRecord, StoreError, explain_refusal
+from strop.store.atomic import (
+    digest_of_files,
+    hash_files,
+    is_complete,
+    verify_directory,
+    write_bytes_atomically,
+)
+
+MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt"})
+WEIGHTS_INDEX = "model.safetensors.index.json"
+NEEDED_FILES = "config.json, tokenizer.json or tokenizer.model, and weights as *.safetensors"
+
+
+def check_model_dir(path: Path) -> None:
+    """Refuse a directory that transformers and vLLM could not load as it stands.
+
+    Raises: ConfigError naming what is missing; a shard that the index names counts as missing.
+    """
+    missing = []
+    if not (path / "config.json").is_file():
+        missing.append("config.json")
+    if not (path / "tokenizer.json").is_file() and not (path / "tokenizer.model").is_file():
+        missing.append("tokenizer.json")
+    if (path / WEIGHTS_INDEX).is_file():
+        missing += [name for name in _shard_names(path / WEIGHTS_INDEX) if not (path / name).is_file()]
+    elif not any(path.glob("*.safetensors")):
+        missing.append("weights (*.safetensors)")
+    if missing:
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise ConfigError(
+            explain_refusal(
+                f"{path} is not a model directory: {', '.join(missing)} missing; found {found}",
+                allowed=f"a Hugging Face model directory with {NEEDED_FILES}",
+                next_step="point to the directory that holds config.json, or export the model again",
+            )
+        )
+
+
+def digest_model(path: Path, digest_dir: Path) -> str:
+    """Return the digest of a model directory; unchanged files are not read a second time.
+
+    File digests are remembered by size and modification time: in the directory's own manifest, else
+    in `digest_dir`.
+
+    Raises: CorruptRecord if the directory has a manifest and its bytes are others.
+    """
+    if is_complete(path):
+        manifest = verify_directory(path, can_trust_mtime=True)
+        return digest_of_files(
+            {name: record.sha256 for name, record in manifest.files.items() if _is_model_file(path / name)}
+        )
+    memory_path = digest_dir / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]}.json"
+    remembered = _read_memory(memory_path)
+    files = {entry.name: entry.stat() for entry in path.iterdir() if _is_model_file(entry)}
+    marks = {name: [found.st_size, found.st_mtime_ns] for name, found in files.items()}
+    known = {
+        name: remembered[name]["sha256"]
+        for name, mark in marks.items()
+        if name in remembered and remembered[name]["mark"] == mark
+    }
+    fresh = hash_files(path, sorted(set(marks) - set(known)))
+    sha256_by_name = known | fresh
+    if fresh:
+        _write_memory(memory_path, {n: {"mark": marks[n], "sha256": sha256_by_name[n]} for n in marks})
+    return digest_of_files(sha256_by_name)
+
+
+def _is_model_file(path: Path) -> bool:
+    return path.suffix in MODEL_SUFFIXES and path.is_file()
+
+
+def _shard_names(index_path: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index_path.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CorruptRecord(
+            explain_refusal(
+                f"{index_path} is not an index of weights ({error})",
+                allowed='a JSON object whose "weight_map" names the file of each tensor',
+                next_step="fetch or export the model again",
+            )
+        ) from error
+
+
+def _read_memory(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write_memory(path: Path, content: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(path, json.dumps(content).encode())
+    except (OSError, StoreError):
+        # A read-only home costs the next start one more hash; it is no reason to stop this one.
+        return

