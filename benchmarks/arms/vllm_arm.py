@@ -1,0 +1,102 @@
+"""vLLM's arm: one batch of generation per command with the offline `LLM` class.
+
+Runs with the interpreter of vLLM's own environment. Eager and compiled mode are two arms; the
+faster of the two is the rival. Prefix caching stays at its default (on), so vLLM prefills a
+prompt's eight copies once, as strop does. A new set of prompts comes with every command, so
+nothing is answered from the cache of an earlier one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.arms.worker import Channel, Record, WorkerOrder, peak_bytes, read_order
+from benchmarks.prompts import Prompt, read_prompts, step_prompts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmSettings:
+    """Choices that change vLLM's speed and not the work."""
+
+    eager: bool = False
+    dtype: str = "bfloat16"
+    logprobs: bool = True
+    """Ask for each sampled token's log-probability, which reinforcement learning needs."""
+    max_model_tokens: int = 1024
+    max_batched_tokens: int = 4096
+
+
+def build_engine(order: WorkerOrder, settings: VllmSettings) -> Any:
+    """Return a vLLM engine for the case's model."""
+    from vllm import LLM
+
+    return LLM(
+        model=order.model_dir,
+        dtype=settings.dtype,
+        enforce_eager=settings.eager,
+        max_model_len=settings.max_model_tokens,
+        max_num_seqs=order.case.num_rows,
+        max_num_batched_tokens=settings.max_batched_tokens,
+        seed=order.case.seed,
+        disable_log_stats=True,
+    )
+
+
+def sampling_params(order: WorkerOrder, settings: VllmSettings, step: int) -> Any:
+    """Return the sampling of one step: plain, at temperature 1, from the full vocabulary."""
+    from vllm import SamplingParams
+
+    case = order.case
+    return SamplingParams(
+        n=case.group_size,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        max_tokens=case.max_new_tokens,
+        min_tokens=0,
+        ignore_eos=case.ignore_eos,
+        logprobs=0 if settings.logprobs else None,
+    )
+
+
+def generate(engine: Any, prompts: list[Prompt], params: Any) -> Record:
+    """Generate all completions of one step and return its record."""
+    begun_at = time.perf_counter()
+    outputs = engine.chat([prompt.messages for prompt in prompts], params, use_tqdm=False)
+    total_s = time.perf_counter() - begun_at
+    lengths = [len(completion.token_ids) for output in outputs for completion in output.outputs]
+    prompt_lengths = [len(output.prompt_token_ids) for output in outputs]
+    return {
+        "step_s": total_s,
+        "t_gen": total_s,
+        "Lp_mean": sum(prompt_lengths) / len(prompt_lengths),
+        "Lp_max": max(prompt_lengths),
+        "Lc_mean": sum(lengths) / len(lengths),
+        "Lc_max": max(lengths),
+        "scored_tok": sum(lengths),
+        "tok_per_s": sum(lengths) / total_s,
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def main() -> None:
+    """Serve steps until told to quit."""
+    channel = Channel()
+    order = read_order()
+    settings = VllmSettings(**order.settings)
+    engine = build_engine(order, settings)
+    prompts = read_prompts(order.prompts_path)
+    channel.ready(settings=dataclasses.asdict(settings))
+    step = 0
+    while True:
+        channel.wait_for_step()
+        params = sampling_params(order, settings, step)
+        channel.reply(generate(engine, step_prompts(prompts, order.case, step), params))
+        step += 1
+
+
+if __name__ == "__main__":
+    main()

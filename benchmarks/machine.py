@@ -1,0 +1,121 @@
+"""Facts about the machine, and what it can do right now.
+
+The calibration (matrix products, memory copy) runs in a process of its own before and after the
+measured pairs. Two readings that differ by more than `CALIBRATION_DRIFT_FRAC` mean that something
+else used the machine in between; the result is then marked as not quiet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MATRIX_SIZE = 2048
+COPY_BYTES = 256 * 2**20
+CALIBRATION_DRIFT_FRAC = 0.05
+QUIET_LOAD_PER_CORE = 0.2
+
+
+def load_average() -> float:
+    """Return the number of runnable processes, averaged over the last minute."""
+    return os.getloadavg()[0]
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _cpu_fields() -> dict[str, str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    pairs = [line.split(":", 1) for line in lines if ":" in line]
+    return {key.strip(): value.strip() for key, value in reversed(pairs)}
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return what a reader needs to judge absolute numbers. Names no host."""
+    cpu = _cpu_fields()
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile")
+    return {
+        "cpu": cpu.get("model name", platform.processor()),
+        "cpu_family_model": f"{cpu.get('cpu family', '?')}/{cpu.get('model', '?')}",
+        "num_cores": num_cores(),
+        "memory_bytes": pages,
+        "instructions": [flag for flag in wanted if flag in cpu.get("flags", "").split()],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def git_revision(root: Path) -> str:
+    """Return the commit that is measured, with '+changes' if files differ from it."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, check=False, capture_output=True, text=True
+    )
+    if commit.returncode != 0:
+        return "unknown"
+    status = ["git", "status", "--porcelain", "--untracked-files=no"]
+    changes = subprocess.run(status, cwd=root, check=False, capture_output=True, text=True).stdout.strip()
+    return commit.stdout.strip() + ("+changes" if changes else "")
+
+
+def _best_seconds(work: Callable[[], object], repeats: int) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        begun_at = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begun_at)
+    return best
+
+
+def _measure(threads: int) -> dict[str, float]:
+    import torch
+
+    torch.set_num_threads(threads)
+    flop = 2 * MATRIX_SIZE**3
+    rates = {}
+    for name, dtype in (("gemm_bf16_gf", torch.bfloat16), ("gemm_fp32_gf", torch.float32)):
+        left = torch.randn(MATRIX_SIZE, MATRIX_SIZE).to(dtype)
+        right = torch.randn(MATRIX_SIZE, MATRIX_SIZE).to(dtype)
+        seconds = _best_seconds(lambda left=left, right=right: left @ right, 10)  # type: ignore[misc]
+        rates[name] = flop / seconds / 1e9
+    source = torch.ones(COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    # One byte read and one written per byte copied.
+    rates["copy_gbs"] = 2 * COPY_BYTES / _best_seconds(lambda: target.copy_(source), 10) / 1e9
+    return rates
+
+
+def calibrate(threads: int) -> dict[str, float]:
+    """Measure matrix products (GFLOP/s) and copy (GB/s, read plus write), best of ten each."""
+    command = [sys.executable, "-m", "benchmarks.machine", str(threads)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, env=environment, cwd=root, check=True, capture_output=True, text=True)
+    rates: dict[str, float] = json.loads(done.stdout)
+    return rates
+
+
+def calibration_drift(before: dict[str, float], after: dict[str, float]) -> float:
+    """Return the largest relative change of any calibrated rate."""
+    return max(abs(after[name] / before[name] - 1.0) for name in before)
+
+
+def wait_until_quiet(limit_s: float) -> float:
+    """Wait until the load is below `QUIET_LOAD_PER_CORE` per core; return the load at the end."""
+    ends_at = time.monotonic() + limit_s
+    while load_average() > QUIET_LOAD_PER_CORE * num_cores() and time.monotonic() < ends_at:
+        time.sleep(2.0)
+    return load_average()
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(int(sys.argv[1]))))

