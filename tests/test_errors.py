@@ -1,0 +1,55 @@
+"""The promises of the exception tree, checked for every class in it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from strop import errors
+from strop.errors import StropError, explain_refusal
+
+
+def all_classes(top: type[StropError] = StropError) -> Iterator[type[StropError]]:
+    yield top
+    for child in top.__subclasses__():
+        yield from all_classes(child)
+
+
+@pytest.mark.parametrize("error_class", list(all_classes()), ids=lambda c: c.__name__)
+def test_an_error_survives_pickling_with_text_and_attributes(error_class: type[StropError]) -> None:
+    error = error_class("three parts")
+    error.add_note("seen on n7")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is error_class
+    assert str(copy) == "three parts"
+    assert copy.args == error.args
+    assert copy.__dict__ == error.__dict__
+    assert copy.exit_code == error.exit_code
+
+
+@pytest.mark.parametrize("error_class", list(all_classes()), ids=lambda c: c.__name__)
+def test_an_error_is_documented_and_lives_in_the_one_file(error_class: type[StropError]) -> None:
+    assert error_class.__module__ == "strop.errors"
+    assert error_class.__doc__
+    assert errors.__doc__
+    assert error_class.__name__ in errors.__doc__, "the tree in the docstring of errors.py lacks it"
+
+
+@pytest.mark.parametrize("error_class", list(all_classes())[1:], ids=lambda c: c.__name__)
+def test_an_error_is_also_the_standard_class_it_stands_for(error_class: type[StropError]) -> None:
+    assert issubclass(error_class, ValueError | RuntimeError)
+    # str(KeyError("a\nb")) is "'a\\nb'": a message of several lines would be unreadable.
+    assert not issubclass(error_class, KeyError)
+
+
+def test_exit_codes_by_hand() -> None:
+    codes = {error_class.__name__: error_class.exit_code for error_class in all_classes()}
+    special = {name: code for name, code in codes.items() if code != 1}
+    assert special == {"ConfigError": 2, "CheckRefused": 76, "Interrupted": 75}
+
+
+def test_a_message_has_its_three_parts_in_order_and_one_full_stop_each() -> None:
+    message = explain_refusal("steps=0.", allowed="1 or more", next_step="set train.steps.")
+    assert message == "steps=0. Allowed: 1 or more. Next: set train.steps."

@@ -1,0 +1,80 @@
+"""Importing strop costs nothing and touches nothing. Every check runs in a fresh process."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import strop
+
+HEAVY = ("torch", "transformers", "pyarrow", "duckdb", "fastapi", "uvicorn", "reasoning_gym")
+
+# Reports, after its imports: writes, network calls and child processes that an audit hook saw,
+# and the heavy modules that are loaded now.
+PROBE = """
+import sys
+seen = []
+def watch(event, args):
+    if event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
+        seen.append(f"write {args[0]}")
+    elif event.startswith(("socket.", "subprocess.", "os.mkdir", "os.rename", "os.remove", "os.fork")):
+        seen.append(event)
+sys.dont_write_bytecode = True
+sys.addaudithook(watch)
+import MODULE
+loaded = [name for name in HEAVY if name in sys.modules]
+assert not seen, f"importing touched: {seen}"
+assert not loaded, f"importing loaded: {loaded}"
+"""
+
+
+def run_fresh(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def light_modules() -> list[str]:
+    rooms = [f"strop.{module.name}" for module in pkgutil.iter_modules(strop.__path__)]
+    return ["strop", *rooms]
+
+
+@pytest.mark.parametrize("module", light_modules())
+def test_importing_a_room_loads_nothing_heavy_and_touches_nothing(module: str, tmp_path: Path) -> None:
+    code = PROBE.replace("MODULE", module).replace("HEAVY", repr(HEAVY))
+    ended = run_fresh("-c", code, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ""
+    assert ended.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_probe_sees_a_write_and_a_heavy_module(tmp_path: Path) -> None:
+    code = PROBE.replace("HEAVY", repr((*HEAVY, "json"))).replace(
+        "import MODULE", "import json; open('a', 'w')"
+    )
+    ended = run_fresh("-c", code, cwd=tmp_path)
+    assert "importing touched: ['write a']" in ended.stderr
+
+
+# `-X importtime` lists every module that a command loads, on standard error.
+@pytest.mark.skipif(importlib.util.find_spec("strop.cli") is None, reason="the command line is not built yet")
+@pytest.mark.parametrize("words", [("--help",), ("explain", "--help"), ("plan", "--help")])
+def test_a_light_command_never_loads_torch(words: tuple[str, ...], tmp_path: Path) -> None:
+    code = "import sys; from strop.cli import main; sys.exit(main())"
+    ended = run_fresh("-X", "importtime", "-c", code, *words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    loaded = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "strop.cli" in loaded
+    assert not loaded & {"torch", "transformers"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_the_packages_own() -> None:
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    assert f'\nversion = "{strop.__version__}"\n' in pyproject.read_text(encoding="utf-8")
