@@ -30,7 +30,8 @@ EXIT_REFUSED = 76
 
 def explain_refusal(given: str, *, allowed: str, next_step: str) -> str:
     """Join the three parts that every message of strop has, in the house order."""
-    return f"{given.rstrip('.')}. Allowed: {allowed.rstrip('.')}. Next: {next_step.rstrip('.')}."
+    end = "" if next_step.endswith("?") else "."
+    return f"{given.rstrip('.')}. Allowed: {allowed.rstrip('.')}. Next: {next_step.rstrip('.')}{end}"
 
 
 class StropError(Exception):

@@ -10,27 +10,33 @@ from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import Section, SpecConflict
 from strop.spec.engine import EngineSpec
 from strop.spec.eval import EvalSpec
+from strop.spec.explain import Explanation, explain
 from strop.spec.model import ModelSpec
 from strop.spec.optimizer import OptimizerSpec
 from strop.spec.output import OutputSpec
 from strop.spec.placement import PlacementSpec
+from strop.spec.reader import ResolvedSpec, load_spec
 from strop.spec.run import RunSpec, num_train_examples
 from strop.spec.sampling import SamplingSpec
+from strop.spec.schema import all_keys
 from strop.spec.task import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, ReverseTextSpec, TaskSpec
 from strop.spec.train import TrainSpec
 from strop.spec.tripwires import TripwireSpec
+from strop.spec.writer import spec_digest, write_spec
 
 __all__ = [
     "AlgorithmSpec",
     "ArithmeticSpec",
     "EngineSpec",
     "EvalSpec",
+    "Explanation",
     "Gsm8kSpec",
     "ModelSpec",
     "OptimizerSpec",
     "OutputSpec",
     "PlacementSpec",
     "ReasoningGymSpec",
+    "ResolvedSpec",
     "ReverseTextSpec",
     "RunSpec",
     "SamplingSpec",
@@ -39,5 +45,10 @@ __all__ = [
     "TaskSpec",
     "TrainSpec",
     "TripwireSpec",
+    "all_keys",
+    "explain",
+    "load_spec",
     "num_train_examples",
+    "spec_digest",
+    "write_spec",
 ]

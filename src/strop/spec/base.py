@@ -11,6 +11,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from strop.errors import ConfigError, explain_refusal
+from strop.spec.display import show_value
+
+DEFAULT = "default"
+"""Origin of a value that no source gave."""
 
 
 class Section(BaseModel):
@@ -58,16 +62,18 @@ class SpecConflict(ConfigError):
 def conflict(given: Mapping[str, Any], why: str, *, allowed: str, next_step: str) -> SpecConflict:
     """Build the refusal of settings that cannot stand together.
 
-    `given` maps dotted settings to values; `why` continues the sentence that lists them.
+    `given` maps dotted settings to values; `why` follows them behind a colon.
     """
-    message = _conflict_message(given, why, allowed, next_step, {})
+    message = _conflict_message(given, why, allowed, next_step, None)
     return SpecConflict(message, given=given, why=why, allowed=allowed, next_step=next_step)
 
 
 def _conflict_message(
-    given: Mapping[str, Any], why: str, allowed: str, next_step: str, origins: Mapping[str, str]
+    given: Mapping[str, Any], why: str, allowed: str, next_step: str, origins: Mapping[str, str] | None
 ) -> str:
     shown = [
-        f"{key}={value!r}" + (f" ({origins[key]})" if key in origins else "") for key, value in given.items()
+        f"{key}={show_value(value)}" + ("" if origins is None else f" ({origins.get(key, DEFAULT)})")
+        for key, value in given.items()
     ]
-    return explain_refusal(f"{' with '.join(shown)} {why}", allowed=allowed, next_step=next_step)
+    listed = " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+    return explain_refusal(f"{listed}: {why}", allowed=allowed, next_step=next_step)

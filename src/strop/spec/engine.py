@@ -13,6 +13,7 @@ class EngineSpec(Section):
     max_rows: int | None = Field(
         default=None,
         ge=1,
+        le=10**6,
         description="Replies decoded at the same time; more wait until a row is free. none = derived from"
         " the memory of the machine.",
     )

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import math
+from typing import Any
 
-from pydantic import JsonValue
-
-from strop.errors import ConfigError, explain_refusal
+from strop.spec.base import conflict
+from strop.spec.display import KeyPath, dotted
 
 MAX_DEPTH = 16
 """Tables and lists inside each other, at most; far above any real data set."""
+MAX_INTEGER_BITS = 63
+"""Beside the sign; what every reader of TOML and JSON can hold."""
 
 
-def check_free_table(key: str, value: JsonValue, depth: int = 0) -> None:
-    """Refuse values that a TOML file could not give back: null and numbers that are not finite.
+def check_free_table(path: KeyPath, value: Any) -> None:
+    """Refuse values that a TOML file could not give back: null, odd numbers, dates, other objects.
 
-    Raises: ConfigError naming the setting.
+    `path` is the table, then the key at fault; what is nested deeper is refused under that key.
+    Raises: SpecConflict naming the key.
     """
-    if depth > MAX_DEPTH:
-        raise ConfigError(
-            explain_refusal(
-                f"{key} is nested more than {MAX_DEPTH} deep",
-                allowed=f"tables and lists of depth {MAX_DEPTH} at most",
-                next_step="flatten the value",
-            )
-        )
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(
-            explain_refusal(
-                f"{key}={'null' if value is None else value} cannot be handed on",
-                allowed="texts, finite numbers, true, false, lists and tables",
-                next_step="leave the key out to get the data set's own default",
-            )
-        )
     if isinstance(value, dict):
         for name, item in value.items():
-            check_free_table(f"{key}.{name}", item, depth + 1)
+            check_free_table((*path, str(name))[:3], item)
     elif isinstance(value, list):
-        for index, item in enumerate(value):
-            check_free_table(f"{key}[{index}]", item, depth + 1)
+        for item in value:
+            check_free_table(path, item)
+    elif not _is_plain(value):
+        raise conflict(
+            {dotted(path): value},
+            "this value cannot be handed on",
+            allowed="texts, finite numbers, integers of 63 bits, true, false, lists and tables",
+            next_step=_advice(value),
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= MAX_INTEGER_BITS
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str)
+
+
+def _advice(value: Any) -> str:
+    if value is None:
+        return "leave the key out to get the data set's own default"
+    if isinstance(value, dt.date | dt.time):
+        return "write the date in quotes"
+    return "correct the value"

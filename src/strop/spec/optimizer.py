@@ -30,5 +30,8 @@ class OptimizerSpec(Section):
         description="Gradients with a larger L2 norm over all weights are scaled down to it.",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
+        default=0,
+        ge=0,
+        le=10**7,
+        description="Optimizer steps over which the learning rate rises linearly from 0.",
     )

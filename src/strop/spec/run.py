@@ -52,7 +52,7 @@ class RunSpec(Section):
                     "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
                     "algorithm.name": self.algorithm.name,
                 },
-                "makes every advantage zero: a rollout is compared with the others of its prompt",
+                "every advantage would be zero, because a rollout is compared with the others of its prompt",
                 allowed="2 rollouts per prompt or more",
                 next_step="set train.rollouts_per_prompt to 8",
             )
@@ -64,7 +64,7 @@ class RunSpec(Section):
         if sampling.temperature == 0.0:
             raise conflict(
                 {"sampling.temperature": sampling.temperature},
-                "makes all rollouts of a prompt equal",
+                "all rollouts of a prompt would be equal",
                 allowed="a temperature above 0 for training; greedy decoding is for evaluation",
                 next_step="set sampling.temperature to 1.0",
             )
@@ -76,7 +76,7 @@ class RunSpec(Section):
         if given:
             raise conflict(
                 given,
-                "cuts the tokens that may be drawn, and the trainer cannot tell which were left",
+                "tokens are drawn from a part of the vocabulary that the trainer does not know",
                 allowed="the whole vocabulary for training: sampling.top_p = 1.0, sampling.top_k = none",
                 next_step="remove the setting; evaluation and sampling from the command line may cut",
             )
@@ -88,7 +88,7 @@ class RunSpec(Section):
         if num_train is not None and num_train < self.train.prompts_per_step:
             raise conflict(
                 {"train.prompts_per_step": self.train.prompts_per_step},
-                f"asks for more examples per step than the {num_train} that task {self.task.name} trains on",
+                f"task {self.task.name} has {num_train} examples to train on, fewer than one step asks for",
                 allowed=f"1 to {num_train}",
                 next_step=f"set train.prompts_per_step to {num_train} or make the task larger",
             )
@@ -96,7 +96,7 @@ class RunSpec(Section):
         if num_held_out is not None and wanted is not None and wanted > num_held_out:
             raise conflict(
                 {"eval.num_examples": wanted, "task.num_held_out": num_held_out},
-                "asks for more examples than are held out",
+                "fewer examples are held out than asked for",
                 allowed=f"1 to {num_held_out}, or none for all",
                 next_step="remove eval.num_examples or raise task.num_held_out",
             )
@@ -107,7 +107,7 @@ class RunSpec(Section):
         if self.optimizer.warmup_steps >= self.train.steps:
             raise conflict(
                 {"optimizer.warmup_steps": self.optimizer.warmup_steps, "train.steps": self.train.steps},
-                "ends the run before the learning rate is reached",
+                "the run would end before the learning rate is reached",
                 allowed=f"0 to {self.train.steps - 1} warm-up steps",
                 next_step="lower optimizer.warmup_steps or raise train.steps",
             )
@@ -115,7 +115,7 @@ class RunSpec(Section):
         if limit is not None and reply is not None and limit <= reply:
             raise conflict(
                 {"train.micro_batch_tokens": limit, "task.max_reply_tokens": reply},
-                "leaves no room for a prompt and one full reply",
+                "a prompt and one full reply would not fit",
                 allowed=f"more than {reply} tokens, or none to derive it",
                 next_step="remove train.micro_batch_tokens",
             )

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from strop.spec.base import Section
-
-if TYPE_CHECKING:
-    from strop.rollout import Sampling
 
 
 class SamplingSpec(Section):
@@ -35,10 +30,3 @@ class SamplingSpec(Section):
         description="Keep this many most probable tokens. none = all. A number is for evaluation and"
         " sampling only.",
     )
-
-    def to_sampling(self) -> Sampling:
-        """Return the same distribution as the record that travels with rollouts."""
-        # Late, because it imports numpy, which `strop explain` does not need.
-        from strop.rollout import Sampling
-
-        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)

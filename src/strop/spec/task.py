@@ -5,7 +5,7 @@ Building the task from its section is `tasks`' business; nothing here reads data
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -19,6 +19,7 @@ class _TaskSection(Section):
     max_reply_tokens: int | None = Field(
         default=None,
         ge=1,
+        le=10**7,
         description="Tokens sampled per reply at most, terminator included. A reply cut here is marked as"
         " cut. none = the task's own limit; a larger value than that is refused.",
     )
@@ -33,6 +34,7 @@ class ArithmeticSpec(_TaskSection):
     num_held_out: int = Field(
         default=100,
         ge=1,
+        le=10**7,
         description="Pairs kept out of training for evaluation. Which ones is fixed by their content, not"
         " by the run's seed.",
     )
@@ -47,7 +49,7 @@ class ArithmeticSpec(_TaskSection):
         if self.min_value > self.max_value:
             raise conflict(
                 {"task.min_value": self.min_value, "task.max_value": self.max_value},
-                "leave no number to add",
+                "no number is left to add",
                 allowed="a smallest summand that is at most the largest one",
                 next_step="swap the two values",
             )
@@ -58,7 +60,7 @@ class ArithmeticSpec(_TaskSection):
                     "task.min_value": self.min_value,
                     "task.max_value": self.max_value,
                 },
-                "leave no pair to train on",
+                "no pair is left to train on",
                 allowed=f"fewer held-out pairs than the {self.num_pairs} that the range has",
                 next_step="lower task.num_held_out or raise task.max_value",
             )
@@ -69,8 +71,10 @@ class ReverseTextSpec(_TaskSection):
     """Write a short text backwards, letter by letter."""
 
     name: Literal["reverse-text"] = Field(description="Which task: write a text backwards.")
-    num_train: int = Field(default=500, ge=1, description="Examples to train on.")
-    num_held_out: int = Field(default=100, ge=1, description="Examples kept out of training for evaluation.")
+    num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
+    num_held_out: int = Field(
+        default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
+    )
     min_words: int = Field(default=1, ge=1, le=1000, description="Fewest words of a text, included.")
     max_words: int = Field(default=4, ge=1, le=1000, description="Most words of a text, included.")
 
@@ -79,7 +83,7 @@ class ReverseTextSpec(_TaskSection):
         if self.min_words > self.max_words:
             raise conflict(
                 {"task.min_words": self.min_words, "task.max_words": self.max_words},
-                "leave no length for a text",
+                "no length is left for a text",
                 allowed="a smallest number of words that is at most the largest one",
                 next_step="swap the two values",
             )
@@ -100,8 +104,10 @@ class ReasoningGymSpec(_TaskSection):
         description="The data set's own settings, handed on as they stand. A file that extends another"
         " adds to the table key by key; naming another data set starts it anew.",
     )
-    num_train: int = Field(default=500, ge=1, description="Examples to train on.")
-    num_held_out: int = Field(default=100, ge=1, description="Examples kept out of training for evaluation.")
+    num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
+    num_held_out: int = Field(
+        default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
+    )
     data_seed: int = Field(
         default=0,
         ge=0,
@@ -110,10 +116,11 @@ class ReasoningGymSpec(_TaskSection):
         " different seeds see the same examples.",
     )
 
-    @field_validator("config", mode="after")
+    @field_validator("config", mode="before")
     @classmethod
-    def _check_config(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        check_free_table("task.config", config)
+    def _check_config(cls, config: Any) -> Any:
+        # Before the type check, whose findings inside free values are hard to read.
+        check_free_table(("task", "config"), config)
         return config
 
 
@@ -129,10 +136,10 @@ class Gsm8kSpec(_TaskSection):
         " path, and a relative one is taken from the file that names it.",
     )
     num_train: int | None = Field(
-        default=None, ge=1, description="Training problems used, from the first. none = all."
+        default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."
     )
     num_held_out: int | None = Field(
-        default=None, ge=1, description="Held-out problems used, from the first. none = all."
+        default=None, ge=1, le=10**7, description="Held-out problems used, from the first. none = all."
     )
 
 

@@ -24,12 +24,13 @@ class TrainSpec(Section):
     micro_batch_tokens: int | None = Field(
         default=None,
         ge=1,
+        le=10**9,
         description="Tokens in one forward and backward pass at most; the gradient does not depend on it."
         " none = derived from the memory of the machine.",
     )
     checkpoint_every: int = Field(
-        default=20, ge=1, description="Steps between checkpoints. The last step always writes one."
+        default=20, ge=1, le=10**7, description="Steps between checkpoints. The last step always writes one."
     )
     keep_checkpoints: int = Field(
-        default=2, ge=1, description="Newest complete checkpoints kept; older ones are deleted."
+        default=2, ge=1, le=10**7, description="Newest complete checkpoints kept; older ones are deleted."
     )

@@ -1,0 +1,140 @@
+"""What a setting means, what it may be, and what it is in a given run and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+from strop.spec.base import DEFAULT
+from strop.spec.display import KeyPath, dotted, show_text
+from strop.spec.overrides import parse_override
+from strop.spec.reader import ResolvedSpec
+from strop.spec.schema import (
+    EXTENDS,
+    EXTENDS_HELP,
+    FREE_TABLE,
+    Setting,
+    find_settings,
+    near_keys,
+    section_description,
+    section_names,
+    settings,
+    valid_names,
+)
+from strop.spec.writer import value_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Everything that is known about a key."""
+
+    key: str
+    type: str
+    """'integer', 'number or none', 'choice', 'text', 'table'."""
+    default: str
+    """As a run file would write it, 'required', or one per task where tasks differ."""
+    allowed: str
+    description: str
+    value: Any = None
+    """In the given run; None too where that is the value or no run was given."""
+    origin: str | None = None
+    """Where the value was written; None where no run was given or its task lacks the setting."""
+    keys: tuple[str, ...] = ()
+    """Dotted settings of a section; () for a setting."""
+
+
+def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
+    """Explain a setting or a section; with `resolved`, also its value there and its origin.
+
+    Raises: ConfigError with near matches and all valid names if there is no such key.
+    """
+    path = _parse(key)
+    if path == (EXTENDS,):
+        return Explanation(
+            key=EXTENDS, type="text", default='"none"', allowed="one run file", description=EXTENDS_HELP
+        )
+    if len(path) == 1 and path[0] in section_names():
+        return _explain_section(path[0])
+    if path[:-1] == FREE_TABLE:
+        return _explain_free_key(path, resolved)
+    found = find_settings(path)
+    if not found:
+        raise _unknown(path)
+    if resolved is None:
+        return _describe(found)
+    mine = find_settings(path, resolved.spec.task.name)
+    if not mine:
+        return _describe(found)
+    value, origin = value_of(resolved.spec, mine[0]), resolved.origins.get(mine[0].key, DEFAULT)
+    return _describe(mine, value, origin)
+
+
+def _parse(key: str) -> KeyPath:
+    try:
+        path, _ = parse_override(f"{key}=0")
+    except ConfigError:
+        raise _unknown((key,)) from None
+    return path
+
+
+def _unknown(path: KeyPath) -> ConfigError:
+    near = near_keys(path)
+    return ConfigError(
+        explain_refusal(
+            f"unknown key {show_text(dotted(path))}",
+            allowed=", ".join(valid_names(path)),
+            next_step=f"did you mean {' or '.join(near)}?" if near else "choose one of these",
+        )
+    )
+
+
+def _describe(found: tuple[Setting, ...], value: Any = None, origin: str | None = None) -> Explanation:
+    return Explanation(
+        key=found[0].key,
+        type=_join([(setting.type_text, setting.variant) for setting in found]),
+        default=_join([(setting.default_text, setting.variant) for setting in found]),
+        allowed=_join([(setting.allowed_text, setting.variant) for setting in found]),
+        description=_join([(setting.info.description or "", setting.variant) for setting in found]),
+        value=value,
+        origin=origin,
+    )
+
+
+def _join(texts: list[tuple[str, str | None]]) -> str:
+    """Return one text, or one per task where they differ; a setting of a single task names it."""
+    distinct = list(dict.fromkeys(text for text, _ in texts))
+    if len(distinct) == 1:
+        return distinct[0]
+    tasks = {text: [str(task) for other, task in texts if other == text] for text in distinct}
+    return "; ".join(f"{', '.join(tasks[text])}: {text}" for text in distinct)
+
+
+def _explain_section(name: str) -> Explanation:
+    inside = [setting.key for setting in settings() if setting.path[0] == name]
+    keys = tuple(dict.fromkeys(inside))
+    return Explanation(
+        key=name,
+        type="section",
+        default="every setting its own",
+        allowed="a table of " + ", ".join(key.partition(".")[2] for key in keys),
+        description=section_description(name),
+        keys=keys,
+    )
+
+
+def _explain_free_key(path: KeyPath, resolved: ResolvedSpec | None) -> Explanation:
+    """Explain a key of the table that strop hands on: it knows the value, not the meaning."""
+    table: dict[str, Any] = getattr(resolved.spec.task, "config", {}) if resolved is not None else {}
+    origin = None
+    if resolved is not None and path[-1] in table:
+        origin = resolved.origins.get(dotted(path), DEFAULT)
+    return Explanation(
+        key=dotted(path),
+        type="any",
+        default="the data set's own",
+        allowed="what the data set takes",
+        description=find_settings(FREE_TABLE)[0].info.description or "",
+        value=table.get(path[-1]),
+        origin=origin,
+    )

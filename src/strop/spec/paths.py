@@ -1,0 +1,55 @@
+"""Which settings hold paths, and how a relative one becomes absolute when a run file is read.
+
+Workers start in other folders, so no relative path leaves the reader. Whether a path exists is
+not asked here: a run file is valid on a machine that does not have its data yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from strop.errors import ConfigError, explain_refusal
+from strop.spec.display import KeyPath, dotted, show_text
+
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+def _is_marked_path(text: str) -> bool:
+    return text.startswith(("/", "~", "."))
+
+
+def _is_data_path(text: str) -> bool:
+    return _is_marked_path(text) or text.lower().endswith(_DATA_SUFFIXES)
+
+
+def _is_any_text(text: str) -> bool:
+    return True
+
+
+PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
+    ("model", "uri"): _is_marked_path,
+    ("task", "source"): _is_data_path,
+    ("output", "root"): _is_any_text,
+    ("output", "dir"): _is_any_text,
+}
+"""Setting, and whether a text of it is a path (or else the id of something remote)."""
+
+
+def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
+    """Return the text of a setting, made absolute against `folder` where it is a path.
+
+    An empty text is left to the model's own check.
+    Raises: ConfigError if a path holds control characters.
+    """
+    if not text or path not in PATH_SETTINGS or not PATH_SETTINGS[path](text):
+        return text
+    if any(ord(character) < 32 or ord(character) == 127 for character in text):
+        raise ConfigError(
+            explain_refusal(
+                f"{dotted(path)}={show_text(text)} ({origin}) holds a control character",
+                allowed="a path of printable characters",
+                next_step="correct the path",
+            )
+        )
+    return os.path.abspath(os.path.join(folder, os.path.expanduser(text)))

@@ -1,0 +1,200 @@
+"""What settings there are: one walk over the models, shared by reader, writer and `explain`.
+
+A setting is a leaf such as `train.steps`. The keys below `task.config` belong to the data set and
+are no settings of strop: the walk stops at the table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types as at
+from pydantic.fields import FieldInfo
+
+from strop.spec.base import Section
+from strop.spec.display import KeyPath, dotted, format_value
+from strop.spec.run import RunSpec
+
+EXTENDS = "extends"
+"""The one key of a file that is no setting: the file whose values this one starts from."""
+EXTENDS_HELP = (
+    "Run file whose settings this one starts from, relative to the file that names it. The order is:"
+    " default, then the extended file, then the file, then key=value overrides; the later wins."
+)
+FREE_TABLE: KeyPath = ("task", "config")
+NULL_WORD = "none"
+"""Stands for 'no value' in TOML and overrides, which have no null."""
+_VOWELS = "aeiou"
+_LIMITS: tuple[tuple[type, str, str], ...] = (
+    (at.Ge, "ge", "at least {}"),
+    (at.Gt, "gt", "above {:g}"),
+    (at.Le, "le", "at most {:g}"),
+    (at.Lt, "lt", "below {}"),
+    (at.MinLen, "min_length", "not empty"),
+    (at.MaxLen, "max_length", "of at most {} characters"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One public setting."""
+
+    path: KeyPath
+    variant: str | None
+    """The task that has this setting; None outside `task`."""
+    info: FieldInfo
+
+    @property
+    def key(self) -> str:
+        """Its name in run files."""
+        return dotted(self.path)
+
+    @property
+    def is_nullable(self) -> bool:
+        """Whether 'no value' is allowed."""
+        return type(None) in get_args(self.info.annotation)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words allowed, or () where it is not a choice."""
+        kind = _kinds(self.info.annotation)[0]
+        return get_args(kind) if get_origin(kind) is Literal else ()
+
+    @property
+    def type_text(self) -> str:
+        """Its type in words: 'integer', 'number or none'."""
+        kind = _kinds(self.info.annotation)[0]
+        if get_origin(kind) is Literal:
+            name = "choice"
+        elif get_origin(kind) is dict:
+            name = "table"
+        else:
+            name = {int: "integer", float: "number", str: "text", bool: "true or false"}[kind]
+        return f"{name} or none" if self.is_nullable else name
+
+    @property
+    def allowed_text(self) -> str:
+        """Which values it takes, in words."""
+        words = self.type_text.removesuffix(" or none")
+        article = "an" if words[0] in _VOWELS else "a"
+        text = (
+            ", ".join(map(repr, self.choices)) if self.choices else f"{article} {words}{self._limits_text()}"
+        )
+        return f'{text}; or "{NULL_WORD}"' if self.is_nullable else text
+
+    def _limits_text(self) -> str:
+        limits = {type(limit): limit for limit in self.info.metadata}
+        low, high = limits.get(at.Ge), limits.get(at.Le)
+        if low is not None and high is not None:
+            return f" from {low.ge:g} to {high.le}"
+        parts = [text for limit in self.info.metadata if (text := _limit_text(limit))]
+        return (" " if parts else "") + ", ".join(parts)
+
+    @property
+    def default_text(self) -> str:
+        """Its default as a run file would write it, or 'required'."""
+        return "required" if self.info.is_required() else format_value(self.info.default)
+
+
+def _limit_text(limit: Any) -> str:
+    """Return one constraint of the models in words, or '' for one that needs none."""
+    for kind, name, words in _LIMITS:
+        if isinstance(limit, kind):
+            return words.format(getattr(limit, name))
+    pattern = getattr(limit, "pattern", None)
+    return f"matching {pattern}" if pattern else ""
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the alternatives of an annotation, without None."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [kind for kind in get_args(annotation) if kind is not type(None)]
+    return [annotation]
+
+
+def _sections(info: FieldInfo) -> list[type[Section]]:
+    """Return the models behind a field of the run spec; [] for a plain setting."""
+    return [kind for kind in _kinds(info.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Return all settings, in the order of the models; a shared task setting once per task."""
+    return tuple(_walk())
+
+
+def _walk() -> Iterator[Setting]:
+    for name, info in RunSpec.model_fields.items():
+        models = _sections(info)
+        if not models:
+            yield Setting(path=(name,), variant=None, info=info)
+        elif len(models) == 1:
+            for inner, inner_info in models[0].model_fields.items():
+                yield Setting(path=(name, inner), variant=None, info=inner_info)
+        else:
+            yield from _walk_variants(name, models)
+
+
+def _walk_variants(section: str, models: list[type[Section]]) -> Iterator[Setting]:
+    """Yield the settings of a section that is one of several, told apart by `name`."""
+    variants = {get_args(model.model_fields["name"].annotation)[0]: model for model in models}
+    # Each model allows its own name only; a user chooses among all.
+    meaning = " ".join(f"'{variant}': {model.__doc__}" for variant, model in variants.items())
+    info = FieldInfo(annotation=Literal[tuple(variants)], description=meaning)  # type: ignore[arg-type]
+    yield Setting(path=(section, "name"), variant=None, info=info)
+    for variant, model in variants.items():
+        for inner, inner_info in model.model_fields.items():
+            if inner != "name":
+                yield Setting(path=(section, inner), variant=variant, info=inner_info)
+
+
+@cache
+def section_names() -> tuple[str, ...]:
+    """Return the names of the tables of a run file."""
+    return tuple(name for name, info in RunSpec.model_fields.items() if _sections(info))
+
+
+def section_description(name: str) -> str:
+    """Return what a section is for."""
+    return RunSpec.model_fields[name].description or ""
+
+
+def all_keys() -> tuple[str, ...]:
+    """Return every setting by its dotted name, each once, in the order of the models."""
+    return tuple(dict.fromkeys(setting.key for setting in settings()))
+
+
+def find_settings(path: KeyPath, variant: str | None = None) -> tuple[Setting, ...]:
+    """Return the settings at a path: one, or one per task that has it, or () if there is none."""
+    found = tuple(setting for setting in settings() if setting.path == path)
+    if variant is None or not found or found[0].variant is None:
+        return found
+    return tuple(setting for setting in found if setting.variant == variant)
+
+
+def valid_names(path: KeyPath) -> tuple[str, ...]:
+    """Return the names that may stand where the last part of an unknown path stands."""
+    if len(path) > 1 and path[0] in section_names():
+        inside = (setting.path[1] for setting in settings() if setting.path[0] == path[0])
+        return tuple(dict.fromkeys(inside))
+    return (EXTENDS, *RunSpec.model_fields)
+
+
+def near_keys(path: KeyPath) -> list[str]:
+    """Return up to three settings or sections that an unknown key may have meant, best first."""
+    keys = [*all_keys(), *section_names(), EXTENDS]
+    by_name = {key: key.rpartition(".")[2] for key in keys}
+    same_name = [key for key in keys if by_name[key] == path[-1] and key != dotted(path)]
+    inside = {name: dotted((*path[:-1], name)) for name in valid_names(path)}
+    names = difflib.get_close_matches(path[-1], list(inside), n=3, cutoff=0.75)
+    near = same_name + [inside[name] for name in names]
+    if not near:
+        near = difflib.get_close_matches(dotted(path), keys, n=3, cutoff=0.6)
+    if not near:
+        near = [key for key in keys if difflib.get_close_matches(path[-1], [by_name[key]], cutoff=0.75)]
+    return list(dict.fromkeys(near))[:3]

@@ -1,0 +1,69 @@
+"""A resolved spec as a TOML file that reads back to the same spec, and its digest.
+
+Every setting is written, defaults included, so that the file means the same under a later strop
+with other defaults. TOML has no null: a setting without a value is written as the word none,
+which the reader takes back for every setting that may be without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from strop.spec.base import DEFAULT
+from strop.spec.display import dotted, format_value
+from strop.spec.reader import ResolvedSpec
+from strop.spec.run import RunSpec
+from strop.spec.schema import FREE_TABLE, NULL_WORD, Setting, section_names, settings
+
+
+def write_spec(resolved: ResolvedSpec) -> str:
+    """Return the text of a TOML run file that `load_spec` reads to an equal spec.
+
+    Each line ends in a comment that says where its value came from.
+    """
+    spec, origins = resolved.spec, resolved.origins
+    lines = [f'# The run as asked for: every setting and where it came from. "{NULL_WORD}" is no value.']
+    mine = [setting for setting in settings() if setting.variant in (None, spec.task.name)]
+    lines += [_line(spec, setting, origins) for setting in mine if len(setting.path) == 1]
+    for section in section_names():
+        inside = [setting for setting in mine if setting.path[0] == section and len(setting.path) > 1]
+        lines += ["", f"[{section}]"]
+        lines += [_line(spec, setting, origins) for setting in inside if setting.path != FREE_TABLE]
+        if any(setting.path == FREE_TABLE for setting in inside):
+            lines += _free_table(spec, origins)
+    return "\n".join(lines) + "\n"
+
+
+def value_of(spec: RunSpec, setting: Setting) -> Any:
+    """Return the value that a spec has for a setting of its own."""
+    value: Any = spec
+    for part in setting.path:
+        value = getattr(value, part)
+    return value
+
+
+def _line(spec: RunSpec, setting: Setting, origins: Mapping[str, str]) -> str:
+    origin = origins.get(setting.key, DEFAULT)
+    return f"{setting.path[-1]} = {format_value(value_of(spec, setting))}  # {origin}"
+
+
+def _free_table(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
+    table: dict[str, Any] = getattr(spec.task, FREE_TABLE[-1])
+    lines = ["", f"[{dotted(FREE_TABLE)}]"]
+    for key, value in table.items():
+        origin = origins.get(dotted((*FREE_TABLE, key)), DEFAULT)
+        lines.append(f"{dotted((key,))} = {format_value(value)}  # {origin}")
+    return lines
+
+
+def spec_digest(spec: RunSpec) -> str:
+    """Return a hash over what was asked for: equal specs have equal digests, on every machine.
+
+    The `output` folders are left out: moving a run to another disk does not change it.
+    """
+    content = spec.model_dump(mode="json", exclude={"output"})
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
