@@ -94,10 +94,10 @@ class Tokenizer:
         """Whether the model says how a chat is written."""
         return self._chat_template is not None
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Write a chat the way the model was trained on it, up to where the reply begins.
+    def require_chat_template(self) -> str:
+        """Return the source of the chat template.
 
-        Raises: ConfigError if the model has no chat template or its template refuses the messages.
+        Raises: ConfigError if the model has none.
         """
         if self._chat_template is None:
             raise ConfigError(
@@ -107,9 +107,17 @@ class Tokenizer:
                     next_step="set model.prompt_format=base, or use the instruct variant of the model",
                 )
             )
+        return self._chat_template
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Write a chat the way the model was trained on it, up to where the reply begins.
+
+        Raises: ConfigError if the model has no chat template or its template refuses the messages.
+        """
+        source = self.require_chat_template()
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return self._compiled_template(self._chat_template).render(
+            return self._compiled_template(source).render(
                 messages=chat, tools=None, documents=None, add_generation_prompt=True, **self._special_texts
             )
         except TemplateError as error:

@@ -15,12 +15,14 @@ from strop.rollout import Example, Message, Outcome, Split
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskLimits:
-    """What a reply may use."""
+    """What a reply may use, and what it can earn."""
 
     max_reply_tokens: int
     """Tokens that a full solution needs at most; a run may ask for less, never for more."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a reply, beside the model's own terminator."""
+    max_reward: float = 1.0
+    """What a right reply earns. Rewards lie in [0, max_reward]."""
 
 
 class Task(Protocol):
@@ -33,12 +35,15 @@ class Task(Protocol):
 
     @property
     def version(self) -> str:
-        """Hash over everything that changes prompts or scores; stored with every result."""
+        """Hash over everything that changes prompts or scores; stored with every result.
+
+        Raises: DataError like `examples`, where the data itself is part of the version.
+        """
         ...
 
     @property
     def limits(self) -> TaskLimits:
-        """Reply budget and stop strings."""
+        """Reply budget, stop strings and full marks."""
         ...
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -54,4 +59,11 @@ class Task(Protocol):
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge a reply. `text` ends before its terminator or stop string."""
+        ...
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return replies that deserve full marks, the asked-for form first.
+
+        Empty where no answer is known. The self-test judges all of them.
+        """
         ...

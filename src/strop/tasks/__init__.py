@@ -1,0 +1,24 @@
+"""What is asked, and how it is judged: one object for training, evaluation and sampling.
+
+A task renders its problems, limits and ends the reply, and judges it; `build_task` makes one from
+its section of the run spec. `self_test` shows before training that a verifier tells right from
+wrong. Data and optional packages are read when examples are first asked for, never on import.
+Not here: worlds with more than one turn (`environments`), and who generates (`engine`).
+"""
+
+from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
+from strop.tasks.registry import TASK_SUMMARIES, build_task
+from strop.tasks.selftest import SelfTestFinding, self_test
+
+__all__ = [
+    "TASK_SUMMARIES",
+    "PromptFormat",
+    "SelfTestFinding",
+    "Task",
+    "TaskLimits",
+    "build_task",
+    "render_prompt",
+    "resolve_prompt_format",
+    "self_test",
+]

@@ -1,0 +1,63 @@
+"""Reading numbers out of replies: what counts as a number, and which one is the answer.
+
+What is read as one number:
+* digits, with thousands commas only where they group by three: '1,234' is one number, '1,2' two;
+* a decimal part ('7.0', '.5') and a short exponent ('1e3'); a trailing period is punctuation;
+* a minus sign (ASCII or U+2212) that stands directly before the digits, or before a '$' there, and
+  not behind a letter, digit or closing bracket: '= -5' is minus five, '7-5' is 7 and 5;
+* nothing glued to a letter in front of it: 'H2O' holds no number, '7kg' holds 7.
+Not read: words ('seven'), fractions ('14/2' reads as 14 and 2), a minus sign and a space.
+
+Numbers are compared as exact decimals, so '7.0' equals '7' and '0.1' does not drift.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+# Every quantifier is over one character class and the alternatives start differently, so the time
+# is linear in the text, whatever the policy writes.
+NUMBER_PATTERN = (
+    r"(?:(?<![\w)\]}])[-\u2212])?\$?(?<![A-Za-z0-9])(?<![0-9]\.)"
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)?(?:(?<=[0-9])\.[0-9]+|(?<![0-9])\.[0-9]+)?"
+    r"(?<=[0-9])(?:[eE][+-]?[0-9]{1,2}(?![0-9]))?"
+)
+_NUMBER = re.compile(NUMBER_PATTERN)
+_CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
+"""What may follow an answer without moving it from the end of the reply."""
+
+
+def parse_number(text: str) -> Decimal | None:
+    """Read a text that is one number and nothing else, or None."""
+    match = _NUMBER.fullmatch(text.strip())
+    return None if match is None else _to_decimal(match.group())
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number in a text, or None if there is none."""
+    found = _last_match(text)
+    return None if found is None else _to_decimal(found.group())
+
+
+def ends_with_number(text: str) -> bool:
+    """Whether nothing but closing punctuation follows the last number."""
+    found = _last_match(text)
+    return found is not None and _CLOSING.fullmatch(text, found.end()) is not None
+
+
+def cut_at_first(text: str, markers: tuple[str, ...]) -> str:
+    """Return the text before the first of several markers; all of it where none occurs."""
+    ends = [position for marker in markers if (position := text.find(marker)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _last_match(text: str) -> re.Match[str] | None:
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match
+    return last
+
+
+def _to_decimal(text: str) -> Decimal:
+    return Decimal(text.replace(",", "").replace("$", "").replace("\u2212", "-"))

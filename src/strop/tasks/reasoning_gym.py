@@ -1,0 +1,223 @@
+"""Any data set of the reasoning-gym package as a task, scored by the data set's own function.
+
+Tried with reasoning-gym 0.1.25. All examples come from one generator: two generators whose seeds
+are close serve the same problems, because the package seeds each problem with seed + index.
+Known there: five data sets have no stored answer (boxnet, graph_color, propositional_logic,
+rubiks_cube, rush_hour), some pay for garbage or for an echo of the question, and the scorer of
+prime_factorization raises on words. The self-test finds the first two; a scorer that raises gives a
+rollout without a score, never a 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from importlib.metadata import version as package_version
+from typing import Any
+
+import numpy as np
+
+from strop.errors import ConfigError, DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.task import ReasoningGymSpec
+from strop.tasks.contract import TaskLimits
+from strop.tasks.version import hash_version, limit_reply
+
+_MAX_REPLY_TOKENS = 2048
+_PROMPT = "{question}\n\nWrite your final answer between <answer> and </answer>."
+_VERIFIER = "answer-tag-1"
+# An opening tag is enough: a reply may be ended by the closing one, which is then not in the text.
+_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_DRAWS_PER_EXAMPLE = 8
+_OWN_SETTINGS = ("seed", "size")
+_SLACK = 1e-9
+"""Rounding that a score may carry beyond [0, 1], or below full marks."""
+
+
+class ReasoningGym:
+    """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
+
+    Judged is the first `<answer>` of the reply, so text that runs on behind it counts for nothing;
+    without one, the last line. `format_ok`: the tag is there.
+    """
+
+    name = "reasoning-gym"
+
+    def __init__(self, spec: ReasoningGymSpec) -> None:
+        taken = [key for key in _OWN_SETTINGS if key in spec.config]
+        if taken:
+            raise ConfigError(
+                explain_refusal(
+                    f"task.config sets {' and '.join(taken)}",
+                    allowed="the data set's other settings; strop sets seed and size itself",
+                    next_step="use task.data_seed, task.num_train and task.num_held_out",
+                )
+            )
+        self._spec = spec
+        self.limits = limit_reply(TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS), spec.max_reply_tokens)
+
+    @property
+    def version(self) -> str:
+        """Hash over settings, prompt, limits and the release of the package that makes the problems."""
+        _import_package(self._spec.dataset)
+        release = package_version("reasoning-gym")
+        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the problems of a split; no question stands in both, or twice in one.
+
+        Raises: ConfigError if the package, the data set or one of its settings does not exist;
+            DataError if the data set has too few different questions.
+        """
+        examples = tuple(example for example, _ in self._problems.values())
+        num_held_out = self._spec.num_held_out
+        return examples[:num_held_out] if split is Split.HELD_OUT else examples[num_held_out:]
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the question and say where the answer belongs."""
+        return (Message(role="user", content=_PROMPT.format(question=example.fields["question"])),)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Score the answer with the data set's own function.
+
+        Raises: DataError if the example is not of this task or the score is outside [0, 1];
+            whatever the data set's function raises.
+        """
+        if example.example_id not in self._problems:
+            raise DataError(
+                explain_refusal(
+                    f"example {example.example_id} of task {example.task}",
+                    allowed=f"the examples of reasoning-gym data set {self._spec.dataset} as configured",
+                    next_step="build the task from the spec that the example was made with",
+                )
+            )
+        tag = _TAG.search(text)
+        lines = text.strip().splitlines()
+        answer = tag.group(1).strip() if tag else (lines[-1].strip() if lines else "")
+        _, entry = self._problems[example.example_id]
+        with _private_random_state(example.example_id):
+            score = float(self._dataset.score_answer(answer, entry))
+        if not -_SLACK <= score <= 1.0 + _SLACK:
+            raise DataError(
+                explain_refusal(
+                    f"reasoning-gym data set {self._spec.dataset} scored a reply with {score}",
+                    allowed="scores from 0 to 1",
+                    next_step="report the data set upstream; the rollout is masked",
+                )
+            )
+        score = min(max(score, 0.0), 1.0)
+        return Outcome(parts={"score": score}, is_correct=score >= 1.0 - _SLACK, format_ok=tag is not None)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the stored answer in its tag, if the data set stores one."""
+        if example.answer is None:
+            return ()
+        tagged = f"<answer>{example.answer}</answer>"
+        return tagged, f"Let me think.\n{tagged}\n"
+
+    @cached_property
+    def _dataset(self) -> Any:
+        spec = self._spec
+        package = _import_package(spec.dataset)
+        size = _DRAWS_PER_EXAMPLE * (spec.num_train + spec.num_held_out)
+        settings: dict[str, Any] = {**spec.config, "seed": spec.data_seed, "size": size}
+        try:
+            with _private_random_state(f"{spec.dataset}/{spec.data_seed}"):
+                return package.create_dataset(spec.dataset, **settings)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                explain_refusal(
+                    f"task.config={spec.config} for reasoning-gym data set {spec.dataset}"
+                    f" ({type(error).__name__}: {error})",
+                    allowed=f"the data set's settings {', '.join(_setting_names(package, spec.dataset))}",
+                    next_step="correct or leave out the setting in task.config",
+                )
+            ) from error
+
+    @cached_property
+    def _problems(self) -> dict[str, tuple[Example, Mapping[str, Any]]]:
+        """Hold each example with the entry that its scorer wants, by example id, held-out ones first."""
+        spec = self._spec
+        wanted = spec.num_held_out + spec.num_train
+        seen: set[str] = set()
+        problems: dict[str, tuple[Example, Mapping[str, Any]]] = {}
+        for index in range(len(self._dataset)):
+            with _private_random_state(f"{spec.dataset}/{spec.data_seed}/{index}"):
+                entry = self._dataset[index]
+            question = str(entry["question"])
+            if question in seen:
+                continue
+            seen.add(question)
+            answer = None if entry["answer"] is None else str(entry["answer"])
+            fields = {"dataset": spec.dataset, "question": question}
+            example = make_example(self.name, fields, answer)
+            problems[example.example_id] = example, entry
+            if len(problems) == wanted:
+                return problems
+        raise DataError(
+            explain_refusal(
+                f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for {wanted}"
+                f" different questions of reasoning-gym data set {spec.dataset}",
+                allowed=f"about {len(problems)} in all with these settings",
+                next_step="lower task.num_train, or widen the data set with task.config",
+            )
+        )
+
+
+def _import_package(dataset: str) -> Any:
+    """Import reasoning-gym (about two seconds) and check the name of the data set."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(
+            explain_refusal(
+                f"task.name=reasoning-gym, but the package is not installed ({error})",
+                allowed="reasoning-gym with the extra 'tasks' installed",
+                next_step="pip install 'strop[tasks]'",
+            )
+        ) from error
+    if dataset not in DATASETS:
+        near = _near_names(dataset, sorted(DATASETS))
+        raise ConfigError(
+            explain_refusal(
+                f"task.dataset={dataset} is not a data set of reasoning-gym",
+                allowed=", ".join(sorted(DATASETS)),
+                next_step=f"did you mean {near}" if near else "choose one of these names",
+            )
+        )
+    return reasoning_gym
+
+
+def _near_names(name: str, names: list[str]) -> str:
+    from difflib import get_close_matches
+
+    return " or ".join(get_close_matches(name, names, n=2))
+
+
+def _setting_names(package: Any, dataset: str) -> list[str]:
+    config_class = package.factory.DATASETS[dataset][1]
+    return sorted({field.name for field in dataclasses.fields(config_class)} - set(_OWN_SETTINGS))
+
+
+@contextmanager
+def _private_random_state(stream_name: str) -> Iterator[None]:
+    """Give a block its own seeded global random state, and put the old one back.
+
+    Some data sets (pool_matrix, list_functions) draw from the process-wide generators, so their
+    problems would depend on what ran before, and would disturb what runs after.
+    """
+    seed = int.from_bytes(hashlib.blake2b(stream_name.encode(), digest_size=4).digest(), "little")
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

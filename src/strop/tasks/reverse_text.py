@@ -1,0 +1,118 @@
+"""Write a short text backwards: a task with a graded reward, made from strop's own words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cached_property
+
+from strop.errors import ConfigError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.task import ReverseTextSpec
+from strop.tasks.contract import TaskLimits
+from strop.tasks.version import hash_version, limit_reply
+
+_PROMPT = "Write this text backwards, letter by letter: {text}"
+_VERIFIER = "common-subsequence-1"
+_MAX_WORD_CHARS = 8
+_MAX_PREAMBLE_TOKENS = 32
+_DRAWS_PER_EXAMPLE = 50
+
+# No word reads the same both ways, so copying is never right.
+_WORD_LIST = """
+    amber anchor apple autumn basket beacon bird border bottle branch bread bridge bright broom butter
+    cabin candle canvas carpet castle cedar chalk cherry circle clever cloud clover coast copper corner
+    cotton cradle crane cricket crystal curtain dance desert distant dragon dream dust early earth echo
+    ember engine fabric falcon feather field finger flame forest fountain fox garden gentle ginger glass
+    golden granite green hammer harbor harvest hidden hollow honey horse iron island ivory jacket jungle
+    kettle kitchen ladder lantern lemon letter linen little lumber maple marble market meadow mirror mist
+    morning mountain needle north novel oak ocean olive orchard oven paper pebble pencil pepper pillow
+    planet plum pocket pond quiet quill rabbit rain raven ribbon river road rocket saddle salt sand season
+    shadow shell silver simple smoke snow spark spring steam stone storm summer sugar table thread thunder
+    timber tower travel valley velvet village violet walnut water wheel willow window winter wolf wooden
+    yarn yellow
+"""
+WORDS = tuple(_WORD_LIST.split())
+
+
+class ReverseText:
+    """Reward: 2 L / (reply + gold), L their longest common subsequence, lengths in characters.
+
+    Right only if equal. Judged is the last line that is not blank, without outer white space.
+    `format_ok`: the reply is one line. A copy of the text earns about 0.4, which is the floor of
+    this reward, not a sign of learning.
+    """
+
+    name = "reverse-text"
+
+    def __init__(self, spec: ReverseTextSpec) -> None:
+        self._spec = spec
+        own_limit = _MAX_PREAMBLE_TOKENS + (_MAX_WORD_CHARS + 1) * spec.max_words
+        self.limits = limit_reply(TaskLimits(max_reply_tokens=own_limit), spec.max_reply_tokens)
+        self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the texts of a split; held-out texts stay the same when `num_train` changes.
+
+        Raises: ConfigError if the word counts allow too few different texts.
+        """
+        num_held_out = self._spec.num_held_out
+        return self._texts[:num_held_out] if split is Split.HELD_OUT else self._texts[num_held_out:]
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the text and say what to do with it."""
+        return (Message(role="user", content=_PROMPT.format(**example.fields)),)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Compare the last line of the reply with the text written backwards."""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        reply = lines[-1] if lines else ""
+        gold = example.fields["text"][::-1]
+        return Outcome(
+            parts={"similarity": subsequence_ratio(reply, gold)},
+            is_correct=reply == gold,
+            format_ok=len(lines) == 1,
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the text written backwards, alone and below a sentence."""
+        gold = example.fields["text"][::-1]
+        return gold, f"Here it is:\n{gold}\n"
+
+    @cached_property
+    def _texts(self) -> tuple[Example, ...]:
+        spec = self._spec
+        wanted = spec.num_held_out + spec.num_train
+        stream = random.Random(f"reverse-text/{spec.min_words}/{spec.max_words}")
+        texts: dict[str, None] = {}
+        for _ in range(_DRAWS_PER_EXAMPLE * wanted):
+            num_words = stream.randint(spec.min_words, spec.max_words)
+            texts[" ".join(stream.choice(WORDS) for _ in range(num_words))] = None
+            if len(texts) == wanted:
+                return tuple(make_example(self.name, {"text": text}, text[::-1]) for text in texts)
+        raise ConfigError(
+            explain_refusal(
+                f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for {wanted}"
+                f" different texts of {spec.min_words} to {spec.max_words} words",
+                allowed=f"about {len(texts)} texts in all at these lengths",
+                next_step="raise task.max_words, or lower task.num_train",
+            )
+        )
+
+
+def subsequence_ratio(reply: str, gold: str) -> float:
+    """Return 2 L / (len(reply) + len(gold)) with L the longest common subsequence; 1 if equal.
+
+    Edges: two empty texts are equal; one empty text gives 0. Characters of the reply beyond four
+    times the gold's length count in the denominator only, which bounds the work.
+    """
+    if reply == gold:
+        return 1.0
+    best = [0] * (len(gold) + 1)
+    for char in reply[: 4 * len(gold)]:
+        diagonal = 0
+        for index, gold_char in enumerate(gold, start=1):
+            above = best[index]
+            best[index] = diagonal + 1 if char == gold_char else max(above, best[index - 1])
+            diagonal = above
+    return 2.0 * best[-1] / (len(reply) + len(gold))

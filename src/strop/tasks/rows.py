@@ -1,0 +1,186 @@
+"""Reading the rows of a data set in two splits: from files, a folder, or a hub.
+
+Where the splits come from: a folder holds files named train* and test* (or validation*), in itself
+or in `main/` or `data/`; a hub data set has one file of each below `main/`; a single file is split
+by the content of its rows, so their order does not matter. A path is never looked up on a hub, and
+a hub id never on disk (but in the hub's own cache).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import DataError, explain_refusal
+
+_SUFFIXES = (".parquet", ".jsonl", ".json")
+_FOLDERS = ("", "main", "data")
+_TRAIN_STEMS = ("train",)
+_HELD_OUT_STEMS = ("test", "validation")
+_HUB_FILES = ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet")
+_HELD_OUT_SHARE = 10
+"""One row in this many of a single file is held out, where no number is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One row, and where it stands."""
+
+    values: Mapping[str, Any]
+    place: str
+    """For messages: file and row number, from 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRows:
+    """The rows of a data set; neither part is empty."""
+
+    source: str
+    train: tuple[Row, ...]
+    held_out: tuple[Row, ...]
+
+
+def is_path(source: str) -> bool:
+    """Whether a source is a path rather than a hub id."""
+    return source.startswith(("/", "~", ".")) or source.endswith(_SUFFIXES)
+
+
+def read_split_rows(source: str, *, num_held_out: int | None = None) -> SplitRows:
+    """Read both splits. `num_held_out` is used for a single file, which has no split of its own.
+
+    Raises: DataError if a file is missing, unreadable or empty.
+    """
+    if not is_path(source):
+        train_path, held_out_path = (_fetch_from_hub(source, file) for file in _HUB_FILES)
+        return _checked(source, _read_file(train_path), _read_file(held_out_path))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        train = [row for file in _split_files(path, _TRAIN_STEMS) for row in _read_file(file)]
+        held_out = [row for file in _split_files(path, _HELD_OUT_STEMS) for row in _read_file(file)]
+        return _checked(source, train, held_out)
+    if not path.is_file():
+        raise DataError(
+            explain_refusal(
+                f"task.source={source} does not exist",
+                allowed="a folder or a file of Parquet or JSONL, or a hub id such as openai/gsm8k",
+                next_step="correct the path in task.source",
+            )
+        )
+    return _checked(source, *_split_by_content(list(_read_file(path)), num_held_out))
+
+
+def _checked(source: str, train: Sequence[Row], held_out: Sequence[Row]) -> SplitRows:
+    for name, rows in (("training", train), ("held-out", held_out)):
+        if not rows:
+            raise DataError(
+                explain_refusal(
+                    f"task.source={source} has no {name} rows",
+                    allowed="at least one row in each split",
+                    next_step="fetch or write the file again; an interrupted download looks like this",
+                )
+            )
+    return SplitRows(source=source, train=tuple(train), held_out=tuple(held_out))
+
+
+def _split_files(folder: Path, stems: Sequence[str]) -> list[Path]:
+    """Return the files of a split: all shards of the first place and stem that has any.
+
+    Raises: DataError if there is none.
+    """
+    for place in (folder / name for name in _FOLDERS):
+        for stem in stems:
+            files = sorted(path for suffix in _SUFFIXES for path in place.glob(f"{stem}*{suffix}"))
+            if files:
+                return files
+    wanted = " or ".join(f"{stem}*{suffix}" for stem in stems for suffix in _SUFFIXES)
+    raise DataError(
+        explain_refusal(
+            f"folder {folder} has no file named {wanted}",
+            allowed=f"such a file in the folder itself, in {' or in '.join(_FOLDERS[1:])}",
+            next_step="rename the files so, or name a single file in task.source to have it split",
+        )
+    )
+
+
+def _split_by_content(rows: list[Row], num_held_out: int | None) -> tuple[list[Row], list[Row]]:
+    """Hold out the rows with the smallest content hashes; both parts keep the order of the file."""
+    num_wanted = max(1, len(rows) // _HELD_OUT_SHARE) if num_held_out is None else num_held_out
+    digests = [_content_digest(row) for row in rows]
+    held_out_digests = set(sorted(set(digests))[:num_wanted])
+    train = [row for row, digest in zip(rows, digests, strict=True) if digest not in held_out_digests]
+    held_out = [row for row, digest in zip(rows, digests, strict=True) if digest in held_out_digests]
+    return train, held_out
+
+
+def _content_digest(row: Row) -> str:
+    content = json.dumps(row.values, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _read_file(path: Path) -> list[Row]:
+    values = _read_parquet(path) if path.suffix == ".parquet" else list(_read_jsonl(path))
+    return [Row(values=value, place=f"{path}, row {number}") for number, value in enumerate(values, start=1)]
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, str(error), "Parquet") from error
+    return rows
+
+
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, str(error), "JSONL in UTF-8") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise _unreadable(path, f"line {number}: {error}", "one JSON table a line") from error
+        if not isinstance(value, dict):
+            raise _unreadable(path, f"line {number} is a {type(value).__name__}", "one JSON table a line")
+        yield value
+
+
+def _unreadable(path: Path, cause: str, allowed: str) -> DataError:
+    return DataError(
+        explain_refusal(
+            f"data file {path} cannot be read ({cause})",
+            allowed=allowed,
+            next_step="fetch or write the file again; an interrupted download looks like this",
+        )
+    )
+
+
+def _fetch_from_hub(repo_id: str, file: str) -> Path:
+    """Return the local copy of a hub file, downloading it where the hub can be reached.
+
+    Raises: DataError if it is neither in the cache nor to be had.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo_id=repo_id, filename=file, repo_type="dataset"))
+    except (OSError, ValueError, EntryNotFoundError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise DataError(
+            explain_refusal(
+                f"task.source={repo_id}: {file} is not in the local cache and the hub did not give it"
+                f" ({type(error).__name__}: {cause})",
+                allowed="a hub data set with this file, while the hub can be reached, or a local copy",
+                next_step="download the data set elsewhere, copy it here and name its folder in task.source",
+            )
+        ) from error

@@ -1,0 +1,157 @@
+"""The verifier's self-test: before training, gold must earn full marks and nonsense must not.
+
+A verifier that compares with the wrong thing, drops a sign or pays for an echo looks healthy in every
+log (REW-1, REW-2, REW-4); a run on it is lost. Not here: adversarial audits of a whole task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, FailureOwner
+from strop.tasks.answers import parse_number
+from strop.tasks.contract import Task
+from strop.tasks.failures import catch_failure
+
+_NONSENSE = {"empty": "", "blank": " \n", "garbage": "asdf", "letter": "a"}
+_MAX_FULL_MARKS_FRAC = {"echo": 0.1, "neighbor": 0.05}
+"""Share of examples on which a probe may be right by chance: 'What is 0 + 4?' ends in its answer."""
+_MAX_MEAN_FRAC = 0.5
+"""Mean reward, as a share of full marks, that a reply without any work may earn."""
+_WORKLESS = frozenset({*_NONSENSE, "echo"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfTestFinding:
+    """One judgement that is not as it must be."""
+
+    probe: str
+    """'gold' or the kind of nonsense: empty, blank, garbage, letter, echo, neighbor, sign, ..."""
+    example_id: str
+    text: str
+    """The reply that was judged."""
+    gold: str | None
+    """The example's answer."""
+    reward: float | None
+    """None if the verifier raised or did not score."""
+    detail: str
+    """What was expected, or the exception."""
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        return (
+            f"probe {self.probe} on example {self.example_id}: reply {self.text[:80]!r}, gold "
+            f"{(self.gold or '')[:80]!r}, reward {self.reward}; {self.detail}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Judged:
+    finding: SelfTestFinding
+    has_full_marks: bool
+    is_scored: bool
+
+
+def self_test(task: Task, examples: Sequence[Example]) -> list[SelfTestFinding]:
+    """Judge gold and nonsense on each example; an empty list means the verifier passed.
+
+    An example without any gold reply is a finding, because nothing can show that it can be solved.
+    Raises: DataError if there is no example.
+    """
+    if not examples:
+        raise DataError(
+            explain_refusal(
+                f"a self-test of task {task.name} on no example",
+                allowed="at least one example",
+                next_step="pass some training examples",
+            )
+        )
+    findings: list[SelfTestFinding] = []
+    by_probe: dict[str, list[_Judged]] = {}
+    for index, example in enumerate(examples):
+        findings += _check_gold(task, example)
+        for probe, text in _probe_texts(task, examples, index):
+            judged = _judge(task, example, probe, text, "a wrong reply must earn less than full marks")
+            by_probe.setdefault(probe, []).append(judged)
+    for probe, judged_replies in by_probe.items():
+        findings += _check_probe(task, probe, judged_replies)
+    return findings
+
+
+def _check_gold(task: Task, example: Example) -> Iterator[SelfTestFinding]:
+    replies = task.gold_replies(example)
+    if not replies:
+        yield SelfTestFinding(
+            probe="gold",
+            example_id=example.example_id,
+            text="",
+            gold=example.answer,
+            reward=None,
+            detail="the task knows no right reply",
+        )
+    for text in replies:
+        judged = _judge(task, example, "gold", text, f"a right reply must earn {task.limits.max_reward}")
+        if not judged.has_full_marks:
+            yield judged.finding
+
+
+def _check_probe(task: Task, probe: str, judged_replies: Sequence[_Judged]) -> Iterator[SelfTestFinding]:
+    """Yield the wrong replies that earned full marks or no score, and probes that earn too much."""
+    yield from (judged.finding for judged in judged_replies if not judged.is_scored)
+    full = [judged for judged in judged_replies if judged.has_full_marks]
+    if len(full) > _MAX_FULL_MARKS_FRAC.get(probe, 0.0) * len(judged_replies):
+        yield from (judged.finding for judged in full)
+        return
+    mean = sum(judged.finding.reward or 0.0 for judged in judged_replies) / len(judged_replies)
+    if probe in _WORKLESS and mean > _MAX_MEAN_FRAC * task.limits.max_reward:
+        best = max(judged_replies, key=lambda judged: judged.finding.reward or 0.0)
+        yield best.finding
+
+
+def _probe_texts(task: Task, examples: Sequence[Example], index: int) -> Iterator[tuple[str, str]]:
+    """Yield wrong replies to one example, by probe."""
+    yield from _NONSENSE.items()
+    example = examples[index]
+    yield "echo", "\n".join(message.content for message in task.render(example))
+    others = [*examples[index + 1 :], *examples[:index]]
+    neighbor = next((other for other in others if other.answer != example.answer), None)
+    if neighbor is not None and (replies := task.gold_replies(neighbor)):
+        yield "neighbor", replies[-1]
+    gold = parse_number(example.answer or "")
+    if gold is not None:
+        yield from _near_misses(gold)
+
+
+def _near_misses(gold: Decimal) -> Iterator[tuple[str, str]]:
+    yield "off-by-one", f"#### {gold + 1}"
+    if gold:
+        yield "sign", f"#### {-gold}"
+        yield "factor", f"#### {gold * 10}"
+
+
+def _judge(task: Task, example: Example, probe: str, text: str, expectation: str) -> _Judged:
+    reward: float | None = None
+    is_correct: bool | None = None
+    with catch_failure(lambda: FailureOwner.TASK) as caught:
+        outcome = task.verify(example, text)
+        reward, is_correct = outcome.reward, outcome.is_correct
+    detail = expectation if caught.failure is None else f"the verifier raised {caught.failure.kind}"
+    full = reward is not None and reward >= task.limits.max_reward
+    return _Judged(
+        finding=SelfTestFinding(
+            probe=probe,
+            example_id=example.example_id,
+            text=text,
+            gold=example.answer,
+            reward=reward,
+            detail=detail,
+        ),
+        # For gold both must hold; for nonsense one of them is too much.
+        has_full_marks=(full and is_correct is not False)
+        if probe == "gold"
+        else (full or is_correct is True),
+        is_scored=reward is not None,
+    )

@@ -1,0 +1,41 @@
+"""What a task's version covers, and how a run may shorten its replies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+
+from strop.errors import ConfigError, explain_refusal
+from strop.spec.task import TaskSpec
+from strop.tasks.contract import TaskLimits
+
+# Where the data lies differs between machines and what it says does not; its content is hashed apart.
+_NOT_HASHED = {"source"}
+
+
+def hash_version(
+    name: str, prompt: str, verifier: str, limits: TaskLimits, spec: TaskSpec, data_digest: str = ""
+) -> str:
+    """Hash everything that can change a prompt, a limit, an example or a score."""
+    settings = spec.model_dump(mode="json", exclude=_NOT_HASHED)
+    parts = [name, prompt, verifier, asdict(limits), settings, data_digest]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def limit_reply(limits: TaskLimits, max_reply_tokens: int | None) -> TaskLimits:
+    """Apply `task.max_reply_tokens`.
+
+    Raises: ConfigError if it is larger than the task's own limit.
+    """
+    if max_reply_tokens is None:
+        return limits
+    if max_reply_tokens > limits.max_reply_tokens:
+        raise ConfigError(
+            explain_refusal(
+                f"task.max_reply_tokens={max_reply_tokens}",
+                allowed=f"1 to {limits.max_reply_tokens}, the task's own limit, or none for that limit",
+                next_step=f"set task.max_reply_tokens to {limits.max_reply_tokens} or leave it out",
+            )
+        )
+    return replace(limits, max_reply_tokens=max_reply_tokens)
