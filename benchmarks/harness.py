@@ -108,15 +108,19 @@ class ArmProcess:
         record: Record = self._receive()["record"]
         return {"arm": self.arm.name, "load_before": load_before, **record}
 
+    @property
+    def exit_code(self) -> int | None:
+        """How the worker ended; None while it runs."""
+        return self._process.poll()
+
     def close(self) -> None:
         """End the worker, by force if it does not end by itself."""
-        if self._process.poll() is None:
-            try:
-                self._send("quit")
-                self._process.wait(timeout=QUIT_LIMIT_S)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                self._process.kill()
-                self._process.wait()
+        try:
+            # communicate also closes both pipes; a worker that already ended is only collected.
+            self._process.communicate(json.dumps({"command": "quit"}) + "\n", timeout=QUIT_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
         self._log.close()
 
 
@@ -140,15 +144,24 @@ def pair_order(num_pairs: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """What the workers of one case reported."""
+
+    ready: dict[str, Record]
+    """By arm: its settings and `t_start`, seconds from process start to the first step."""
+    warm_ups: list[Record]
+    pairs: list[dict[str, Record]]
+    """By pair and arm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CaseResult:
     """Everything that one case measured."""
 
     case: Case
     arms: tuple[str, str]
     """Arm under test first, rival second."""
-    ready: dict[str, Record]
-    warm_ups: list[Record]
-    pairs: list[dict[str, Record]]
+    turns: Turns
     speedup: RatioSummary
     """Of the time for a step (grpo) or of tokens per second (generate); above 1 is faster."""
     speedup_per_token: RatioSummary
@@ -175,25 +188,20 @@ def _token_ratio(pair: dict[str, Record], arms: tuple[str, str]) -> float:
     return _step_ratio(pair, arms) * float(ours["scored_tok"]) / float(rival["scored_tok"])
 
 
-def _take_turns(
-    workers: Sequence[ArmProcess], protocol: Protocol
-) -> tuple[list[Record], list[dict[str, Record]]]:
+def _take_turns(workers: Sequence[ArmProcess], ready: dict[str, Record], protocol: Protocol) -> Turns:
     warm_ups = [worker.step() for worker in workers for _ in range(protocol.num_warm_ups)]
-    pairs = []
-    for order in pair_order(protocol.num_pairs):
-        records = {workers[index].arm.name: workers[index].step() for index in order}
-        pairs.append(records)
-    return warm_ups, pairs
+    pairs = [
+        {workers[index].arm.name: workers[index].step() for index in order}
+        for order in pair_order(protocol.num_pairs)
+    ]
+    return Turns(ready=ready, warm_ups=warm_ups, pairs=pairs)
 
 
-def run_case(case: Case, arms: tuple[Arm, Arm], protocol: Protocol) -> CaseResult:
-    """Measure one case with two arms.
+def measure_pairs(case: Case, arms: tuple[Arm, Arm], protocol: Protocol) -> Turns:
+    """Start both arms, warm them up and let them take turns; end them whatever happens.
 
-    Raises: ArmFailed if a worker ends early; the other one is stopped as well.
+    Raises: ArmFailed if a worker ends early.
     """
-    load_before = machine.wait_until_quiet(protocol.quiet_wait_s)
-    before = machine.calibrate(protocol.threads)
-    names = (arms[0].name, arms[1].name)
     workers: list[ArmProcess] = []
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
         work_dir = Path(folder)
@@ -202,20 +210,30 @@ def run_case(case: Case, arms: tuple[Arm, Arm], protocol: Protocol) -> CaseResul
         try:
             ready = {}
             for arm in arms:
+                # One after the other: a rival that compiles itself must not share the cores.
                 workers.append(ArmProcess(arm, case, protocol, work_dir))
                 ready[arm.name] = workers[-1].wait_until_ready()
-            warm_ups, pairs = _take_turns(workers, protocol)
+            return _take_turns(workers, ready, protocol)
         finally:
             for worker in workers:
                 worker.close()
+
+
+def run_case(case: Case, arms: tuple[Arm, Arm], protocol: Protocol) -> CaseResult:
+    """Measure one case with two arms on a machine as quiet as it can be had.
+
+    Raises: ArmFailed if a worker ends early; the other one is stopped as well.
+    """
+    load_before = machine.wait_until_quiet(protocol.quiet_wait_s)
+    before = machine.calibrate(protocol.threads)
+    turns = measure_pairs(case, arms, protocol)
+    names = (arms[0].name, arms[1].name)
     return CaseResult(
         case=case,
         arms=names,
-        ready=ready,
-        warm_ups=warm_ups,
-        pairs=pairs,
-        speedup=summarize_ratios([_step_ratio(pair, names) for pair in pairs]),
-        speedup_per_token=summarize_ratios([_token_ratio(pair, names) for pair in pairs]),
+        turns=turns,
+        speedup=summarize_ratios([_step_ratio(pair, names) for pair in turns.pairs]),
+        speedup_per_token=summarize_ratios([_token_ratio(pair, names) for pair in turns.pairs]),
         calibration_before=before,
         calibration_after=machine.calibrate(protocol.threads),
         load_before=load_before,

@@ -44,6 +44,22 @@ def tree_bytes(pid: int) -> int:
     return _own_bytes(pid) + sum(tree_bytes(child) for child in _children(pid))
 
 
+def _own_peak_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # The process ended.
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+
+def tree_peak_bytes(pid: int) -> int:
+    """Return the sum of the largest resident sets of a process and all its live descendants.
+
+    An upper bound: the peaks need not coincide, and shared pages count in each process.
+    """
+    return _own_peak_bytes(pid) + sum(tree_peak_bytes(child) for child in _children(pid))
+
+
 def run_watched(command: Sequence[str], cwd: Path, environment: dict[str, str]) -> FinishedProcess:
     """Run a command to its end, with its output passed through, and sample its memory."""
     process = subprocess.Popen(command, cwd=cwd, env=environment)

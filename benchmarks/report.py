@@ -24,12 +24,12 @@ COLUMNS = (
 
 
 def _median(result: CaseResult, arm: str, key: str) -> float:
-    return statistics.median(float(pair[arm][key]) for pair in result.pairs)
+    return statistics.median(float(pair[arm][key]) for pair in result.turns.pairs)
 
 
 def _rate(result: CaseResult, arm: str) -> float:
     return statistics.median(
-        float(pair[arm]["scored_tok"]) / float(pair[arm]["step_s"]) for pair in result.pairs
+        float(pair[arm]["scored_tok"]) / float(pair[arm]["step_s"]) for pair in result.turns.pairs
     )
 
 
@@ -38,7 +38,7 @@ def _interval(summary: RatioSummary) -> str:
 
 
 def _mean_z(result: CaseResult) -> str:
-    values: list[Any] = [pair[arm].get("z") for pair in result.pairs for arm in result.arms]
+    values: list[Any] = [pair[arm].get("z") for pair in result.turns.pairs for arm in result.arms]
     known = [float(value) for value in values if value is not None]
     return f"{statistics.fmean(known):.2f}" if known else "-"
 

@@ -9,11 +9,13 @@ nothing is answered from the cache of an earlier one.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.arms.worker import Channel, Record, WorkerOrder, peak_bytes, read_order
+from benchmarks.arms.worker import Channel, Record, WorkerOrder, read_order
+from benchmarks.process_memory import tree_peak_bytes
 from benchmarks.prompts import Prompt, read_prompts, step_prompts
 
 
@@ -78,7 +80,7 @@ def generate(engine: Any, prompts: list[Prompt], params: Any) -> Record:
         "Lc_max": max(lengths),
         "scored_tok": sum(lengths),
         "tok_per_s": sum(lengths) / total_s,
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": tree_peak_bytes(os.getpid()),
     }
 
 

@@ -1,0 +1,39 @@
+"""An arm that does no work and answers at once: for testing the harness, and as the example to copy.
+
+Settings: `step_s` and `scored_tok` are the figures it reports; `fails_at` is the step at which it
+ends without an answer.
+"""
+
+from __future__ import annotations
+
+from benchmarks.arms.worker import Channel, read_order
+from benchmarks.prompts import read_prompts, step_prompts
+
+
+def main() -> None:
+    """Serve steps until told to quit."""
+    channel = Channel()
+    order = read_order()
+    prompts = read_prompts(order.prompts_path)
+    channel.ready()
+    # What a library prints must not reach the harness.
+    print("noise on standard output")
+    step = 0
+    while True:
+        channel.wait_for_step()
+        if step == order.settings.get("fails_at"):
+            raise SystemExit("the dummy fails here, as ordered")
+        answers = [prompt.answer for prompt in step_prompts(prompts, order.case, step)]
+        channel.reply(
+            {
+                "step_s": order.settings["step_s"],
+                "scored_tok": order.settings["scored_tok"],
+                "step": step,
+                "answers": answers,
+            }
+        )
+        step += 1
+
+
+if __name__ == "__main__":
+    main()
