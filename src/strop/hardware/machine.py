@@ -1,0 +1,164 @@
+"""What this machine has, read from the system without torch.
+
+What cannot be read is None or empty, never a plausible guess. Tried on Linux; elsewhere only the
+portable facts are filled. GPU ids stay strings: an index, a GPU UUID and a MIG UUID are all names.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+NVIDIA_SMI_LIMIT_S = 10.0
+# Where a container finds its own memory limit: cgroup v2, then v1.
+CGROUP_LIMIT_PATHS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi names it."""
+
+    index: str
+    uuid: str
+    name: str
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The facts that plans and results depend on."""
+
+    host: str
+    platform: str
+    python: str
+    cpu_name: str | None
+    num_physical_cores: int
+    """Cores that this process may use, two hyper-threads of one core counted once."""
+    num_logical_cpus: int
+    """Logical CPUs that this process may use."""
+    memory_bytes: int | None
+    """Installed, or the limit of this container if that is lower."""
+    free_memory_bytes: int | None
+    """What programs can get now without swapping."""
+    load_average: float | None
+    """Runnable processes over the last minute."""
+    cpu_flags: tuple[str, ...]
+    """Those of AVX2, AVX-512 and AMX that decide how fast bf16 is."""
+    gpus: tuple[Gpu, ...]
+
+    @property
+    def has_fast_bf16(self) -> bool:
+        """Whether the CPU multiplies bf16 in hardware."""
+        return "avx512_bf16" in self.cpu_flags or "amx_bf16" in self.cpu_flags
+
+
+_INTERESTING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+
+
+def describe_machine() -> Machine:
+    """Read the facts of this machine. Takes a few milliseconds, plus nvidia-smi where there is one."""
+    cpus = _read_cpus()
+    allowed = _allowed_cpus()
+    flags = set(cpus[0].get("flags", "").split()) if cpus else set()
+    memory = _read_meminfo()
+    total_bytes = memory.get("MemTotal")
+    limit_bytes = _read_cgroup_limit()
+    return Machine(
+        host=platform.node(),
+        platform=platform.platform(),
+        python=platform.python_version(),
+        cpu_name=cpus[0].get("model name") if cpus else (platform.processor() or None),
+        num_physical_cores=_count_physical_cores(cpus, allowed),
+        num_logical_cpus=len(allowed),
+        memory_bytes=min((size for size in (total_bytes, limit_bytes) if size is not None), default=None),
+        free_memory_bytes=memory.get("MemAvailable"),
+        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        cpu_flags=tuple(flag for flag in _INTERESTING_FLAGS if flag in flags),
+        gpus=read_gpus(),
+    )
+
+
+def read_gpus(*, command: str = "nvidia-smi") -> tuple[Gpu, ...]:
+    """Ask nvidia-smi for the GPUs; empty where it is missing or fails."""
+    program = shutil.which(command)
+    if program is None:
+        return ()
+    query = [program, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            query,
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_LIMIT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(gpu for line in done.stdout.splitlines() if (gpu := parse_gpu_line(line)) is not None)
+
+
+def parse_gpu_line(line: str) -> Gpu | None:
+    """Read `index, uuid, name, MiB`; None if the line has another form. '[N/A]' memory is unknown."""
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) < 4:
+        return None
+    index, uuid, *name, mebibytes = parts
+    memory_bytes = int(mebibytes) << 20 if mebibytes.isdigit() else None
+    return Gpu(index=index, uuid=uuid, name=", ".join(name), memory_bytes=memory_bytes)
+
+
+def _read_cpus() -> list[dict[str, str]]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    blocks = [block for block in text.split("\n\n") if block.strip()]
+    return [
+        {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
+        for block in blocks
+    ]
+
+
+def _allowed_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _count_physical_cores(cpus: list[dict[str, str]], allowed: set[int]) -> int:
+    cores = {
+        (cpu["physical id"], cpu["core id"])
+        for cpu in cpus
+        if "core id" in cpu and "physical id" in cpu and int(cpu["processor"]) in allowed
+    }
+    # ARM and some virtual machines name no cores: then each logical CPU counts as one.
+    return len(cores) or len(allowed)
+
+
+def _read_meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    # Lines read "MemTotal:       8042344 kB".
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+
+
+def _read_cgroup_limit() -> int | None:
+    for path in CGROUP_LIMIT_PATHS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        # "max" is how version 2 says that there is no limit; version 1 says a huge number.
+        if text.isdigit():
+            return int(text)
+    return None

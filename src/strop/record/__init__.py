@@ -1,0 +1,23 @@
+"""What happened: the directory of a run, its numbers, its events and its rollouts.
+
+`RunDir` fixes the layout and holds the lock; `find_resumable` finds the run to continue.
+`MetricsLog` and `EventLog` append lines that survive a kill and can be cut back for a resume.
+Rollouts as Parquet live in `strop.record.rollouts`, which needs pyarrow and is imported by path.
+Not here: checkpoints' content (policy), reports (view), other places than this disk (store).
+"""
+
+from strop.record.events import Event, EventKind, EventLog
+from strop.record.metrics import MetricsLog
+from strop.record.run_dir import Attempt, RunDir, RunState, find_resumable, list_runs
+
+__all__ = [
+    "Attempt",
+    "Event",
+    "EventKind",
+    "EventLog",
+    "MetricsLog",
+    "RunDir",
+    "RunState",
+    "find_resumable",
+    "list_runs",
+]

@@ -1,0 +1,138 @@
+"""What happened in a run beside its numbers, one JSON line per event.
+
+Sizes are bounded, because logs have filled disks: long details are cut, many example ids are
+counted, and a cause that repeats is written 100 times and then at each power of two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from strop.errors import CorruptRecord, explain_refusal
+from strop.record.json_lines import JsonLines
+
+MAX_DETAIL_CHARACTERS = 4096
+MAX_EXAMPLE_IDS = 64
+NUM_WRITTEN_IN_FULL = 100
+
+
+class EventKind(StrEnum):
+    """Which part of a run an event belongs to."""
+
+    GATE = "gate"
+    """A check before the first step, passed or not."""
+    RESUME = "resume"
+    """Training went on from a checkpoint."""
+    CHECKPOINT = "checkpoint"
+    """A checkpoint or export was written, refused or removed."""
+    TRIPWIRE = "tripwire"
+    """A measured value left its bounds."""
+    ROLLOUT_LOST = "rollout_lost"
+    """Rollouts could not be scored and were left out."""
+    EVALUATION = "evaluation"
+    """Held-out examples were judged."""
+    NOTICE = "notice"
+    """Something the user must know, for example a substituted model."""
+    STOP = "stop"
+    """The run ended: done, by a signal, a tripwire or an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One thing that happened."""
+
+    kind: EventKind
+    step: int
+    """Optimizer steps completed when it happened."""
+    cause: str
+    """A short fixed word for counting and searching: 'zero_variance', 'sigterm'."""
+    detail: str = ""
+    """The sentence for a person."""
+    example_ids: tuple[str, ...] = ()
+    """The examples concerned, the first 64 at most."""
+    num_examples: int | None = None
+    """How many examples are concerned; None means as many as `example_ids`."""
+    occurrence: int = 1
+    """How often kind and cause have now happened in this process; repeats are thinned out."""
+    at: float = 0.0
+    """Unix seconds; set when it is written."""
+
+
+class EventLog:
+    """The events file of one run; one writer at a time."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._lines = JsonLines(path)
+        self._clock = clock
+        self._num_seen: Counter[tuple[EventKind, str]] = Counter()
+
+    def append(self, event: Event) -> bool:
+        """Write one event; return False where a frequent cause was only counted.
+
+        Raises: StoreError if the disk fails.
+        """
+        self._num_seen[event.kind, event.cause] += 1
+        occurrence = self._num_seen[event.kind, event.cause]
+        is_power_of_two = occurrence & (occurrence - 1) == 0
+        if occurrence > NUM_WRITTEN_IN_FULL and not is_power_of_two:
+            return False
+        num_examples = len(event.example_ids) if event.num_examples is None else event.num_examples
+        self._lines.append(
+            {
+                "kind": event.kind.value,
+                "step": event.step,
+                "cause": event.cause,
+                "detail": _cut(event.detail),
+                "example_ids": list(event.example_ids[:MAX_EXAMPLE_IDS]),
+                "num_examples": num_examples,
+                "occurrence": occurrence,
+                "at": self._clock(),
+            }
+        )
+        return True
+
+    def read(self) -> list[Event]:
+        """Return the events in order; a torn last line is left out.
+
+        Raises: CorruptRecord if a line is not an event.
+        """
+        return [self._to_event(content) for content in self._lines.read()]
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the events of later steps, for a resume at `step`; return how many went."""
+        return self._lines.truncate_after(step)
+
+    def sync(self) -> None:
+        """Make what was appended durable; a checkpoint calls this first."""
+        self._lines.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def _to_event(self, content: dict[str, object]) -> Event:
+        try:
+            values = dict(content)
+            kind, ids = EventKind(str(values.pop("kind"))), values.pop("example_ids")
+            assert isinstance(ids, list)
+            return Event(kind=kind, example_ids=tuple(ids), **values)  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
+            raise CorruptRecord(
+                explain_refusal(
+                    f"{self._lines.path} holds a line that is not an event ({error})",
+                    allowed="the fields of an event, with kind one of " + ", ".join(EventKind),
+                    next_step="delete that line; the rest of the file is intact",
+                )
+            ) from error
+
+
+def _cut(detail: str) -> str:
+    if len(detail) <= MAX_DETAIL_CHARACTERS:
+        return detail
+    num_cut = len(detail) - MAX_DETAIL_CHARACTERS
+    return f"{detail[:MAX_DETAIL_CHARACTERS]} ... {num_cut} characters cut"

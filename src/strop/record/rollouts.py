@@ -1,0 +1,200 @@
+"""Rollouts as Parquet, one row each: exact enough to replay, plain enough to query for years.
+
+`write_rollouts` and `read_rollouts` are inverse to each other. The columns `reward`, `reply_text` and
+`num_sampled_tokens` repeat what the others imply, so that a query needs no arithmetic.
+Importing this module imports pyarrow, so it is not part of the room's light face.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from strop.errors import CorruptRecord, DataError, StoreError, explain_refusal
+from strop.rollout import (
+    Example,
+    Failure,
+    FailureOwner,
+    FinishReason,
+    Outcome,
+    Rollout,
+    Sampling,
+    Turn,
+)
+from strop.store.atomic import write_bytes_atomically
+
+FORMAT = b"1"
+_FORMAT_KEY = b"strop.rollouts"
+
+_TURN = pa.struct(
+    [
+        ("role", pa.string()),
+        ("text", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),  # Null on turns that the policy did not speak.
+        ("policy_version", pa.int64()),
+        ("finish_reason", pa.string()),
+    ]
+)
+_NAMED = pa.map_(pa.string(), pa.float64())
+SCHEMA = pa.schema(
+    [
+        ("task", pa.string()),
+        ("example_id", pa.string()),
+        ("fields", pa.string()),  # JSON
+        ("answer", pa.string()),
+        ("step", pa.int64()),
+        ("sample_index", pa.int32()),
+        ("turns", pa.list_(_TURN)),
+        ("reward", pa.float64()),
+        ("reward_parts", _NAMED),
+        ("is_correct", pa.bool_()),
+        ("format_ok", pa.bool_()),
+        ("truncated", pa.bool_()),
+        ("metrics", _NAMED),
+        ("failure", pa.struct([("owner", pa.string()), ("kind", pa.string()), ("detail", pa.string())])),
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("top_k", pa.int32()),
+        ("seconds", _NAMED),
+        ("isolation", pa.string()),
+        ("reply_text", pa.string()),
+        ("num_sampled_tokens", pa.int32()),
+    ],
+    metadata={_FORMAT_KEY: FORMAT},
+)
+
+
+def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write rollouts to a Parquet file that appears complete or not at all.
+
+    Raises: DataError if a text is not valid Unicode or a field is not JSON; StoreError if the disk fails.
+    """
+    try:
+        table = pa.Table.from_pylist([_to_row(rollout) for rollout in rollouts], schema=SCHEMA)
+    except (UnicodeEncodeError, TypeError, pa.ArrowException) as error:
+        raise DataError(
+            explain_refusal(
+                f"rollouts for {path.name} cannot be stored ({error})",
+                allowed="valid Unicode texts, JSON fields, numbers in range",
+                next_step="mend the task that made this example or judged this reply",
+            )
+        ) from error
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_bytes_atomically(path, sink.getvalue())
+
+
+def read_rollouts(path: Path) -> list[Rollout]:
+    """Read rollouts back, equal to those written.
+
+    Raises: StoreError if there is no such file; CorruptRecord if it is not one of ours.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{path} cannot be read ({error.strerror})",
+                allowed="a rollouts file of a run",
+                next_step="list the run's rollouts/ for the steps that it has",
+            )
+        ) from error
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+        if (table.schema.metadata or {}).get(_FORMAT_KEY) != FORMAT:
+            raise ValueError("its columns are not those of strop's rollouts")
+        return [_from_row(row) for row in table.to_pylist(maps_as_pydicts="strict")]
+    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise CorruptRecord(
+            explain_refusal(
+                f"{path} does not hold rollouts ({error})",
+                allowed=f"a Parquet file written by strop, format {FORMAT.decode()}",
+                next_step="remove the file; a resumed run writes it again",
+            )
+        ) from error
+
+
+def _to_row(rollout: Rollout) -> dict[str, Any]:
+    outcome, reply = rollout.outcome, rollout.reply
+    failure = outcome.failure
+    return {
+        "task": rollout.example.task,
+        "example_id": rollout.example.example_id,
+        "fields": json.dumps(dict(rollout.example.fields)),
+        "answer": rollout.example.answer,
+        "step": rollout.step,
+        "sample_index": rollout.sample_index,
+        "turns": [_turn_to_row(turn) for turn in rollout.turns],
+        "reward": outcome.reward,
+        "reward_parts": list(outcome.parts.items()),
+        "is_correct": outcome.is_correct,
+        "format_ok": outcome.format_ok,
+        "truncated": outcome.truncated,
+        "metrics": list(outcome.metrics.items()),
+        "failure": failure and {"owner": failure.owner.value, "kind": failure.kind, "detail": failure.detail},
+        "temperature": rollout.sampling.temperature,
+        "top_p": rollout.sampling.top_p,
+        "top_k": rollout.sampling.top_k,
+        "seconds": list(rollout.seconds.items()),
+        "isolation": rollout.isolation,
+        "reply_text": reply.text if reply is not None else None,
+        "num_sampled_tokens": rollout.num_sampled_tokens,
+    }
+
+
+def _turn_to_row(turn: Turn) -> dict[str, Any]:
+    return {
+        "role": turn.role,
+        "text": turn.text,
+        "token_ids": turn.token_ids,
+        "logprobs": turn.logprobs,
+        "policy_version": turn.policy_version,
+        "finish_reason": turn.finish_reason and turn.finish_reason.value,
+    }
+
+
+def _from_row(row: dict[str, Any]) -> Rollout:
+    failure = row["failure"]
+    outcome = Outcome(
+        parts=row["reward_parts"],
+        is_correct=row["is_correct"],
+        format_ok=row["format_ok"],
+        truncated=row["truncated"],
+        metrics=row["metrics"],
+        failure=failure and Failure(**{**failure, "owner": FailureOwner(failure["owner"])}),
+    )
+    example = Example(
+        task=row["task"],
+        example_id=row["example_id"],
+        fields=json.loads(row["fields"]),
+        answer=row["answer"],
+    )
+    return Rollout(
+        example=example,
+        step=row["step"],
+        sample_index=row["sample_index"],
+        turns=tuple(_turn_from_row(turn) for turn in row["turns"]),
+        outcome=outcome,
+        sampling=Sampling(temperature=row["temperature"], top_p=row["top_p"], top_k=row["top_k"]),
+        seconds=row["seconds"],
+        isolation=row["isolation"],
+    )
+
+
+def _turn_from_row(row: dict[str, Any]) -> Turn:
+    reason = row["finish_reason"]
+    return Turn(
+        role=row["role"],
+        text=row["text"],
+        token_ids=np.array(row["token_ids"], dtype=np.int32),
+        logprobs=None if row["logprobs"] is None else np.array(row["logprobs"], dtype=np.float32),
+        policy_version=row["policy_version"],
+        finish_reason=None if reason is None else FinishReason(reason),
+    )

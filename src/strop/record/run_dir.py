@@ -1,0 +1,409 @@
+"""The directory of one run: its layout, its lock, its attempts and its state.
+
+    <name>-<YYYYmmdd-HHMMSS>/          UTC, with -2, -3 ... for runs born in the same second
+      run.json  spec.toml  env.txt  lock
+      attempts/<k>/{attempt.json, train.log}          latest -> attempts/<k>
+      metrics.jsonl  events.jsonl  rollouts/step-000012.parquet
+      checkpoints/step-000020/{..., COMPLETE}  eval/<task>-step-000020.json  report.html
+
+Step 12 in a name is the state after 12 optimizer steps, or what the 12th step was trained on.
+Whoever works in a run holds its lock; reading needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError, explain_refusal
+from strop.record.environment_facts import describe_environment
+from strop.record.events import EventLog
+from strop.record.metrics import MetricsLog
+from strop.store.atomic import (
+    explain_write_failure,
+    is_complete,
+    remove_directory,
+    write_bytes_atomically,
+)
+from strop.store.leftovers import partial_path_of, remove_leftovers
+from strop.store.lock import FileLock
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+STEP_PATTERN = re.compile(r"step-(\d{6,})(?:\.[a-z]+)?$")
+STATE_NAME = "run.json"
+LOCK_NAME = "lock"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """The content of run.json."""
+
+    name: str
+    spec_digest: str
+    created_at: float
+    """Unix seconds."""
+    num_attempts: int = 0
+    finished_at: float | None = None
+    """Unix seconds; None until every requested step is trained."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What identifies the run's inputs: model digest, task version, machine. JSON values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One process life of a run."""
+
+    index: int
+    """From 1."""
+    path: Path
+
+    @property
+    def log_path(self) -> Path:
+        """Where this attempt's training process writes its output."""
+        return self.path / "train.log"
+
+
+class RunDir:
+    """The directory of one run. Make it with `create`, `open` or `find_resumable`."""
+
+    def __init__(self, path: Path, state: RunState, lock: FileLock) -> None:
+        self.path = path
+        self.state = state
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self.events = EventLog(path / "events.jsonl")
+        self._lock = lock
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        name: str,
+        spec_text: str,
+        spec_digest: str,
+        facts: Mapping[str, Any],
+        *,
+        now: float | None = None,
+    ) -> RunDir:
+        """Create a run directory that appears complete and locked by this process.
+
+        Raises: ConfigError if the name cannot be a directory name; StoreError if the disk fails.
+        """
+        _check_name(name)
+        created_at = time.time() if now is None else now
+        state = RunState(name=name, spec_digest=spec_digest, created_at=created_at, facts=dict(facts))
+        stamp = datetime.fromtimestamp(created_at, tz=UTC).strftime("%Y%m%d-%H%M%S")
+        partial_path = partial_path_of(root / f"{name}-{stamp}")
+        lock = FileLock(partial_path / LOCK_NAME)
+        path = None
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            partial_path.mkdir()
+            # Locked before it has its name: nobody can find it unlocked.
+            lock.acquire()
+            for folder in ("attempts", "rollouts", "checkpoints", "eval"):
+                (partial_path / folder).mkdir()
+            write_bytes_atomically(partial_path / "spec.toml", spec_text.encode())
+            write_bytes_atomically(partial_path / "env.txt", describe_environment().encode())
+            write_bytes_atomically(partial_path / STATE_NAME, _state_to_bytes(state))
+            path = _claim_name(partial_path, root / f"{name}-{stamp}")
+        except OSError as error:
+            raise explain_write_failure(error, root / f"{name}-{stamp}") from error
+        finally:
+            if path is None:
+                lock.release()
+            shutil.rmtree(partial_path, ignore_errors=True)
+        lock.path = path / LOCK_NAME
+        return cls(path, state, lock)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """Open a run for reading; call `acquire` before working in it.
+
+        Raises: StoreError if it is not a run directory; CorruptRecord if run.json is damaged.
+        """
+        return cls(path, _read_state(path), FileLock(path / LOCK_NAME))
+
+    @property
+    def is_locked_here(self) -> bool:
+        """Whether this object holds the run's lock."""
+        return self._lock.is_held
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every requested step was trained."""
+        return self.state.finished_at is not None
+
+    @property
+    def spec_path(self) -> Path:
+        """The resolved spec."""
+        return self.path / "spec.toml"
+
+    @property
+    def report_path(self) -> Path:
+        """The static report."""
+        return self.path / "report.html"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """The parent of all checkpoints."""
+        return self.path / "checkpoints"
+
+    def rollouts_path(self, step: int) -> Path:
+        """Where the rollouts of a step are stored."""
+        return self.path / "rollouts" / f"{_step_name(step)}.parquet"
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint after `step` optimizer steps is stored."""
+        return self.checkpoints_path / _step_name(step)
+
+    def eval_path(self, task: str, step: int) -> Path:
+        """Where the evaluation of a task after `step` optimizer steps is stored."""
+        return self.path / "eval" / f"{task}-{_step_name(step)}.json"
+
+    def acquire(self) -> None:
+        """Take the run's lock and read its state anew.
+
+        Raises: CheckRefused naming the holder if another process works in this run.
+        """
+        if not self._lock.try_acquire():
+            raise CheckRefused(
+                explain_refusal(
+                    f"run {self.path} is in use by {self._lock.holder() or 'another process'}",
+                    allowed="one process per run directory",
+                    next_step="wait for it or stop it, or give this run another name",
+                )
+            )
+        self.state = _read_state(self.path)
+        for parent in (self.path, self.path / "rollouts", self.checkpoints_path, self.path / "eval"):
+            remove_leftovers(parent)
+
+    def release(self) -> None:
+        """Close the logs and give the lock back."""
+        self.metrics.close()
+        self.events.close()
+        self._lock.release()
+
+    def __enter__(self) -> RunDir:
+        """Take the lock, if it is not held yet."""
+        if not self.is_locked_here:
+            self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give the lock back."""
+        self.release()
+
+    def begin_attempt(self, facts: Mapping[str, Any] | None = None) -> Attempt:
+        """Start the next attempt: its directory, attempt.json and the `latest` link.
+
+        Raises: CheckRefused if this process does not hold the lock; StoreError if the disk fails.
+        """
+        self._check_locked()
+        self._save(replace(self.state, num_attempts=self.state.num_attempts + 1))
+        attempt = Attempt(
+            index=self.state.num_attempts, path=self.path / "attempts" / str(self.state.num_attempts)
+        )
+        attempt.path.mkdir(parents=True, exist_ok=True)
+        content = {
+            "attempt": attempt.index,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started_at": time.time(),
+            "facts": dict(facts or {}),
+        }
+        write_bytes_atomically(attempt.path / "attempt.json", json.dumps(content, indent=1).encode())
+        link_path = partial_path_of(self.path / "latest")
+        link_path.symlink_to(Path("attempts") / str(attempt.index))
+        link_path.replace(self.path / "latest")
+        return attempt
+
+    def end_attempt(self, attempt: Attempt, *, cause: str, exit_code: int, step: int) -> None:
+        """Note why an attempt ended; an attempt without this note was killed."""
+        self._check_locked()
+        content = json.loads((attempt.path / "attempt.json").read_bytes())
+        content |= {"ended_at": time.time(), "cause": cause, "exit_code": exit_code, "step": step}
+        write_bytes_atomically(attempt.path / "attempt.json", json.dumps(content, indent=1).encode())
+
+    def mark_finished(self) -> None:
+        """Note that every requested step was trained; the run is not resumed any more.
+
+        Raises: CheckRefused if this process does not hold the lock; StoreError if the disk fails.
+        """
+        self._check_locked()
+        self._save(replace(self.state, finished_at=time.time()))
+
+    def truncate_after(self, step: int) -> None:
+        """Remove what was recorded after `step`, so that a resume writes it once and not twice.
+
+        Metrics, events, rollouts and evaluations of later steps go. Checkpoints stay: a later
+        one that is damaged is replaced when its step is reached again.
+
+        Raises: CheckRefused if this process does not hold the lock; CorruptRecord if a log is damaged.
+        """
+        self._check_locked()
+        self.metrics.truncate_after(step)
+        self.events.truncate_after(step)
+        for folder in ("rollouts", "eval"):
+            for path in sorted((self.path / folder).iterdir()):
+                found_step = step_of(path)
+                if found_step is not None and found_step > step:
+                    path.unlink()
+
+    def checkpoint_steps(self) -> list[int]:
+        """Return the steps with a complete checkpoint, in order. Bytes are not verified."""
+        if not self.checkpoints_path.is_dir():
+            return []
+        found = {step_of(path): path for path in self.checkpoints_path.iterdir()}
+        return sorted(step for step, path in found.items() if step is not None and is_complete(path))
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Return step and path of the newest complete checkpoint, or None.
+
+        Incomplete directories are passed over. A complete one may still be damaged: verify it with
+        `store.verify_directory`, and let a refusal stop the run, since skipping it silently would
+        hide a failing disk.
+        """
+        steps = self.checkpoint_steps()
+        return (steps[-1], self.checkpoint_path(steps[-1])) if steps else None
+
+    def keep_checkpoints(self, num_kept: int) -> list[int]:
+        """Remove all but the newest complete checkpoints (at least one); return the steps that went."""
+        self._check_locked()
+        gone = self.checkpoint_steps()[: -max(1, num_kept)]
+        for step in gone:
+            remove_directory(self.checkpoint_path(step))
+        return gone
+
+    def sync(self) -> None:
+        """Make the logs durable; call it before a checkpoint is sealed."""
+        self.metrics.sync()
+        self.events.sync()
+
+    def _save(self, state: RunState) -> None:
+        write_bytes_atomically(self.path / STATE_NAME, _state_to_bytes(state))
+        self.state = state
+
+    def _check_locked(self) -> None:
+        if not self.is_locked_here:
+            raise CheckRefused(
+                explain_refusal(
+                    f"run {self.path} was opened for reading only",
+                    allowed="changes by the process that holds the run's lock",
+                    next_step="call acquire() first",
+                )
+            )
+
+
+def list_runs(root: Path, name: str | None = None) -> list[RunDir]:
+    """Return the runs under `root`, newest first, opened for reading. What is not a run is left out.
+
+    With `name`, only directories of runs whose name begins so are read.
+
+    Raises: CorruptRecord if a run.json is damaged.
+    """
+    pattern = f"{name}-*/{STATE_NAME}" if name else f"*/{STATE_NAME}"
+    paths = [path.parent for path in root.glob(pattern) if ".partial-" not in path.parent.name]
+    runs = [RunDir.open(path) for path in paths]
+    return sorted(runs, key=lambda run: (run.state.created_at, run.path.name), reverse=True)
+
+
+def find_resumable(root: Path, name: str, spec_digest: str) -> RunDir | None:
+    """Return the newest unfinished run of this name and spec, with its lock held, or None.
+
+    A run that another process works in is passed over.
+    """
+    remove_leftovers(root)
+    for run in list_runs(root, name):
+        is_wanted = run.state.name == name and run.state.spec_digest == spec_digest and not run.is_finished
+        if not is_wanted:
+            continue
+        try:
+            run.acquire()
+        except CheckRefused:
+            continue
+        # It may have been finished between reading its state and taking its lock.
+        if not run.is_finished:
+            return run
+        run.release()
+    return None
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint, rollouts or evaluation file, or None."""
+    match = STEP_PATTERN.search(path.name)
+    return int(match[1]) if match else None
+
+
+def _step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _check_name(name: str) -> None:
+    if not NAME_PATTERN.fullmatch(name) or ".partial-" in name:
+        raise ConfigError(
+            explain_refusal(
+                f"run name {name!r} cannot be a directory name",
+                allowed="1 to 80 letters, digits, dots, dashes and underscores, the first a letter or digit",
+                next_step="change `name` in the run file",
+            )
+        )
+
+
+def _claim_name(partial_path: Path, wanted_path: Path) -> Path:
+    """Rename to the first free name. An existing run is never empty, so rename cannot replace it."""
+    for number in range(1, 1000):
+        path = wanted_path if number == 1 else wanted_path.with_name(f"{wanted_path.name}-{number}")
+        try:
+            return partial_path.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+    raise StoreError(
+        explain_refusal(
+            f"{wanted_path} and its numbered successors are all taken",
+            allowed="fewer than 1000 runs of one name per second",
+            next_step="wait a second and start again",
+        )
+    )
+
+
+def _state_to_bytes(state: RunState) -> bytes:
+    return json.dumps(asdict(state), indent=1).encode()
+
+
+def _read_state(path: Path) -> RunState:
+    state_path = path / STATE_NAME
+    try:
+        content = json.loads(state_path.read_bytes())
+        return RunState(**content)
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{path} is not a run directory: {STATE_NAME} cannot be read ({error.strerror})",
+                allowed="a directory that `strop train` made",
+                next_step="run `strop ls` to see the runs",
+            )
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise CorruptRecord(
+            explain_refusal(
+                f"{state_path} is damaged ({error})",
+                allowed="the JSON that strop wrote",
+                next_step="move this run aside; its checkpoints and rollouts can still be read",
+            )
+        ) from error
