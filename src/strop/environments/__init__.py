@@ -1,0 +1,24 @@
+"""What world the model acts in: asked, answered, stepped and scored through one rollout path.
+
+`run_rollout` walks one attempt from reset to score, `run_group` all attempts at one example. A
+single-turn task is an environment with one step (`SingleTurn`). Engine ids are kept verbatim and
+extended, never rendered again. Failures of machinery become outcomes without a score.
+Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
+"""
+
+from strop.environments.contract import Action, Environment, StepResult
+from strop.environments.rollout import PromptCache, RolloutPlan, run_group, run_rollout
+from strop.environments.scripted import ScriptedEnvironment
+from strop.environments.single_turn import SingleTurn
+
+__all__ = [
+    "Action",
+    "Environment",
+    "PromptCache",
+    "RolloutPlan",
+    "ScriptedEnvironment",
+    "SingleTurn",
+    "StepResult",
+    "run_group",
+    "run_rollout",
+]

@@ -1,0 +1,64 @@
+"""The seam to worlds: one environment object is one attempt, built, run once and closed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from strop.rollout import Example, FinishReason, Message, Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """What the policy said in one turn."""
+
+    text: str
+    """Ends before its terminator or stop string."""
+    finish_reason: FinishReason
+    """EOS, STOP_STRING or LENGTH; an aborted reply never becomes an action."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What the world answered."""
+
+    messages: tuple[Message, ...]
+    """Shown to the policy before its next turn; empty when done."""
+    done: bool
+    """Whether the attempt is over."""
+
+
+class Environment(Protocol):
+    """One attempt at one example. Every random draw comes from the seed that `reset` was given."""
+
+    @property
+    def max_turns(self) -> int:
+        """Turns that the policy has at most: K turns mean K replies, K steps, then the score."""
+        ...
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts that end a reply, beside the model's own terminator."""
+        ...
+
+    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
+        """Start the attempt and return its opening messages; equal example and seed, equal messages."""
+        ...
+
+    async def step(self, action: Action) -> StepResult:
+        """Take one reply. Called for every reply, the last one before a limit included.
+
+        Raises: DataError before `reset` or after the attempt is done.
+        """
+        ...
+
+    async def score(self) -> Outcome:
+        """Judge the attempt; works without any step and after a limit, then giving the floor.
+
+        Raises: DataError before `reset`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release everything the attempt holds. Always called; may be called twice."""
+        ...

@@ -1,0 +1,239 @@
+"""The one rollout path: reset, reply, step, ..., score, for one turn or many.
+
+What goes wrong on the way is told apart by owner: the engine, or the task and its world. Neither
+ever becomes a reward of 0. Left out on purpose: retries, which are the loop's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from strop.engine import Completion, Engine, GenerationRequest, stream_seed
+from strop.environments.contract import Action, Environment
+from strop.environments.conversation import encode_next_messages
+from strop.errors import DataError, explain_refusal
+from strop.rollout import (
+    Example,
+    Failure,
+    FailureOwner,
+    FinishReason,
+    Group,
+    IntArray,
+    Message,
+    Outcome,
+    Rollout,
+    Sampling,
+    Turn,
+)
+from strop.tasks.failures import catch_failure
+from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
+from strop.tokenizer import Tokenizer
+
+_CLOSE_LIMIT_S = 10.0
+_WORLD_TURN = -1
+"""Turn number in the name of a world's random stream; replies count from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutPlan:
+    """One attempt that is wanted."""
+
+    example: Example
+    step: int
+    """Optimizer steps completed now."""
+    sample_index: int
+    """Position inside the group, from 0."""
+    run_seed: int
+    sampling: Sampling
+    max_reply_tokens: int
+    """Tokens per reply, terminator included."""
+    prompt_format: PromptFormat | str = PromptFormat.AUTO
+
+
+class PromptCache:
+    """Renders and encodes each opening once; shared by the rollouts of a group."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> None:
+        self.tokenizer = tokenizer
+        self.prompt_format = resolve_prompt_format(tokenizer, prompt_format)
+        """Chat or base."""
+        self._prompts: dict[tuple[Message, ...], tuple[str, IntArray]] = {}
+
+    def render(self, messages: tuple[Message, ...]) -> tuple[str, IntArray]:
+        """Return the prompt as text and as ids; the same array object for equal messages."""
+        if messages not in self._prompts:
+            self._prompts[messages] = render_prompt(self.tokenizer, messages, self.prompt_format)
+        return self._prompts[messages]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Attempt:
+    """A rollout under way."""
+
+    environment: Environment
+    engine: Engine
+    plan: RolloutPlan
+    prompts: PromptCache
+    clock: Callable[[], float]
+    turns: list[Turn] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
+    stage_owner: FailureOwner = FailureOwner.TASK
+    """Whose code runs now, hence who owns a failure."""
+
+    async def run(self) -> Outcome:
+        """Walk from reset to score."""
+        plan = self.plan
+        world_seed = stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
+        history = list(await self.environment.reset(plan.example, world_seed))
+        text, new_ids = self.prompts.render(tuple(history))
+        # The ids of the whole conversation: never rendered again, only extended.
+        context_ids = new_ids
+        for turn_index in range(self.environment.max_turns):
+            self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
+            completion = await self._generate(context_ids, turn_index)
+            if completion.finish_reason is FinishReason.ABORT:
+                return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
+            result = await self.environment.step(
+                Action(text=completion.text, finish_reason=completion.finish_reason)
+            )
+            is_last = turn_index + 1 == self.environment.max_turns
+            if result.done or is_last or completion.finish_reason is FinishReason.LENGTH:
+                break
+            extension = encode_next_messages(
+                self.prompts.tokenizer,
+                self.prompts.prompt_format,
+                history,
+                result.messages,
+                completion.finish_reason,
+            )
+            if extension is None:
+                detail = "the chat template rewrites earlier messages, so the sampled ids cannot be extended"
+                return Outcome.lost(FailureOwner.INFRA, "prefix_break", detail)
+            text, new_ids = extension
+            context_ids = np.concatenate([context_ids, completion.token_ids, new_ids])
+            history += [Message(role="assistant", content=completion.text), *result.messages]
+        return await self._score()
+
+    async def _generate(self, context_ids: IntArray, turn_index: int) -> Completion:
+        plan = self.plan
+        request = GenerationRequest(
+            prompt_ids=context_ids,
+            seed=stream_seed(
+                plan.run_seed, plan.example.example_id, plan.step, plan.sample_index, turn_index
+            ),
+            sampling=plan.sampling,
+            max_tokens=plan.max_reply_tokens,
+            stop_token_ids=self.prompts.tokenizer.stop_token_ids,
+            stop_strings=self.environment.stop_strings,
+        )
+        self.stage_owner = FailureOwner.ENGINE
+        started_at = self.clock()
+        completion = await self.engine.generate(request)
+        self.seconds["generate"] += self.clock() - started_at
+        self.turns.append(
+            Turn(
+                role="assistant",
+                text=completion.text,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                policy_version=completion.policy_version,
+                finish_reason=completion.finish_reason,
+            )
+        )
+        self.stage_owner = FailureOwner.TASK
+        return completion
+
+    async def _score(self) -> Outcome:
+        started_at = self.clock()
+        outcome = await self.environment.score()
+        self.seconds["verify"] += self.clock() - started_at
+        is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
+        return replace(outcome, truncated=outcome.truncated or is_cut)
+
+
+async def run_rollout(
+    environment: Environment,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    plan: RolloutPlan,
+    *,
+    prompts: PromptCache | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Rollout:
+    """Attempt one example once, and close the environment.
+
+    A failure of the engine, the task or its world gives a rollout without a score; its turns up to
+    there are kept. The turns alternate: 'prompt' with the ids that were added, 'assistant' with the
+    ids that were sampled; all joined are what the engine saw and said.
+    Units: `clock` counts seconds.
+    Raises: WeightMismatch, ConfigError and cancellation, which concern the whole run.
+    """
+    prompts = prompts or PromptCache(tokenizer, plan.prompt_format)
+    attempt = _Attempt(environment=environment, engine=engine, plan=plan, prompts=prompts, clock=clock)
+    try:
+        with catch_failure(lambda: attempt.stage_owner) as caught:
+            outcome = await attempt.run()
+    finally:
+        close_failure = await _close(environment)
+    if caught.failure is not None:
+        outcome = Outcome(parts={}, failure=caught.failure)
+    if close_failure is not None:
+        # The score was given before and stands; the leak must be seen all the same.
+        outcome = replace(outcome, metrics={**outcome.metrics, "close_failed": 1.0})
+    return Rollout(
+        example=plan.example,
+        step=plan.step,
+        sample_index=plan.sample_index,
+        turns=tuple(attempt.turns),
+        outcome=outcome,
+        sampling=plan.sampling,
+        seconds=attempt.seconds,
+    )
+
+
+async def _close(environment: Environment) -> Failure | None:
+    with catch_failure(lambda: FailureOwner.INFRA) as caught:
+        async with asyncio.timeout(_CLOSE_LIMIT_S):
+            await environment.close()
+    return caught.failure
+
+
+async def run_group(
+    make_environment: Callable[[], Environment],
+    engine: Engine,
+    tokenizer: Tokenizer,
+    plans: Sequence[RolloutPlan],
+) -> Group:
+    """Attempt one example several times at once; the prompt is rendered and encoded once.
+
+    The rollouts stand in the order of the plans. For a task: `partial(SingleTurn, task)`.
+    Raises: DataError if there is no plan or the plans differ in example or prompt format; else
+        like `run_rollout`, after the other rollouts were cancelled.
+    """
+    if len({(plan.example.example_id, str(plan.prompt_format)) for plan in plans}) != 1:
+        raise DataError(
+            explain_refusal(
+                f"a group of {len(plans)} plans for"
+                f" {len({plan.example.example_id for plan in plans})} different examples",
+                allowed="one plan or more, all of one example and one prompt format",
+                next_step="run one group for each example",
+            )
+        )
+    prompts = PromptCache(tokenizer, plans[0].prompt_format)
+    running = [
+        asyncio.ensure_future(run_rollout(make_environment(), engine, tokenizer, plan, prompts=prompts))
+        for plan in plans
+    ]
+    try:
+        rollouts = await asyncio.gather(*running)
+    finally:
+        # Where one ended the run, the others must not go on behind it.
+        for rollout in running:
+            rollout.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return Group(example=plans[0].example, rollouts=tuple(rollouts))

@@ -1,0 +1,55 @@
+"""A task as a world: the problem is posed, one reply is taken, the task judges it."""
+
+from __future__ import annotations
+
+from strop.environments.contract import Action, StepResult
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome
+from strop.tasks import Task
+
+
+class SingleTurn:
+    """One question, one reply. No reply is judged as an empty one."""
+
+    max_turns = 1
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._example: Example | None = None
+        self._reply: Action | None = None
+        self.stop_strings = task.limits.stop_strings
+
+    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
+        """Pose the example; the seed has nothing to decide here."""
+        self._example = example
+        self._reply = None
+        return self._task.render(example)
+
+    async def step(self, action: Action) -> StepResult:
+        """Keep the reply; the attempt is over."""
+        if self._example is None or self._reply is not None:
+            when = "before reset" if self._example is None else "after its end"
+            raise DataError(
+                explain_refusal(
+                    f"a step of {self._task.name} {when}",
+                    allowed="one step after each reset",
+                    next_step="call reset first, or score now",
+                )
+            )
+        self._reply = action
+        return StepResult(messages=(), done=True)
+
+    async def score(self) -> Outcome:
+        """Let the task judge the reply."""
+        if self._example is None:
+            raise DataError(
+                explain_refusal(
+                    f"a score of {self._task.name} before reset",
+                    allowed="score after reset",
+                    next_step="call reset first",
+                )
+            )
+        return self._task.verify(self._example, "" if self._reply is None else self._reply.text)
+
+    async def close(self) -> None:
+        """Hold nothing, release nothing."""
