@@ -1,0 +1,241 @@
+"""Token-by-token decoding of a batch of requests: admission, steps, stops, compaction.
+
+Shapes: n live rows, V vocabulary, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from strop.engine.contract import Completion, GenerationRequest
+from strop.engine.kv_cache import KVCache, PrefillRecorder
+from strop.engine.sampler import draw, uniform_stream
+from strop.engine.stops import StopStrings
+from strop.policy.language_model import LanguageModel
+from strop.policy.packing import PackedLayout, PrefixSharedAttention
+from strop.rollout import FinishReason
+from strop.tokenizer import Tokenizer
+
+_PREFILL_POSITIONS = 4096
+"""Prompt positions prefilled in one forward, so that its activations stay small."""
+_SPARE_SLOTS_FRAC = 0.25
+"""Cache slots beyond the longest request, so that late rows rarely force a move."""
+_ADMIT_FRAC = 0.125
+"""Rows are compacted and admitted once this share of the batch is free."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One sequence being decoded."""
+
+    ticket: int
+    request: GenerationRequest
+    uniforms: NDArray[np.float64]
+    stops: StopStrings | None
+    token_ids: NDArray[np.int32] = field(init=False)
+    logprobs: NDArray[np.float32] = field(init=False)
+    length: int = 0
+    finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = np.empty(self.request.max_tokens, dtype=np.int32)
+        self.logprobs = np.empty(self.request.max_tokens, dtype=np.float32)
+
+    def take(self, token_id: int, logprob: float) -> None:
+        """Record one sampled token and decide whether the reply ends with it."""
+        self.token_ids[self.length] = token_id
+        self.logprobs[self.length] = logprob
+        self.length += 1
+        if token_id in self.request.stop_token_ids:
+            self.finish = FinishReason.EOS
+        elif self.stops is not None and self.stops.is_completed(self.token_ids[: self.length]):
+            self.finish = FinishReason.STOP_STRING
+        elif self.length == self.request.max_tokens:
+            self.finish = FinishReason.LENGTH
+
+
+class DecodeBatch:
+    """Rows that are decoded together, over one KV cache."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        max_rows: int,
+        requests: Sequence[GenerationRequest],
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_tokens = max(_num_tokens(request) for request in requests)
+        rows, slots = _plan_cache(requests, max_rows)
+        self._cache = KVCache(
+            model.shape, max_rows=rows, num_slots=slots, dtype=model.dtype, device=model.device
+        )
+        self._rows: list[_Row] = []
+        self._next_ticket = 0
+        self._prefilled: list[tuple[_Row, torch.Tensor]] = []
+
+    @property
+    def num_live(self) -> int:
+        """Rows admitted and not yet answered."""
+        return len(self._rows)
+
+    def fits(self, request: GenerationRequest) -> bool:
+        """Whether the cache has slots for this request, however late it is admitted."""
+        return _num_tokens(request) <= self._max_tokens
+
+    def is_made_for(self, requests: Sequence[GenerationRequest], max_rows: int) -> bool:
+        """Whether a new batch for these requests would have the very same cache.
+
+        Only then may the cache be used again: kernels may round differently on other strides, and a
+        resumed run, whose cache is new, has to see the values of the uninterrupted one.
+        """
+        return _plan_cache(requests, max_rows) == (self._cache.max_rows, self._cache.num_slots)
+
+    def num_admissible(self, num_waiting: int) -> int:
+        """How many waiting requests to admit now; 0 while too few rows are free to be worth it."""
+        free = self._cache.max_rows - len(self._rows)
+        wanted = min(free, num_waiting)
+        worthwhile = max(1, int(self._cache.max_rows * _ADMIT_FRAC))
+        return wanted if wanted >= min(worthwhile, num_waiting) else 0
+
+    def admit(self, requests: Sequence[GenerationRequest]) -> list[int]:
+        """Prefill requests and give each a row. Returns a ticket for each."""
+        if not requests:
+            return []
+        rows = [self._new_row(request) for request in requests]
+        by_prompt: dict[bytes, list[_Row]] = {}
+        for row in rows:
+            by_prompt.setdefault(row.request.prompt_ids.tobytes(), []).append(row)
+        self._cache.make_room(max(len(row.request.prompt_ids) for row in rows))
+        for shared in _chunk_prompts(list(by_prompt.values())):
+            self._prefill(shared)
+        return [row.ticket for row in rows]
+
+    def step(self, version: int) -> list[tuple[int, Completion]]:
+        """Sample one token for every live row. Returns the replies that ended with it."""
+        fresh, logits = self._next_logits()
+        if not fresh:
+            return []
+        uniforms = np.array([row.uniforms[row.length] for row in fresh])
+        drawn = draw(logits, [row.request.sampling for row in fresh], uniforms)
+        for row, token_id, logprob in zip(fresh, drawn.token_ids, drawn.logprobs, strict=True):
+            if row.finish is None:
+                row.take(int(token_id), float(logprob))
+        return self._finished(fresh, version)
+
+    def _new_row(self, request: GenerationRequest) -> _Row:
+        row = _Row(
+            ticket=self._next_ticket,
+            request=request,
+            uniforms=uniform_stream(request.seed, request.max_tokens + 1),
+            stops=StopStrings(self._tokenizer, request.stop_strings) if request.stop_strings else None,
+        )
+        self._next_ticket += 1
+        return row
+
+    def _prefill(self, shared: Sequence[Sequence[_Row]]) -> None:
+        """Compute each distinct prompt once and copy its keys and values to the rows that share it."""
+        prompts = [rows[0].request.prompt_ids for rows in shared]
+        layout = PackedLayout.of_prompts([len(prompt) for prompt in prompts])
+        device = self._model.device
+        recorder = PrefillRecorder(PrefixSharedAttention(layout, device), self._model.shape.num_layers)
+        token_ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
+        positions = torch.from_numpy(layout.position_ids()).to(device)
+        hidden = self._model.trunk(token_ids, positions, recorder)
+        keys, values = torch.stack(recorder.keys), torch.stack(recorder.values)
+        ends = np.cumsum(layout.prompt_lens_P)
+        logits = self._model.logits(hidden[torch.from_numpy(ends - 1).to(device)])
+        for index, rows in enumerate(shared):
+            span = slice(int(layout.prompt_starts_P[index]), int(ends[index]))
+            for row in rows:
+                self._cache.admit(keys[:, :, span], values[:, :, span])
+                self._rows.append(row)
+                self._prefilled.append((row, logits[index]))
+
+    def _next_logits(self) -> tuple[list[_Row], torch.Tensor]:
+        """Return the logits of the next token: of fresh prefills if there are any, else of a decode."""
+        if self._prefilled:
+            fresh, logits = zip(*self._prefilled, strict=True)
+            self._prefilled = []
+            return list(fresh), torch.stack(logits)
+        if not self._rows:
+            return [], torch.empty(0)
+        self._cache.reserve_slot()
+        last = np.array([row.token_ids[row.length - 1] for row in self._rows], dtype=np.int64)
+        positions = np.array([len(row.request.prompt_ids) + row.length - 1 for row in self._rows])
+        device = self._model.device
+        hidden = self._model.trunk(
+            torch.from_numpy(last).to(device), torch.from_numpy(positions).to(device), self._cache
+        )
+        self._cache.advance()
+        return list(self._rows), self._model.logits(hidden)
+
+    def _finished(self, fresh: Sequence[_Row], version: int) -> list[tuple[int, Completion]]:
+        """Drop ended rows and return their replies."""
+        ended = [row for row in fresh if row.finish is not None]
+        if not ended:
+            return []
+        live = [index for index, row in enumerate(self._rows) if row.finish is None]
+        holes = [index for index, row in enumerate(self._rows) if row.finish is not None]
+        kept = _fill_holes(len(self._rows), live, holes)
+        self._cache.keep(kept)
+        self._rows = [self._rows[index] for index in kept]
+        return [(row.ticket, self._completion(row, version)) for row in ended]
+
+    def _completion(self, row: _Row, version: int) -> Completion:
+        assert row.finish is not None
+        token_ids = row.token_ids[: row.length].copy()
+        spoken = token_ids[:-1] if row.finish is FinishReason.EOS else token_ids
+        text = self._tokenizer.decode(spoken)
+        if row.stops is not None:
+            text = row.stops.cut(text)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=row.logprobs[: row.length].copy(),
+            text=text,
+            finish_reason=row.finish,
+            policy_version=version,
+        )
+
+
+def _num_tokens(request: GenerationRequest) -> int:
+    return len(request.prompt_ids) + request.max_tokens
+
+
+def _plan_cache(requests: Sequence[GenerationRequest], max_rows: int) -> tuple[int, int]:
+    """Return (rows, time slots) of the cache for a batch that these requests start."""
+    longest = max(_num_tokens(request) for request in requests)
+    rows = min(max_rows, len(requests))
+    spare_frac = _SPARE_SLOTS_FRAC if len(requests) > rows else 0.0
+    return rows, int(longest * (1 + spare_frac)) + 1
+
+
+def _fill_holes(num_rows: int, live: Sequence[int], holes: Sequence[int]) -> list[int]:
+    """Order live rows so that rows from the back fill the holes and the rest stay where they are."""
+    num_live = len(live)
+    kept = list(range(num_live))
+    from_back = [index for index in live if index >= num_live]
+    for hole, index in zip((hole for hole in holes if hole < num_live), from_back, strict=True):
+        kept[hole] = index
+    return kept
+
+
+def _chunk_prompts(shared: Sequence[Sequence[_Row]]) -> list[list[Sequence[_Row]]]:
+    """Cut distinct prompts into forwards of bounded size."""
+    chunks: list[list[Sequence[_Row]]] = [[]]
+    filled = 0
+    for rows in shared:
+        length = len(rows[0].request.prompt_ids)
+        if chunks[-1] and filled + length > _PREFILL_POSITIONS:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(rows)
+        filled += length
+    return chunks

@@ -1,0 +1,100 @@
+"""Drawing tokens with exact log-probabilities of the distribution drawn from.
+
+One uniform number per row and position decides the token by inverse CDF, so a reply depends on its
+seed alone and not on the batch around it. The CDF has two levels (block sums, then one block), so
+the vocabulary is read once.
+
+Shapes: n rows, V vocabulary, B blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from strop.rollout import Sampling
+
+_BLOCK = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Draw:
+    """Tokens drawn for n rows."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+
+
+def uniform_stream(seed: int, length: int) -> NDArray[np.float64]:
+    """Return the numbers in [0, 1) that decide a reply's tokens, one per position."""
+    return np.random.Generator(np.random.Philox(key=seed)).random(length)
+
+
+def draw(logits_n_V: torch.Tensor, samplings: Sequence[Sampling], uniforms_n: NDArray[np.float64]) -> Draw:
+    """Draw one token per row. Greedy rows ignore their uniform and report log-probability at 1."""
+    probs = _probabilities(logits_n_V, samplings)
+    uniforms = torch.from_numpy(uniforms_n).to(probs.device)
+    chosen = inverse_cdf(probs, uniforms)
+    greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0.0]
+    if greedy:
+        chosen[greedy] = logits_n_V[greedy].argmax(dim=-1)
+    logprobs = probs.gather(1, chosen[:, None]).squeeze(1).log()
+    return Draw(token_ids=chosen.cpu().numpy(), logprobs=logprobs.cpu().numpy())
+
+
+def _probabilities(logits_n_V: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """Return the distribution of each row, renormalised over its support. Shapes: (n, V), fp32."""
+    divisors = [sampling.temperature or 1.0 for sampling in samplings]
+    if any(divisor != 1.0 for divisor in divisors):
+        scale = torch.tensor(divisors, dtype=torch.float32, device=logits_n_V.device)
+        logits_n_V = logits_n_V.float() / scale[:, None]
+    probs = torch.softmax(logits_n_V, dim=-1, dtype=torch.float32)
+    for row, sampling in enumerate(samplings):
+        if sampling.is_truncated and sampling.temperature != 0.0:
+            probs[row] = truncate(probs[row], sampling)
+    return probs
+
+
+def truncate(probs_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Keep the top-k, then the top-p tokens, and renormalise. Shapes: (V,) to (V,).
+
+    Ties are broken by token id, so that the support is reproducible. The most probable token always
+    stays. Top-p keeps the smallest set whose mass, after top-k renormalisation, reaches `top_p`.
+    """
+    order = torch.argsort(probs_V, descending=True, stable=True)
+    kept = order[: sampling.top_k] if sampling.top_k is not None else order
+    mass = probs_V[kept].double()
+    mass = mass / mass.sum()
+    # A token stays if the mass before it has not yet reached top_p.
+    stays = (mass.cumsum(0) - mass) < sampling.top_p
+    stays[0] = True
+    truncated = torch.zeros_like(probs_V)
+    truncated[kept[stays]] = (mass[stays] / mass[stays].sum()).to(probs_V.dtype)
+    return truncated
+
+
+def inverse_cdf(probs_n_V: torch.Tensor, uniforms_n: torch.Tensor) -> torch.Tensor:
+    """Return the first token whose cumulated probability exceeds u times the total.
+
+    Strictly exceeds, so that u = 0 cannot pick a token of probability 0; at the top end rounding is
+    caught by the last token with positive probability.
+    """
+    num_rows, vocab = probs_n_V.shape
+    blocks = torch.nn.functional.pad(probs_n_V, (0, -vocab % _BLOCK)).view(num_rows, -1, _BLOCK)
+    block_mass = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    target = uniforms_n[:, None] * block_mass[:, -1:]
+    block = _first_above(block_mass, target)
+    before = torch.where(block > 0, block_mass.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    inside = blocks[torch.arange(num_rows, device=block.device), block].double().cumsum(dim=-1)
+    return block * _BLOCK + _first_above(inside, target - before[:, None])
+
+
+def _first_above(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the first index above target, or the last that still added mass. Shapes: (n, m) to (n,)."""
+    above = torch.searchsorted(cumulated, target.clamp(min=0.0).contiguous(), right=True)[:, 0]
+    last_with_mass = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous())[:, 0]
+    return torch.minimum(above, last_with_mass)

@@ -1,0 +1,181 @@
+"""Loading a causal language model, and running its trunk over a flat row of tokens.
+
+Shapes: N tokens of the flat row, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from strop.errors import ConfigError, explain_refusal
+from strop.policy.attention import ATTENTION_NAME, AttentionContext
+from strop.policy.packing import PackedLayout, PrefixSharedAttention
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+_PROBE_TOKENS = 12
+# Eager and strop attention round differently; a missing feature moves logits by far more.
+_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes that memory and caches are computed from."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    hidden_width: int
+    vocab_size: int
+    max_positions: int
+
+
+class LanguageModel:
+    """A transformers causal LM whose attention is strop's.
+
+    The parameters held here are the compute copies: what generation and training read.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.module.eval()
+        self.shape = _read_shape(module.config)
+        self.module.set_attn_implementation(ATTENTION_NAME)
+
+    @classmethod
+    def load(cls, path: Path, *, dtype: torch.dtype, device: str = "cpu") -> LanguageModel:
+        """Load a Hugging Face model directory and prove strop's attention on it.
+
+        Raises: ConfigError if files are missing or weights do not match the architecture, or if the
+        architecture needs something that strop's attention does not compute.
+        """
+        module = _load_module(path, dtype).to(device)
+        probe = _eager_probe(module)
+        model = cls(module)
+        model._prove_attention(path, probe)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the compute copies live."""
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the compute copies."""
+        return self.head_weight.dtype
+
+    @property
+    def head_weight(self) -> torch.nn.Parameter:
+        """The LM head's matrix. Shapes: (V, D); the input embedding itself where it is tied."""
+        weight = self.module.get_output_embeddings().weight
+        assert isinstance(weight, torch.nn.Parameter)
+        return weight
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield every trained tensor once, tied ones under their first name."""
+        yield from self.module.named_parameters()
+
+    def trunk(
+        self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor, attention: AttentionContext
+    ) -> torch.Tensor:
+        """Run all layers and the final norm. Shapes: returns (N, D)."""
+        output = self.module.base_model(
+            input_ids=token_ids_N.unsqueeze(0),
+            position_ids=position_ids_N.unsqueeze(0),
+            use_cache=False,
+            attention_context=attention,
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden[0]
+
+    def logits(self, hidden_N_D: torch.Tensor) -> torch.Tensor:
+        """Project hidden states on the vocabulary. Shapes: returns (N, V) in the compute type."""
+        return torch.nn.functional.linear(hidden_N_D, self.head_weight)
+
+    def _prove_attention(self, path: Path, expected_N_V: torch.Tensor) -> None:
+        """Compare strop's path with the model's own eager forward on a few tokens."""
+        token_ids = _probe_token_ids(self.module.config.vocab_size, self.device)
+        layout = PackedLayout.of_prompts([token_ids.numel()])
+        positions = torch.arange(token_ids.numel(), device=self.device)
+        with torch.no_grad():
+            hidden = self.trunk(token_ids, positions, PrefixSharedAttention(layout, self.device))
+            actual = self.logits(hidden).float()
+        gap = float((actual - expected_N_V).abs().max() / expected_N_V.abs().max())
+        if not gap <= _PROBE_TOLERANCE[self.dtype]:
+            raise ConfigError(
+                explain_refusal(
+                    f"the logits of {path} computed by strop differ from the model's own by {gap:.3g}",
+                    allowed="decoders with full causal attention, rotary positions, a plain linear head",
+                    next_step="choose another model family, or report this architecture",
+                )
+            )
+
+
+def _load_module(path: Path, dtype: torch.dtype) -> Any:
+    """Load with transformers, and refuse a directory whose tensors do not fill the model exactly."""
+    previous = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, attn_implementation="eager", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            explain_refusal(
+                f"{path} cannot be loaded as a causal language model ({error})",
+                allowed="a Hugging Face model directory with config.json and *.safetensors",
+                next_step="fetch it anew with `strop model get URI`",
+            )
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(previous)
+    flaws = {name: sorted(info[name]) for name in ("missing_keys", "mismatched_keys") if info.get(name)}
+    if flaws:
+        raise ConfigError(
+            explain_refusal(
+                f"the weights in {path} do not fill the model: {flaws}",
+                allowed="one stored tensor of the right shape for every parameter",
+                next_step="fetch the model anew with `strop model get URI`; nothing was trained",
+            )
+        )
+    return module
+
+
+def _read_shape(config: Any) -> ModelShape:
+    """Read the sizes out of a transformers config, text part first where it has several."""
+    text = config.get_text_config()
+    num_heads = int(text.num_attention_heads)
+    width = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    return ModelShape(
+        num_layers=int(text.num_hidden_layers),
+        num_heads=num_heads,
+        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or num_heads),
+        head_width=int(width),
+        hidden_width=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+        max_positions=int(text.max_position_embeddings),
+    )
+
+
+def _probe_token_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Return a few fixed, spread token ids."""
+    return (torch.arange(_PROBE_TOKENS, device=device) * 7919 + 17) % vocab_size
+
+
+def _eager_probe(module: Any) -> torch.Tensor:
+    """Return the model's own logits for the probe tokens. Shapes: (N, V), fp32."""
+    module.eval()
+    token_ids = _probe_token_ids(module.config.vocab_size, module.device)
+    with torch.no_grad():
+        logits: torch.Tensor = module(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
+    return logits[0].float()

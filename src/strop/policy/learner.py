@@ -1,0 +1,262 @@
+"""The policy's optimizer: fp32 masters and moments, and one exact step per batch.
+
+Forward and backward run on the compute copies (bf16, or the masters themselves in fp32). Gradients
+of micro-batches are summed in fp32; token weights were fixed for the whole batch before it was
+split, so nothing is divided here. A non-finite gradient never reaches the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from strop.errors import CorruptRecord, LearnerError, explain_refusal
+from strop.policy.head import HeadResult, TokenGradient, loss_and_gradients
+from strop.policy.language_model import LanguageModel
+from strop.policy.packing import PackedBatch, PackedGroup, PrefixSharedAttention, split_by_budget
+from strop.rollout import FloatArray
+from strop.spec.optimizer import OptimizerSpec
+
+DEFAULT_MICRO_BATCH_POSITIONS = 4096
+"""Fed positions per micro-batch; its activations are what training needs beyond weights."""
+
+_CHANGED_STRIDE = 97
+"""Every so many parameters are compared to tell which share a step has changed."""
+
+TokenTermsFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Maps (logprob, engine logprob, advantage) of m tokens to their (loss, d loss / d logprob)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepReport:
+    """What one optimizer step did."""
+
+    loss: float
+    grad_norm: float
+    """L2 norm of the whole gradient before clipping."""
+    lr: float
+    changed_frac: float
+    """Share of compute copies that the step changed; near 0 means that updates vanish."""
+    drift_M: FloatArray
+    """abs(trainer - engine) log-probability (nats) of every trained token."""
+    num_positions: int
+    """Positions that were forwarded, each prompt counted once per micro-batch."""
+    num_micro_batches: int
+
+
+class Learner:
+    """Owns the masters and moments of a model and moves them."""
+
+    def __init__(
+        self, model: LanguageModel, spec: OptimizerSpec, *, micro_batch_positions: int | None = None
+    ) -> None:
+        self.model = model
+        self.version = 0
+        """Optimizer steps taken."""
+        self._spec = spec
+        self._max_positions = micro_batch_positions or DEFAULT_MICRO_BATCH_POSITIONS
+        self._copies = dict(model.named_parameters())
+        self._masters = {name: self._make_master(copy) for name, copy in self._copies.items()}
+        self._optimizer = self._build_optimizer()
+
+    def step(
+        self, groups: Sequence[PackedGroup], *, temperature: float, token_terms: TokenTermsFn
+    ) -> StepReport:
+        """Take one optimizer step over a complete batch.
+
+        An empty batch still moves: moments decay and the version advances, as for any batch whose
+        gradient is zero.
+
+        Raises: LearnerError if the loss or gradient is not finite; weights and moments stay.
+        """
+        loss, num_positions, drifts = 0.0, 0, [np.zeros(0, dtype=np.float32)]
+        batches = list(split_by_budget(groups, self._max_positions))
+        for micro_batch in batches:
+            batch = PackedBatch.of_groups(micro_batch, self.model.device)
+            result = self._accumulate(batch, temperature, token_terms)
+            loss += result.loss
+            num_positions += batch.layout.num_positions
+            drifts.append((result.logprob_M - batch.engine_logprob_M).abs().cpu().numpy())
+        grad_norm = self._clip(loss)
+        changed_frac = self._apply()
+        return StepReport(
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=float(self._optimizer.param_groups[0]["lr"]),
+            changed_frac=changed_frac,
+            drift_M=np.concatenate(drifts),
+            num_positions=num_positions,
+            num_micro_batches=len(batches),
+        )
+
+    def gradients(
+        self, groups: Sequence[PackedGroup], *, temperature: float, token_terms: TokenTermsFn
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradient of a batch by parameter name, and change nothing."""
+        for micro_batch in split_by_budget(groups, self._max_positions):
+            self._accumulate(PackedBatch.of_groups(micro_batch, self.model.device), temperature, token_terms)
+        copies = {name: self._grad(name).clone() for name in self._masters}
+        self._zero_gradients()
+        return copies
+
+    def save_state(self, target: Path) -> None:
+        """Write masters, moments and counters into an existing directory."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, master in self._masters.items():
+            state = self._optimizer.state[master]
+            tensors[f"master/{name}"] = master.detach()
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{key}/{name}"] = state[key] if state else torch.zeros_like(master)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, target / "optimizer.safetensors")
+        (target / "learner.json").write_text(json.dumps({"version": self.version}))
+
+    def load_state(self, source: Path) -> None:
+        """Restore what `save_state` wrote.
+
+        Raises: CorruptRecord if a part is missing or does not fit the model.
+        """
+        try:
+            counters = json.loads((source / "learner.json").read_text())
+            tensors = load_file(source / "optimizer.safetensors")
+            version = int(counters["version"])
+            with torch.no_grad():
+                for name, master in self._masters.items():
+                    self._load_parameter(name, master, tensors, version)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise CorruptRecord(
+                explain_refusal(
+                    f"the optimizer state in {source} cannot be restored ({type(error).__name__}: {error})",
+                    allowed="masters and both moments of every parameter, as a checkpoint holds them",
+                    next_step="remove this checkpoint; the run then resumes from the one before",
+                )
+            ) from error
+        self.version = version
+
+    def _load_parameter(
+        self, name: str, master: torch.Tensor, tensors: dict[str, torch.Tensor], version: int
+    ) -> None:
+        master.copy_(tensors[f"master/{name}"])
+        if master is not self._copies[name]:
+            self._copies[name].copy_(master)
+        state = self._optimizer.state[master]
+        state["step"] = torch.tensor(float(version))
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = tensors[f"{key}/{name}"]
+            if moment.shape != master.shape:
+                raise ValueError(f"{key} of {name} has shape {tuple(moment.shape)}")
+            state[key] = moment.to(master.device)
+
+    def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
+        """Return the fp32 master of a compute copy, with a gradient buffer of its own."""
+        if copy.dtype == torch.float32:
+            copy.grad = torch.zeros_like(copy)
+            return copy
+        master = copy.detach().float()
+        grad = torch.zeros_like(master)
+        master.grad = grad
+
+        def add_in_fp32(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            grad.add_(parameter.grad)
+            parameter.grad = None
+
+        copy.register_post_accumulate_grad_hook(add_in_fp32)
+        return master
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        """Build AdamW; weight decay acts on matrices only, as is usual for norms and biases."""
+        spec = self._spec
+        matrices = [master for master in self._masters.values() if master.dim() >= 2]
+        vectors = [master for master in self._masters.values() if master.dim() < 2]
+        parts: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": spec.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [part for part in parts if part["params"]],
+            lr=spec.lr,
+            betas=(spec.beta1, spec.beta2),
+            eps=spec.eps,
+            fused=True,
+        )
+
+    def _grad(self, name: str) -> torch.Tensor:
+        grad = self._masters[name].grad
+        assert grad is not None
+        return grad
+
+    def _accumulate(
+        self, batch: PackedBatch, temperature: float, token_terms: TokenTermsFn
+    ) -> HeadResult:
+        """Add one micro-batch's gradient to the buffers."""
+        attention = PrefixSharedAttention(batch.layout, self.model.device)
+        hidden = self.model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
+        scored = hidden.index_select(0, batch.scored_positions_U)
+
+        def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
+            loss, grad = token_terms(logprob, batch.engine_logprob_M[tokens], batch.advantage_M[tokens])
+            weight = batch.weight_M[tokens]
+            return TokenGradient(loss_M=weight * loss, grad_M=weight * grad)
+
+        result = loss_and_gradients(
+            scored.detach(),
+            self.model.head_weight,
+            batch,
+            temperature=temperature,
+            rule=rule,
+            grad_weight=self._grad(self._head_name()),
+        )
+        scored.backward(result.grad_hidden_U_D)  # type: ignore[no-untyped-call]
+        return result
+
+    def _head_name(self) -> str:
+        head = self.model.head_weight
+        return next(name for name, copy in self._copies.items() if copy is head)
+
+    def _clip(self, loss: float) -> float:
+        """Scale the summed gradient to at most `max_grad_norm`. Returns its norm before."""
+        grads = [self._grad(name) for name in self._masters]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if not (np.isfinite(loss) and bool(torch.isfinite(norm))):
+            self._zero_gradients()
+            raise LearnerError(
+                explain_refusal(
+                    f"step {self.version + 1} has loss {loss} and gradient norm {float(norm)}",
+                    allowed="finite values; the weights and moments were not touched",
+                    next_step="lower optimizer.lr or look at the step's rollouts",
+                )
+            )
+        if self._spec.max_grad_norm is not None and float(norm) > self._spec.max_grad_norm:
+            torch._foreach_mul_(grads, self._spec.max_grad_norm / (float(norm) + 1e-6))
+        return float(norm)
+
+    def _apply(self) -> float:
+        """Move masters, refresh compute copies, clear gradients. Returns the share that changed."""
+        self._set_lr()
+        before = [copy.detach().view(-1)[::_CHANGED_STRIDE].clone() for copy in self._copies.values()]
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, copy in self._copies.items():
+                if self._masters[name] is not copy:
+                    copy.copy_(self._masters[name])
+        after = [copy.detach().view(-1)[::_CHANGED_STRIDE] for copy in self._copies.values()]
+        self._zero_gradients()
+        self.version += 1
+        num_changed = sum(int((old != new).sum()) for old, new in zip(before, after, strict=True))
+        return num_changed / sum(old.numel() for old in before)
+
+    def _set_lr(self) -> None:
+        """Warm up linearly over the first steps, then stay."""
+        share = min(1.0, (self.version + 1) / (self._spec.warmup_steps + 1))
+        for part in self._optimizer.param_groups:
+            part["lr"] = self._spec.lr * share
+
+    def _zero_gradients(self) -> None:
+        torch._foreach_zero_([self._grad(name) for name in self._masters])

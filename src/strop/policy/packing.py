@@ -1,0 +1,368 @@
+"""Laying rollouts out as one flat row in which each prompt stands once per group.
+
+The row is all prompts, then all replies. Linears, norms and rotary embeddings run over it without
+padding; only the attention, a few percent of the work, pads inside one layer. A reply's last token
+is never fed: nothing is predicted after it.
+
+Shapes: P groups, S replies, N positions of the row, M scored tokens, H query heads, K key-value
+heads, E head width. R = H / K. Lp and Lr are the longest prompt and reply of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedReply:
+    """What follows a group's shared prompt in one rollout, with its share of the loss."""
+
+    token_ids: IntArray
+    is_scored: BoolArray
+    """True where the policy sampled the token; from stored turns, never from token values."""
+    engine_logprobs: FloatArray
+    """Behaviour log-probabilities (nats) of the scored tokens only, in order."""
+    advantage: float
+    weight: float
+    """Aggregation weight of each scored token."""
+
+    def __post_init__(self) -> None:
+        num_scored = int(self.is_scored.sum())
+        if len(self.token_ids) != len(self.is_scored) or num_scored != len(self.engine_logprobs):
+            raise DataError(
+                explain_refusal(
+                    f"a reply has {len(self.token_ids)} tokens, {len(self.is_scored)} marks, {num_scored} of "
+                    f"them scored, and {len(self.engine_logprobs)} log-probabilities",
+                    allowed="one mark per token and one log-probability per scored token",
+                    next_step="read the engine's log; nothing was trained on this reply",
+                )
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedGroup:
+    """One prompt and the replies that share it."""
+
+    prompt_ids: IntArray
+    replies: tuple[PackedReply, ...]
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a forward of this group computes."""
+        return len(self.prompt_ids) + sum(max(len(reply.token_ids) - 1, 0) for reply in self.replies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """Where each prompt and reply lies in the flat row. Lengths are explicit."""
+
+    prompt_lens_P: tuple[int, ...]
+    reply_lens_S: tuple[int, ...]
+    """Fed positions of each reply: one less than its tokens."""
+    group_of_S: tuple[int, ...]
+
+    @classmethod
+    def of_prompts(cls, prompt_lens: Sequence[int]) -> PackedLayout:
+        """Lay out prompts without replies, as prefill needs them."""
+        return cls(prompt_lens_P=tuple(prompt_lens), reply_lens_S=(), group_of_S=())
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[PackedGroup]) -> PackedLayout:
+        """Lay out groups in the given order. Raises: DataError for an empty prompt."""
+        if any(len(group.prompt_ids) == 0 for group in groups):
+            raise DataError(
+                explain_refusal(
+                    "a group has an empty prompt",
+                    allowed="at least one prompt token",
+                    next_step="read the task's prompt with `strop plan`",
+                )
+            )
+        return cls(
+            prompt_lens_P=tuple(len(group.prompt_ids) for group in groups),
+            reply_lens_S=tuple(max(len(r.token_ids) - 1, 0) for g in groups for r in g.replies),
+            group_of_S=tuple(index for index, group in enumerate(groups) for _ in group.replies),
+        )
+
+    @property
+    def num_prompt_positions(self) -> int:
+        """Positions of all prompts."""
+        return sum(self.prompt_lens_P)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the whole row (N)."""
+        return self.num_prompt_positions + sum(self.reply_lens_S)
+
+    @cached_property
+    def prompt_starts_P(self) -> NDArray[np.int64]:
+        """First position of each prompt."""
+        return np.concatenate(([0], np.cumsum(self.prompt_lens_P)))[:-1].astype(np.int64)
+
+    @cached_property
+    def reply_starts_S(self) -> NDArray[np.int64]:
+        """First position of each reply."""
+        ends = self.num_prompt_positions + np.cumsum(self.reply_lens_S, dtype=np.int64)
+        return ends - np.asarray(self.reply_lens_S, dtype=np.int64)
+
+    def position_ids(self) -> NDArray[np.int64]:
+        """Rotary positions: replies go on where their prompt ends. Shapes: (N,)."""
+        prompts = [np.arange(length) for length in self.prompt_lens_P]
+        replies = [
+            np.arange(length) + self.prompt_lens_P[group]
+            for length, group in zip(self.reply_lens_S, self.group_of_S, strict=True)
+        ]
+        return np.concatenate([*prompts, *replies]).astype(np.int64)
+
+
+class _Collect(torch.autograd.Function):
+    """Pick rows that are picked once each, so that the backward copies instead of adding."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        ctx.shape = padded.shape
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (slots,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros(ctx.shape).index_copy_(0, slots, grad), None
+
+
+class _Share(torch.autograd.Function):
+    """Repeat each prompt's keys or values for its replies; the backward sums them in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, prompts: torch.Tensor, group_of_S: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(group_of_S)
+        ctx.shape = prompts.shape
+        return prompts.index_select(0, group_of_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (group_of_S,) = ctx.saved_tensors
+        grad = grads[0]
+        total = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
+        total.index_add_(0, group_of_S, grad.float())
+        return total.to(grad.dtype), None
+
+
+class _Padding:
+    """Moves ragged segments between the flat row and a padded block of equal rows."""
+
+    def __init__(self, lens: Sequence[int], device: torch.device) -> None:
+        self.num_rows = len(lens)
+        self.width = max(lens, default=0)
+        slots = [np.arange(length) + row * self.width for row, length in enumerate(lens)]
+        flat = np.concatenate(slots) if slots else np.zeros(0)
+        self._slots = torch.from_numpy(flat.astype(np.int64)).to(device)
+
+    def pad(self, flat: torch.Tensor) -> torch.Tensor:
+        """Spread segments over rows. Shapes: (n, heads, E) to (rows, heads, width, E)."""
+        padded = flat.new_zeros(self.num_rows * self.width, *flat.shape[1:])
+        padded = padded.index_copy(0, self._slots, flat)
+        return padded.view(self.num_rows, self.width, *flat.shape[1:]).transpose(1, 2)
+
+    def collect(self, padded: torch.Tensor) -> torch.Tensor:
+        """Undo `pad`. Shapes: (rows, heads, width, E) to (n, heads, E)."""
+        rows = padded.transpose(1, 2).reshape(self.num_rows * self.width, *padded.shape[1::2])
+        collected: torch.Tensor = _Collect.apply(rows, self._slots)  # type: ignore[no-untyped-call]
+        return collected
+
+
+class PrefixSharedAttention:
+    """Causal attention over a packed row: prompts among themselves, replies over prompt and self."""
+
+    def __init__(self, layout: PackedLayout, device: torch.device) -> None:
+        self._num_prompt_positions = layout.num_prompt_positions
+        self._prompts = _Padding(layout.prompt_lens_P, device)
+        # A reply of one token feeds nothing; without replies left, only prompts are computed.
+        fed = [row for row, length in enumerate(layout.reply_lens_S) if length > 0]
+        self._replies = _Padding([layout.reply_lens_S[row] for row in fed], device)
+        self._group_of_S = torch.tensor([layout.group_of_S[row] for row in fed], device=device)
+        self._visible = self._build_visibility(layout, fed).to(device) if fed else None
+        self._biases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def _build_visibility(self, layout: PackedLayout, fed: Sequence[int]) -> torch.Tensor:
+        """Say which key each reply position sees. Shapes: (S, Lr, Lp + Lr), bool."""
+        prompt_lens = torch.tensor([layout.prompt_lens_P[layout.group_of_S[row]] for row in fed])
+        width = self._replies.width
+        sees_prompt = torch.arange(self._prompts.width) < prompt_lens[:, None]
+        sees_reply = torch.ones(width, width, dtype=torch.bool).tril()
+        # Padded query rows see the prompt, so no softmax runs over nothing; they are dropped later.
+        return torch.cat(
+            [sees_prompt[:, None].expand(-1, width, -1), sees_reply.expand(len(fed), -1, -1)], dim=2
+        )
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Compute one layer's attention. Shapes: see `AttentionContext.attend`."""
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        cut = self._num_prompt_positions
+        keys_P, values_P = self._prompts.pad(key[:cut]), self._prompts.pad(value[:cut])
+        prompts = self._attend_prompts(query[:cut], keys_P, values_P, scaling)
+        if self._visible is None:
+            return prompts
+        keys = torch.cat([self._share(keys_P), self._replies.pad(key[cut:])], dim=2)
+        values = torch.cat([self._share(values_P), self._replies.pad(value[cut:])], dim=2)
+        replies = self._attend_replies(query[cut:], keys, values, scaling)
+        return torch.cat([prompts, replies], dim=0)
+
+    def _share(self, prompts: torch.Tensor) -> torch.Tensor:
+        shared: torch.Tensor = _Share.apply(prompts, self._group_of_S)  # type: ignore[no-untyped-call]
+        return shared
+
+    def _attend_prompts(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attend causally inside each prompt. Shapes: query (n, H, E), keys (P, K, Lp, E)."""
+        ratio = query.shape[1] // keys.shape[1]
+        output = torch.nn.functional.scaled_dot_product_attention(
+            self._prompts.pad(query),
+            keys.repeat_interleave(ratio, dim=1),
+            values.repeat_interleave(ratio, dim=1),
+            is_causal=True,
+            scale=scaling,
+        )
+        return self._prompts.collect(output)
+
+    def _attend_replies(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attend from replies. Shapes: query (n, H, E), keys (S, K, Lp + Lr, E).
+
+        The R query heads of a key-value head are laid out as further query rows, so grouped
+        attention needs no copies of keys and values.
+        """
+        num_kv_heads = keys.shape[1]
+        ratio = query.shape[1] // num_kv_heads
+        padded = self._replies.pad(query)
+        rows, _, width, head_width = padded.shape
+        folded = padded.reshape(rows, num_kv_heads, ratio * width, head_width)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=self._bias(ratio, query.dtype), scale=scaling
+        )
+        return self._replies.collect(output.reshape(rows, num_kv_heads * ratio, width, head_width))
+
+    def _bias(self, ratio: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive mask for folded queries. Shapes: (S, 1, R * Lr, Lp + Lr)."""
+        if (ratio, dtype) not in self._biases:
+            assert self._visible is not None
+            bias = torch.zeros(self._visible.shape, dtype=dtype, device=self._visible.device)
+            bias.masked_fill_(~self._visible, float("-inf"))
+            self._biases[ratio, dtype] = bias.repeat(1, ratio, 1).unsqueeze(1)
+        return self._biases[ratio, dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedBatch:
+    """Flat tensors of one micro-batch, with exact boundaries.
+
+    Shapes: N fed positions, U positions whose prediction is scored, M scored tokens (M >= U: the
+    last prompt position predicts the first token of every reply of its group).
+    """
+
+    layout: PackedLayout
+    token_ids_N: torch.Tensor
+    position_ids_N: torch.Tensor
+    scored_positions_U: torch.Tensor
+    row_M: torch.Tensor
+    """Index into `scored_positions_U` of the position that predicts the token; ascending."""
+    target_M: torch.Tensor
+    engine_logprob_M: torch.Tensor
+    advantage_M: torch.Tensor
+    weight_M: torch.Tensor
+    reply_M: NDArray[np.int64]
+    """Which reply of the micro-batch each scored token belongs to."""
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[PackedGroup], device: torch.device) -> PackedBatch:
+        """Pack groups into one row."""
+        layout = PackedLayout.of_groups(groups)
+        fed = [group.prompt_ids for group in groups]
+        fed += [reply.token_ids[:-1] for group in groups for reply in group.replies]
+        columns = _scored_columns(groups, layout)
+        order = np.argsort(columns["position"], kind="stable")
+        columns = {name: column[order] for name, column in columns.items()}
+        positions, row = np.unique(columns["position"], return_inverse=True)
+
+        def tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+
+        return cls(
+            layout=layout,
+            token_ids_N=tensor(np.concatenate(fed), torch.int64),
+            position_ids_N=tensor(layout.position_ids(), torch.int64),
+            scored_positions_U=tensor(positions, torch.int64),
+            row_M=tensor(row, torch.int64),
+            target_M=tensor(columns["target"], torch.int64),
+            engine_logprob_M=tensor(columns["logprob"], torch.float32),
+            advantage_M=tensor(columns["advantage"], torch.float32),
+            weight_M=tensor(columns["weight"], torch.float32),
+            reply_M=columns["reply"],
+        )
+
+
+def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict[str, NDArray[Any]]:
+    """List every scored token with the position that predicts it."""
+    parts: dict[str, list[NDArray[Any]]] = {
+        name: [] for name in ("position", "target", "logprob", "advantage", "weight", "reply")
+    }
+    replies = [reply for group in groups for reply in group.replies]
+    for index, (reply, start) in enumerate(zip(replies, layout.reply_starts_S, strict=True)):
+        group = layout.group_of_S[index]
+        last_of_prompt = layout.prompt_starts_P[group] + layout.prompt_lens_P[group] - 1
+        offsets = np.flatnonzero(reply.is_scored)
+        num_scored = len(offsets)
+        parts["position"].append(np.where(offsets == 0, last_of_prompt, start + offsets - 1))
+        parts["target"].append(reply.token_ids[offsets].astype(np.int64))
+        parts["logprob"].append(reply.engine_logprobs)
+        parts["advantage"].append(np.full(num_scored, reply.advantage))
+        parts["weight"].append(np.full(num_scored, reply.weight))
+        parts["reply"].append(np.full(num_scored, index, dtype=np.int64))
+    return {name: np.concatenate(column) if column else np.zeros(0) for name, column in parts.items()}
+
+
+def split_by_budget(groups: Sequence[PackedGroup], max_positions: int) -> Iterator[list[PackedGroup]]:
+    """Cut groups, longest first, into micro-batches of at most `max_positions` fed positions.
+
+    A group that alone exceeds the budget is split between replies; its prompt is then fed more than
+    once, which changes no gradient. A single reply that exceeds it is a micro-batch of its own.
+    """
+    pieces = [piece for group in groups for piece in _split_group(group, max_positions)]
+    pieces.sort(key=lambda piece: -max(len(reply.token_ids) for reply in piece.replies))
+    batch: list[PackedGroup] = []
+    filled = 0
+    for piece in pieces:
+        if batch and filled + piece.num_positions > max_positions:
+            yield batch
+            batch, filled = [], 0
+        batch.append(piece)
+        filled += piece.num_positions
+    if batch:
+        yield batch
+
+
+def _split_group(group: PackedGroup, max_positions: int) -> Iterator[PackedGroup]:
+    """Split one group between replies where it exceeds the budget."""
+    chosen: list[PackedReply] = []
+    for reply in group.replies:
+        wider = PackedGroup(prompt_ids=group.prompt_ids, replies=(*chosen, reply))
+        if chosen and wider.num_positions > max_positions:
+            yield PackedGroup(prompt_ids=group.prompt_ids, replies=tuple(chosen))
+            chosen = []
+        chosen.append(reply)
+    if chosen:
+        yield PackedGroup(prompt_ids=group.prompt_ids, replies=tuple(chosen))

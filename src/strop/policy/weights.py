@@ -1,0 +1,131 @@
+"""Weights as bytes: digests, publication to engines, export as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from strop.errors import StoreError, WeightMismatch, explain_refusal
+from strop.policy.language_model import LanguageModel
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Hash names, types, shapes and bytes of tensors, in order of name. Returns 64 hex digits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def weights_digest(model: LanguageModel) -> str:
+    """Hash the compute copies of a model."""
+    return tensors_digest(model.named_parameters())
+
+
+def publish_weights(model: LanguageModel, path: Path) -> str:
+    """Write the compute copies to one safetensors file, in the policy's own type. Returns the digest."""
+    tensors = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    partial = path.with_suffix(".partial")
+    try:
+        save_file(tensors, partial)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StoreError(
+            explain_refusal(
+                f"the weights could not be written to {path} ({error})",
+                allowed="a writable directory with room for one copy of the weights",
+                next_step="free disk space and start the run again; it resumes at its last checkpoint",
+            )
+        ) from error
+    return tensors_digest(tensors.items())
+
+
+def load_published(model: LanguageModel, path: Path, *, expected_digest: str) -> None:
+    """Replace a model's compute copies by published ones, all of them or none.
+
+    Raises: WeightMismatch if the file cannot be read, has another digest, or does not hold exactly
+    the model's tensors in the model's types and shapes.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _mismatch(f"published weights {path} cannot be read ({error})") from error
+    actual_digest = tensors_digest(tensors.items())
+    if actual_digest != expected_digest:
+        raise _mismatch(f"published weights {path} have digest {actual_digest}, not {expected_digest}")
+    flaw = _find_difference(dict(model.named_parameters()), tensors)
+    if flaw is not None:
+        raise _mismatch(f"published weights {path} do not fit the model: {flaw}")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+
+
+def _find_difference(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str | None:
+    """Name the first tensor that is missing, left over, or of another type or shape."""
+    for name in sorted(own.keys() | other.keys()):
+        if name not in other:
+            return f"{name} is missing"
+        if name not in own:
+            return f"{name} is unknown to the model"
+        if own[name].shape != other[name].shape or own[name].dtype != other[name].dtype:
+            return f"{name} is {other[name].dtype} {tuple(other[name].shape)}"
+    return None
+
+
+def _mismatch(given: str) -> WeightMismatch:
+    return WeightMismatch(
+        explain_refusal(
+            given,
+            allowed="exactly the tensors that the policy published",
+            next_step="the engine keeps its old weights; start the run again to publish anew",
+        )
+    )
+
+
+def export_model(model: LanguageModel, tokenizer_dir: Path, target: Path) -> None:
+    """Write a Hugging Face model directory that transformers and vLLM load as it stands.
+
+    The exported tensors are the compute copies. The file is read back and compared, so that an
+    export which is not the live policy never counts as one.
+
+    Raises: StoreError if what was written is not what the policy holds.
+    """
+    model.module.save_pretrained(target, safe_serialization=True)
+    for name in _TOKENIZER_FILES:
+        if (tokenizer_dir / name).exists():
+            shutil.copyfile(tokenizer_dir / name, target / name)
+    stored: dict[str, torch.Tensor] = {}
+    for shard in sorted(target.glob("*.safetensors")):
+        stored |= load_file(shard)
+    live = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    flaw = _find_difference(live, {name: tensor for name, tensor in stored.items() if name in live})
+    if flaw is None:
+        flaw = next((name for name in live if not torch.equal(live[name].cpu(), stored[name])), None)
+    if flaw is not None:
+        raise StoreError(
+            explain_refusal(
+                f"the export {target} is not the live policy: {flaw}",
+                allowed="files that hold exactly the policy's tensors",
+                next_step="check the disk; the previous checkpoint is intact",
+            )
+        )
