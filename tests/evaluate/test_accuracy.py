@@ -1,0 +1,195 @@
+"""Evaluating a task with a scripted engine: what is asked, counted, refused and stored."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.engine import Engine, GenerationRequest
+from strop.engine.dummy import DummyEngine, ScriptedReply
+from strop.errors import ConfigError, EngineError
+from strop.evaluate import EvalResult, EvalSettings, Validity, evaluate_task, read_result, write_result
+from strop.rollout import Sampling, Split
+from strop.tasks import Task
+from strop.tokenizer import Tokenizer
+from tests.evaluate.arithmetic_world import (
+    NUM_HELD_OUT,
+    BrittleArithmetic,
+    PartialArithmetic,
+    add,
+    make_engine,
+    make_spec,
+    make_task,
+    make_tokenizer,
+)
+
+SETTINGS = EvalSettings(run_seed=0, step=7, split=Split.HELD_OUT)
+
+
+def evaluate(task: Task, engine: Engine, tokenizer: Tokenizer, **changes: Any) -> EvalResult:
+    settings = replace(SETTINGS, **changes)
+    return asyncio.run(
+        evaluate_task(task=task, engine=engine, tokenizer=tokenizer, settings=settings, model_digest="m")
+    )
+
+
+def test_right_answers_are_counted(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+    engine = make_engine(tokenizer, lambda a, b, request: str(a + b if b > 2 else 0))
+    held_out = task.examples(Split.HELD_OUT)
+    num_solved = sum(example.fields["b"] > 2 for example in held_out)
+    result = evaluate(task, engine, tokenizer)
+    assert 0 < num_solved < NUM_HELD_OUT
+    assert result.greedy.accuracy == num_solved / NUM_HELD_OUT
+    assert result.greedy.low < num_solved / NUM_HELD_OUT < result.greedy.high
+    assert (result.greedy.num_rollouts, result.greedy.num_samples, result.sampled) == (NUM_HELD_OUT, 1, None)
+    assert result.greedy.solved_frac_by_example == {
+        example.example_id: float(example.fields["b"] > 2) for example in held_out
+    }
+    assert (result.validity, result.policy_version, result.prompt_format) == (Validity.VALID, 0, "chat")
+
+
+def test_greedy_and_sampled_rollouts_are_told_apart(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+
+    def answer(a: int, b: int, request: GenerationRequest) -> str:
+        # Right when greedy, and in sampled rollouts when the stream's name is even.
+        is_right = request.sampling.temperature == 0 or request.seed % 2 == 0
+        return str(a + b if is_right else 0)
+
+    engine = make_engine(tokenizer, answer)
+    sampling = Sampling(temperature=0.8, top_k=5)
+    result = evaluate(task, engine, tokenizer, num_samples=4, sampling=sampling)
+    sampled = [request for request in engine.requests if request.sampling == sampling]
+    assert len(engine.requests) - len(sampled) == NUM_HELD_OUT
+    assert len({request.seed for request in sampled}) == len(sampled) == 4 * NUM_HELD_OUT
+    assert result.sampled is not None
+    assert result.greedy.accuracy == 1.0
+    assert result.sampled.accuracy == sum(r.seed % 2 == 0 for r in sampled) / len(sampled)
+    assert (result.sampled.num_samples, result.sampled.num_rollouts) == (4, 4 * NUM_HELD_OUT)
+
+
+def test_all_requests_are_in_flight_at_once(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+    waiting = 0
+    largest = 0
+
+    class SlowEngine(DummyEngine):
+        async def generate(self, request: GenerationRequest) -> Any:
+            nonlocal waiting, largest
+            waiting += 1
+            largest = max(largest, waiting)
+            # Long enough for every other rollout to arrive, whatever the order.
+            for _ in range(50):
+                await asyncio.sleep(0)
+            waiting -= 1
+            return await super().generate(request)
+
+    evaluate(task, SlowEngine(tokenizer, lambda request: "1"), tokenizer, num_samples=2)
+    assert largest == 3 * NUM_HELD_OUT
+
+
+def test_the_result_is_the_same_again_and_survives_storage(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+    first, second = (
+        evaluate(task, make_engine(tokenizer, add), tokenizer, num_samples=2, num_examples=3)
+        for _ in range(2)
+    )
+    assert first == second
+    assert first.num_examples == 3
+    write_result(first, tmp_path / "r.json")
+    assert read_result(tmp_path / "r.json") == first
+
+
+def test_format_and_length_are_reported_apart_from_being_right(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+    engine = make_engine(tokenizer, lambda a, b, request: f"{a + b} it is")
+    result = evaluate(task, engine, tokenizer)
+    assert (result.greedy.accuracy, result.greedy.format_ok_frac) == (1.0, 0.0)
+    # One or two digits, six further single-byte tokens and the terminator.
+    assert result.greedy.reply_tokens_mean is not None
+    assert 8 <= result.greedy.reply_tokens_mean <= 10
+
+
+def test_a_partial_reward_is_not_a_solved_example(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    task = PartialArithmetic(make_spec())
+    result = evaluate(task, make_engine(tokenizer, lambda a, b, request: "no idea"), tokenizer)
+    assert result.greedy.accuracy == 0.0
+    assert result.greedy.reward_mean == pytest.approx(0.3)
+
+
+def test_an_unscored_rollout_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    task = BrittleArithmetic(make_spec())
+    held_out = task.examples(Split.HELD_OUT)
+    num_unscored = sum(example.fields["a"] == 1 for example in held_out)
+    result = evaluate(task, make_engine(tokenizer, add), tokenizer)
+    assert 0 < num_unscored < NUM_HELD_OUT
+    assert (result.greedy.accuracy, result.greedy.num_unscored) == (1.0, num_unscored)
+    assert list(result.greedy.solved_frac_by_example.values()).count(None) == num_unscored
+    assert result.validity is Validity.UNSCORED
+    allowed = evaluate(task, make_engine(tokenizer, add), tokenizer, max_unscored_frac=0.9)
+    assert allowed.validity is Validity.VALID
+
+
+def test_an_aborted_reply_is_unscored(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+    aborted = ScriptedReply(text="4", is_aborted=True)
+    result = evaluate(task, DummyEngine(tokenizer, lambda request: aborted), tokenizer)
+    assert (result.greedy.accuracy, result.greedy.num_unscored) == (None, NUM_HELD_OUT)
+    assert (result.greedy.low, result.greedy.high) == (0.0, 1.0)
+    assert result.validity is Validity.UNSCORED
+
+
+def test_an_engine_that_never_replies_is_an_error(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+    with pytest.raises(EngineError, match=r"none of 10 .* failures: EngineError\. Allowed: .*Next: "):
+        evaluate(task, DummyEngine(tokenizer, []), tokenizer)
+
+
+def test_weights_that_change_in_between_are_an_error(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+
+    def answer(a: int, b: int, request: GenerationRequest) -> str:
+        engine.policy_version = len(engine.requests) // 5
+        return "1"
+
+    engine = make_engine(tokenizer, answer)
+    with pytest.raises(EngineError, match=r"served by the policy versions \[0, 1\]\. Allowed: one .*Next: "):
+        evaluate(task, engine, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_reply_tokens": 33}, r"a reply budget of 33 tokens .* Allowed: 1 to 32, .* Next: "),
+        ({"max_reply_tokens": 0}, "a reply budget of 0 tokens"),
+        ({"num_examples": 11}, r"11 examples of the held_out split .* Allowed: 1 to 10\. Next: "),
+        ({"num_examples": 0}, "0 examples of the held_out split"),
+        ({"num_samples": 0}, r"0 sampled rollouts per example\. Allowed: 1 or more.*Next: "),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        evaluate(make_task(), DummyEngine(tokenizer, []), tokenizer, **changes)
+
+
+def test_a_setting_that_concerns_the_whole_run_ends_the_evaluation(tmp_path: Path) -> None:
+    # A ConfigError passes the rollout's boundary, as itself and not inside an exception group.
+    tokenizer = make_tokenizer(tmp_path)
+    engine = DummyEngine(tokenizer, [ConfigError("the engine was set up wrongly")])
+    with pytest.raises(ConfigError, match="set up wrongly"):
+        evaluate(make_task(), engine, tokenizer)
+
+
+def test_importing_the_room_loads_no_torch() -> None:
+    program = "import sys, strop.evaluate; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

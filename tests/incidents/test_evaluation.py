@@ -1,0 +1,182 @@
+"""Incidents of the evaluation group that one evaluation and its stored result can cause.
+
+Not here: engines at other parallelism (EVA-4), rewards against held-out scores (EVA-6) and
+comparisons of whole runs (EVA-7), which need more than this room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.engine.dummy import ScriptedReply
+from strop.errors import EXIT_REFUSED, CheckRefused, CorruptRecord
+from strop.evaluate import (
+    EvalResult,
+    EvalSettings,
+    Validity,
+    compare_results,
+    evaluate_task,
+    pass_at_k,
+    read_result,
+    refuse_invalid,
+    write_result,
+)
+from strop.rollout import Sampling, Split
+from strop.tasks import Task
+from strop.tokenizer import Tokenizer
+from tests.evaluate.arithmetic_world import (
+    Answer,
+    PartialArithmetic,
+    add,
+    make_engine,
+    make_spec,
+    make_task,
+    make_tokenizer,
+)
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+SETTINGS = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT)
+
+
+def evaluate(
+    tokenizer: Tokenizer, answer: Answer = add, task: Task | None = None, **changes: Any
+) -> EvalResult:
+    trained_ids = changes.pop("trained_ids", frozenset())
+    return asyncio.run(
+        evaluate_task(
+            task=task or make_task(),
+            engine=make_engine(tokenizer, answer),
+            tokenizer=tokenizer,
+            settings=replace(SETTINGS, **changes),
+            model_digest="m",
+            trained_ids=trained_ids,
+        )
+    )
+
+
+def test_eva_1_trained_examples_are_not_a_held_out_score(tmp_path: Path) -> None:
+    """Incident: 90.1 % on a test set was 337 of 374, and 374 is the size of the training split."""
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+    trained = {example.example_id for example in task.examples(Split.TRAIN)}
+    evaluate(tokenizer, trained_ids=trained)
+    one_of_them = task.examples(Split.HELD_OUT)[3].example_id
+    with pytest.raises(CheckRefused, match=rf"1 of 10 .* trained on, the first is {one_of_them}"):
+        evaluate(tokenizer, trained_ids=trained | {one_of_them})
+    assert evaluate(tokenizer, trained_ids=trained, split=Split.TRAIN).split is Split.TRAIN
+
+
+def test_eva_1_there_is_no_default_split() -> None:
+    """Incident: the script that computed pass@k took the training split unless told otherwise."""
+    with pytest.raises(TypeError, match="split"):
+        EvalSettings(run_seed=0, step=0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["split", "num_examples", "task_version", "model_digest", "examples_digest", "protocol_digest", "greedy"],
+)
+def test_eva_1_a_score_without_its_protocol_is_unreadable(tmp_path: Path, name: str) -> None:
+    """Incident: as above; from the published numbers alone the split could only be guessed."""
+    path = tmp_path / "r.json"
+    write_result(evaluate(make_tokenizer(tmp_path)), path)
+    stored = json.loads(path.read_text())
+    del stored[name]
+    path.write_text(json.dumps(stored))
+    with pytest.raises(CorruptRecord, match=name):
+        read_result(path)
+
+
+def test_eva_2_a_score_under_a_cutting_budget_is_invalid(tmp_path: Path) -> None:
+    """Incident: a default of 256 new tokens cut 13 % of the answers, and all baselines lost 3-5 points."""
+    tokenizer = make_tokenizer(tmp_path)
+    # 19 or 20 tokens: more than 16, fewer than the task's 32.
+    cut = evaluate(tokenizer, lambda a, b, request: f"The total is {a + b:>5}", max_reply_tokens=16)
+    whole = evaluate(tokenizer, lambda a, b, request: f"The total is {a + b:>5}")
+    assert (cut.validity.value, cut.greedy.truncated_frac) == ("invalid: truncation", 1.0)
+    assert (whole.validity.value, whole.greedy.truncated_frac) == ("valid", 0.0)
+    assert (cut.greedy.accuracy, cut.greedy.cut_unsolved_frac) == (0.0, 1.0)
+    with pytest.raises(CheckRefused, match=r"invalid: truncation: a share of 1\.000 .* 16 tokens") as caught:
+        refuse_invalid(cut)
+    assert caught.value.exit_code == EXIT_REFUSED
+    with pytest.raises(CheckRefused, match="invalid: truncation"):
+        compare_results(whole, cut)
+
+
+def test_eva_2_a_small_budget_that_cuts_nothing_is_fine(tmp_path: Path) -> None:
+    """Incident: as above; what makes a score invalid is the cutting, not the number."""
+    assert evaluate(make_tokenizer(tmp_path), max_reply_tokens=16).validity is Validity.VALID
+
+
+def test_eva_2_what_the_tasks_own_budget_cuts_is_the_models_doing(tmp_path: Path) -> None:
+    """Incident: as above. A model that never stops has a score, and the share cut stands beside it."""
+    endless = ScriptedReply(text="1 and ", ends=False)
+    result = evaluate(make_tokenizer(tmp_path), lambda a, b, request: endless)
+    assert (result.validity, result.greedy.truncated_frac) == (Validity.VALID, 1.0)
+
+
+def test_eva_3_unequal_protocols_are_not_compared(tmp_path: Path) -> None:
+    """Incident: a gain from 41.2 to 52.3 was no gain: the baseline with the same stops had 52.7."""
+    with_template = make_tokenizer(tmp_path)
+    without = Tokenizer.load(tiny_tokenizer(tmp_path / "base", with_chat_template=False))
+    with pytest.raises(CheckRefused, match=r"tokenizer_digest .*; prompt_format 'base' and 'chat'\."):
+        compare_results(evaluate(without), evaluate(with_template))
+    other_task = make_task(max_reply_tokens=31)
+    with pytest.raises(CheckRefused, match=r"protocols: task_version .*; max_reply_tokens 32 and 31"):
+        compare_results(evaluate(with_template), evaluate(with_template, task=other_task))
+
+
+def test_eva_3_one_protocol_is_compared(tmp_path: Path) -> None:
+    """Incident: as above; before and after training are scored by the same task object."""
+    tokenizer = make_tokenizer(tmp_path)
+    before = evaluate(tokenizer, lambda a, b, request: str(a + b if a > 4 else 0))
+    after = evaluate(tokenizer, step=20)
+    change = compare_results(before, after).greedy
+    assert before.greedy.accuracy is not None
+    assert change is not None
+    assert change.estimate == pytest.approx(1.0 - before.greedy.accuracy)
+    assert 0.0 < change.low <= change.estimate <= change.high <= 1.0
+
+
+def test_eva_5_pass_at_k_is_the_closed_form() -> None:
+    """Incident: pass@k was reported as "any of the first k" of the rollouts drawn."""
+    # 5 rollouts, 2 solved: 1 - C(3, 3) / C(5, 3) = 1 - 1/10, in whatever order they came.
+    assert pass_at_k(5, 2, 3) == pytest.approx(0.9)
+
+
+def test_eva_5_a_partial_score_is_not_solved(tmp_path: Path) -> None:
+    """Incident: any score above 0 counted as solved."""
+    task = PartialArithmetic(make_spec())
+    result = evaluate(make_tokenizer(tmp_path), lambda a, b, request: "about 3 or so 0", task)
+    assert result.greedy.accuracy == 0.0
+    assert result.greedy.reward_mean == pytest.approx(0.3)
+
+
+def test_eva_5_every_example_is_counted(tmp_path: Path) -> None:
+    """Incident: prompts that were too long left the denominator, and the score rose."""
+
+    def answer(a: int, b: int, request: Any) -> str | ScriptedReply:
+        return ScriptedReply(text="", is_aborted=True) if a == 1 else str(a + b)
+
+    result = evaluate(make_tokenizer(tmp_path), answer, num_samples=3)
+    for score, num_rollouts in ((result.greedy, 10), (result.sampled, 30)):
+        assert score is not None
+        assert score.num_rollouts == num_rollouts
+        assert len(score.solved_frac_by_example) == result.num_examples == 10
+        assert score.num_unscored > 0
+    assert not result.is_valid
+
+
+def test_eva_5_other_sampling_is_another_protocol(tmp_path: Path) -> None:
+    """Incident: top-k was 50 in evaluation and 20 in training, and the scores were compared."""
+    tokenizer = make_tokenizer(tmp_path)
+    plain = evaluate(tokenizer, num_samples=2)
+    narrow = evaluate(tokenizer, num_samples=2, sampling=Sampling(top_k=20))
+    assert plain.protocol_digest != narrow.protocol_digest
+    with pytest.raises(CheckRefused, match=r"protocols: sampling .*'top_k': None.* and .*'top_k': 20"):
+        compare_results(plain, narrow)
