@@ -1,0 +1,124 @@
+"""Tests of reasoning-gym data sets as tasks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strop.errors import ConfigError, DataError
+from strop.rollout import Split, make_example
+from strop.spec import ReasoningGymSpec
+from strop.tasks import Task, build_task, self_test
+
+pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
+
+
+def rg(dataset: str, num_train: int = 12, num_held_out: int = 6, **config: Any) -> Task:
+    return build_task(
+        ReasoningGymSpec(
+            name="reasoning-gym",
+            dataset=dataset,
+            config=config,
+            num_train=num_train,
+            num_held_out=num_held_out,
+        )
+    )
+
+
+def test_splits_share_no_question() -> None:
+    # Two terms of one digit with + or -: 10 * 10 * 2 = 200 questions, so most are drawn repeatedly.
+    task = rg("chain_sum", num_train=120, num_held_out=50, max_terms=2, max_digits=1)
+    held_out, train = task.examples(Split.HELD_OUT), task.examples(Split.TRAIN)
+    assert (len(held_out), len(train)) == (50, 120)
+    assert len({example.fields["question"] for example in [*held_out, *train]}) == 170
+
+
+def test_verify_and_self_test() -> None:
+    task = rg("chain_sum")
+    example = task.examples(Split.TRAIN)[0]
+    assert self_test(task, task.examples(Split.TRAIN)) == []
+    right = task.verify(example, f"So it is\n<answer> {example.answer} </answer> and on <answer>1</answer>")
+    assert (right.reward, right.is_correct, right.format_ok) == (1.0, True, True)
+    untagged = task.verify(example, f"I think\n{example.answer}")
+    assert (untagged.is_correct, untagged.format_ok) == (True, False)
+    unclosed = task.verify(example, f"<answer>{example.answer}")
+    assert (unclosed.is_correct, unclosed.format_ok) == (True, True)
+    assert task.verify(example, "<answer>x</answer>").reward == 0.0
+    assert task.verify(example, "").is_correct is False
+
+
+def test_prompt_says_where_the_answer_belongs() -> None:
+    task = rg("chain_sum")
+    (message,) = task.render(task.examples(Split.TRAIN)[0])
+    assert message.content.endswith("Write your final answer between <answer> and </answer>.")
+
+
+@pytest.mark.parametrize("dataset", ["pool_matrix", "list_functions"])
+def test_process_wide_generators_neither_decide_nor_are_touched(dataset: str) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    first = list(rg(dataset).examples(Split.TRAIN))
+    random.seed(2)
+    np.random.seed(2)
+    expected = random.Random(2).random()
+    second = list(rg(dataset).examples(Split.TRAIN))
+    assert random.random() == expected
+    assert first == second
+
+
+def test_seed_and_settings_change_examples_and_version() -> None:
+    task, other = rg("chain_sum"), rg("chain_sum", max_terms=3)
+    assert task.version == rg("chain_sum").version
+    assert task.version != other.version
+    assert list(task.examples(Split.TRAIN)) != list(other.examples(Split.TRAIN))
+
+
+def test_dataset_without_answers_fails_its_self_test() -> None:
+    task = rg("rubiks_cube", num_train=2, num_held_out=1)
+    findings = self_test(task, task.examples(Split.TRAIN))
+    assert "the task knows no right reply" in {finding.detail for finding in findings}
+
+
+def test_scorer_that_raises_is_not_a_zero() -> None:
+    task = rg("prime_factorization")
+    with pytest.raises(ValueError, match="invalid literal"):
+        task.verify(task.examples(Split.TRAIN)[0], "<answer>asdf</answer>")
+    findings = self_test(task, task.examples(Split.TRAIN))
+    assert {"the verifier raised ValueError"} == {f.detail for f in findings if f.probe == "garbage"}
+
+
+def test_garbage_that_is_paid_for_is_found() -> None:
+    task = rg("game_of_life_halting", num_train=8, num_held_out=2)
+    assert "garbage" in {finding.probe for finding in self_test(task, task.examples(Split.TRAIN))}
+
+
+def test_unknown_dataset_is_refused_with_near_names() -> None:
+    with pytest.raises(ConfigError, match=r"task\.dataset=chain_sums .*Next: did you mean chain_sum"):
+        rg("chain_sums").examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("config", [{"max_term": 3}, {"min_terms": 9, "max_terms": 2}, {"max_terms": "many"}])
+def test_bad_settings_are_refused_with_the_valid_ones(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.config=.*allow_negation, max_digits, max_terms"):
+        rg("chain_sum", **config).examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("key", ["seed", "size"])
+def test_settings_that_strop_sets_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"task\.config sets {key}\..*task\.data_seed"):
+        rg("chain_sum", **{key: 1})
+
+
+def test_too_few_different_questions_are_refused() -> None:
+    # One term of one digit: the ten questions 0 to 9.
+    task = rg("chain_sum", min_terms=1, max_terms=1, min_digits=1, max_digits=1)
+    with pytest.raises(DataError, match=r"ask for 18 different questions .*about 10 in all"):
+        task.examples(Split.TRAIN)
+
+
+def test_foreign_example_is_refused() -> None:
+    with pytest.raises(DataError, match="build the task from the spec"):
+        rg("chain_sum").verify(make_example("reasoning-gym", {"question": "?"}, "1"), "1")
