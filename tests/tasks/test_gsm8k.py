@@ -133,7 +133,10 @@ def test_prompt_shows_the_question_and_the_form(task: Task) -> None:
 def test_overlapping_splits_are_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", TRAIN)
     # The same question with other white space and another worked answer is the same question.
-    again = {"question": "Ida has  3 hens\nand buys 4. How many has she?", "answer": "#### 7"}
+    again: dict[str, object] = {
+        "question": "Ida has  3 hens\nand buys 4. How many has she?",
+        "answer": "#### 7",
+    }
     write_jsonl(tmp_path / "test.jsonl", [*TEST, again])
     with pytest.raises(DataError, match=r"1 of 2 held-out questions .* 'Ida has 3 hens and buys 4"):
         gsm8k(tmp_path).examples(Split.TRAIN)
@@ -200,7 +203,8 @@ def test_answer_without_gold_number_names_the_row(tmp_path: Path, answer: str) -
 def test_hub_data_offline_says_what_to_do(tmp_path: Path) -> None:
     # A fresh process, because the hub's client reads its settings when it is imported.
     program = (
-        "from strop.spec import Gsm8kSpec\nfrom strop.tasks import build_task\nfrom strop.rollout import Split\n"
+        "from strop.spec import Gsm8kSpec\nfrom strop.tasks import build_task\n"
+        "from strop.rollout import Split\n"
         "build_task(Gsm8kSpec(name='gsm8k')).examples(Split.TRAIN)\n"
     )
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -60,7 +60,8 @@ def test_verify() -> None:
     below = TASK.verify(FOX, "Here:\nxof")
     assert (below.reward, below.is_correct, below.format_ok) == (1.0, True, False)
     close = TASK.verify(FOX, "xo")
-    assert (close.reward, close.is_correct) == (pytest.approx(0.8), False)
+    assert close.reward == pytest.approx(0.8)
+    assert close.is_correct is False
     assert TASK.verify(FOX, "").reward == 0.0
 
 
@@ -87,7 +88,5 @@ def test_reply_limit_holds_the_longest_text() -> None:
 
 def test_too_few_different_texts_are_refused() -> None:
     task = build_task(ReverseTextSpec(name="reverse-text", max_words=1))
-    with pytest.raises(
-        ConfigError, match=r"600 different texts of 1 to 1 words.*Next: raise task\.max_words"
-    ):
+    with pytest.raises(ConfigError, match=r"600 different texts of 1 to 1 words.*Next: raise task"):
         task.examples(Split.TRAIN)
