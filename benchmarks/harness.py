@@ -7,11 +7,13 @@ The ratio is formed within each pair. Calibration and load are taken before and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -78,6 +80,8 @@ class ArmProcess:
             stderr=self._log,
             text=True,
             cwd=ROOT,
+            # A group of its own: a rival's helper processes must not outlive their worker.
+            start_new_session=True,
             env=worker_environment(arm, protocol.threads),
         )
 
@@ -114,13 +118,15 @@ class ArmProcess:
         return self._process.poll()
 
     def close(self) -> None:
-        """End the worker, by force if it does not end by itself."""
+        """End the worker and all it started, by force if it does not end by itself."""
         try:
             # communicate also closes both pipes; a worker that already ended is only collected.
             self._process.communicate(json.dumps({"command": "quit"}) + "\n", timeout=QUIT_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._log.close()
 
 

@@ -1,13 +1,23 @@
 """An arm that does no work and answers at once: for testing the harness, and as the example to copy.
 
 Settings: `step_s` and `scored_tok` are the figures it reports; `fails_at` is the step at which it
-ends without an answer.
+ends without an answer; `helper_s` starts a process that sleeps so long.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from benchmarks.arms.worker import Channel, read_order
 from benchmarks.prompts import read_prompts, step_prompts
+
+
+def start_helper(sleep_s: float | None) -> int | None:
+    """Start a process that does nothing for a while; return its id."""
+    if sleep_s is None:
+        return None
+    return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({sleep_s})"]).pid
 
 
 def main() -> None:
@@ -15,7 +25,7 @@ def main() -> None:
     channel = Channel()
     order = read_order()
     prompts = read_prompts(order.prompts_path)
-    channel.ready()
+    channel.ready(helper_pid=start_helper(order.settings.get("helper_s")))
     # What a library prints must not reach the harness.
     print("noise on standard output")
     step = 0

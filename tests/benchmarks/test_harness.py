@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,25 @@ def test_prompts_are_the_same_each_time_and_differ_between_steps() -> None:
 def test_a_long_prompt_ends_with_its_question() -> None:
     prompt = make_prompts(CASES["grpo-prompt300-natural"], 1)[0]
     assert prompt.messages[0]["content"].endswith(f"\nWhat is {prompt.left} + {prompt.right}?")
+
+
+def test_nothing_that_a_worker_started_outlives_it(tmp_path: Path) -> None:
+    """Incident: a rival's engine processes kept both cores busy after its worker had ended."""
+    write_prompts(tmp_path / "prompts.json", make_prompts(CASE, 1))
+    arm = dummy("strop", step_s=1.0, helper_s=600)
+    worker = ArmProcess(arm, CASE, Protocol(model_dir=tmp_path), tmp_path)
+    helper_pid = int(worker.wait_until_ready()["helper_pid"])
+    assert Path(f"/proc/{helper_pid}").exists()
+    worker.close()
+    deadline = time.monotonic() + 10
+    while is_running(helper_pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(helper_pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # An ended orphan may wait a moment for its new parent.
