@@ -1,6 +1,6 @@
 """What this machine has, and what runs on it because of us.
 
-`describe_machine` reads CPUs, memory and GPUs without torch; `calibrate_machine` measures, `read_calibration` reads.
+`describe_machine` reads CPUs, memory and GPUs; `calibrate_machine` measures, `read_calibration` reads.
 `peak_rss_bytes`, `free_disk_bytes` and `require_free_disk` say what is used and what is left.
 `spawn` and `terminate` run child processes that end with their parent and leave nothing behind.
 Not here: placing roles on devices (cluster), untrusted code (sandbox).

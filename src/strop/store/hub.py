@@ -33,7 +33,7 @@ def is_offline_asked() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE_WORDS
 
 
-def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
+def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | None = None) -> Path | None:
     """Return the complete snapshot in the hub client's cache, or None. Uses no network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -43,6 +43,7 @@ def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
             found = snapshot_download(
                 repo,
                 revision=revision,
+                cache_dir=hub_dir,
                 local_files_only=True,
                 allow_patterns=WANTED_FILES,
                 ignore_patterns=_UNWANTED_FILES,
@@ -52,7 +53,9 @@ def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
     return Path(found)
 
 
-def download_snapshot(repo: str, revision: str | None, *, endpoint: str | None = None) -> Path:
+def download_snapshot(
+    repo: str, revision: str | None, *, endpoint: str | None = None, hub_dir: Path | None = None
+) -> Path:
     """Download a snapshot into the hub client's cache and return its directory.
 
     Raises: HubUnreachable if the hub does not answer; ConfigError if it answers that there is no
@@ -69,6 +72,7 @@ def download_snapshot(repo: str, revision: str | None, *, endpoint: str | None =
             found = snapshot_download(
                 repo,
                 revision=revision,
+                cache_dir=hub_dir,
                 allow_patterns=WANTED_FILES,
                 ignore_patterns=_UNWANTED_FILES,
                 endpoint=endpoint,

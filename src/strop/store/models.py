@@ -17,7 +17,6 @@ from strop.store.atomic import (
     AtomicDirectory,
     is_complete,
     read_manifest,
-    remove_directory,
     write_bytes_atomically,
 )
 from strop.store.cache import user_cache_dir
@@ -106,6 +105,13 @@ def list_models(cache_dir: Path | None = None) -> list[CachedModel]:
     return found
 
 
+def converted_path(uri: str, dtype: str, cache_dir: Path) -> Path:
+    """Return where the converted form of a package's model is kept."""
+    package = parse_package_uri(uri)
+    key = hashlib.sha256(f"{uri}/{dtype}/{CONVERSION_VERSION}".encode()).hexdigest()[:8]
+    return cache_dir / "models" / f"{package.name}-{package.version}-{key}"
+
+
 def _refuse_uri(uri: str, path: Path) -> ConfigError:
     if path.exists():
         return ConfigError(
@@ -182,8 +188,7 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
                 next_step="choose one of these; float32 keeps the most",
             )
         )
-    key = hashlib.sha256(f"{uri}/{dtype}/{CONVERSION_VERSION}".encode()).hexdigest()[:8]
-    target = cache / "models" / f"{package.name}-{package.version}-{key}"
+    target = converted_path(uri, dtype, cache)
     _make_cache_parent(target.parent)
     notice = None
     with FileLock(target.with_name(f"{target.name}.lock")):
@@ -194,8 +199,6 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
             notice = f"the cached model was damaged and has been made again: {error}"
             digest = None
         if digest is None:
-            if target.exists():
-                remove_directory(target)
             with open_package_weights(package, offline=offline) as gguf_path:
                 _convert_into(gguf_path, target, uri, dtype)
             digest = digest_model(target, cache / "digests")
@@ -203,7 +206,8 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
 
 
 def _convert_into(gguf_path: Path, target: Path, uri: str, dtype: str) -> None:
-    with AtomicDirectory(target, facts={"uri": uri, "dtype": dtype}) as partial:
+    # Replaces a damaged one only when the new one is complete.
+    with AtomicDirectory(target, facts={"uri": uri, "dtype": dtype}, replace=True) as partial:
         convert_gguf(gguf_path, partial, dtype=dtype)
         check_model_dir(partial)
 

@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import io
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -81,22 +82,17 @@ def convert_gguf(gguf_path: Path, target: Path, *, dtype: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # Typed as plain callables: from_pretrained of the Auto classes carries no useful types.
-    load_model = AutoModelForCausalLM.from_pretrained
-    load_tokenizer = AutoTokenizer.from_pretrained
     try:
         with _quiet_transformers():
-            model = load_model(
+            model = AutoModelForCausalLM.from_pretrained(
                 gguf_path.parent,
                 gguf_file=gguf_path.name,
                 quantization_config=GgufConfig(dequantize=True),
                 dtype=getattr(torch, dtype),
             )
-            tokenizer = load_tokenizer(gguf_path.parent, gguf_file=gguf_path.name)
-            model.save_pretrained(target)
-            model.generation_config.save_pretrained(target)
-            tokenizer.save_pretrained(target)
-    except (ValueError, KeyError, NotImplementedError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    except (ValueError, LookupError, RuntimeError, struct.error) as error:
+        # All that the reader and the architecture table raise over bytes they cannot use.
         raise StoreError(
             explain_refusal(
                 f"{gguf_path.name} cannot be converted ({error})",
@@ -104,6 +100,10 @@ def convert_gguf(gguf_path: Path, target: Path, *, dtype: str) -> None:
                 next_step="give the model as a Hugging Face directory instead",
             )
         ) from error
+    with _quiet_transformers():
+        model.save_pretrained(target)
+        model.generation_config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
 
 
 def _find_installed(package: PackageName) -> Path | None:
