@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import explain_refusal
 from strop.spec.display import show_value
 
 DEFAULT = "default"
@@ -30,42 +30,25 @@ class Section(BaseModel):
     )
 
 
-class SpecConflict(ConfigError):
+class SpecConflict(ValueError):
     """Raised by a section when its settings are fine alone and impossible together.
 
-    Keeps the parts of its message, so that the reader can add where each value was written.
+    Never leaves the models as it is: pydantic wraps it, and the reader turns it into a ConfigError
+    that also says where each value was written.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        given: Mapping[str, Any] | None = None,
-        why: str = "",
-        allowed: str = "",
-        next_step: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.given = dict(given or {})
+    def __init__(self, given: Mapping[str, Any], why: str, *, allowed: str, next_step: str) -> None:
+        super().__init__(_conflict_message(given, why, allowed, next_step, None))
+        self.given = given
         """Dotted setting and its value, in the order of the sentence."""
         self.why = why
+        """Follows the values behind a colon."""
         self.allowed = allowed
         self.next_step = next_step
 
     def located(self, origins: Mapping[str, str]) -> str:
         """Return the message with the origin of every value behind it."""
-        if not self.given:
-            return str(self)
         return _conflict_message(self.given, self.why, self.allowed, self.next_step, origins)
-
-
-def conflict(given: Mapping[str, Any], why: str, *, allowed: str, next_step: str) -> SpecConflict:
-    """Build the refusal of settings that cannot stand together.
-
-    `given` maps dotted settings to values; `why` follows them behind a colon.
-    """
-    message = _conflict_message(given, why, allowed, next_step, None)
-    return SpecConflict(message, given=given, why=why, allowed=allowed, next_step=next_step)
 
 
 def _conflict_message(

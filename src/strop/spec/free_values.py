@@ -6,7 +6,7 @@ import datetime as dt
 import math
 from typing import Any
 
-from strop.spec.base import conflict
+from strop.spec.base import SpecConflict
 from strop.spec.display import KeyPath, dotted
 
 MAX_DEPTH = 16
@@ -28,7 +28,7 @@ def check_free_table(path: KeyPath, value: Any) -> None:
         for item in value:
             check_free_table(path, item)
     elif not _is_plain(value):
-        raise conflict(
+        raise SpecConflict(
             {dotted(path): value},
             "this value cannot be handed on",
             allowed="texts, finite numbers, integers of 63 bits, true, false, lists and tables",

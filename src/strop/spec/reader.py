@@ -2,7 +2,7 @@
 
 The order, weakest first: default, the file named by `extends` (and what that extends), the run
 file, `key=value` overrides. The later wins, setting by setting. A source that names another task
-starts the `task` table anew, and a notice says what was dropped by that.
+starts the `task` table anew; where an override does that, a notice says what it dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,6 +18,7 @@ from pydantic_core import ErrorDetails
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.base import DEFAULT, SpecConflict
 from strop.spec.display import KeyPath, dotted, format_value, show_value
+from strop.spec.overrides import OVERRIDE
 from strop.spec.paths import PATH_SETTINGS, absolute_path
 from strop.spec.run import RunSpec
 from strop.spec.schema import FREE_TABLE, NULL_WORD, find_settings, near_keys, settings
@@ -44,9 +44,7 @@ def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Re
     winners, notices = _merge(read_sources(os.fspath(path), overrides))
     origins = {dotted(leaf.path): leaf.origin for leaf in winners.values()}
     spec = _validate(winners, origins)
-    return ResolvedSpec(
-        spec=spec, origins=MappingProxyType(_all_origins(spec, origins)), notices=tuple(notices)
-    )
+    return ResolvedSpec(spec=spec, origins=_all_origins(spec, origins), notices=tuple(notices))
 
 
 def _merge(sources: Sequence[Leaves]) -> tuple[Leaves, list[str]]:
@@ -67,11 +65,12 @@ def _start_anew(winners: Leaves, source: Leaves, selector: KeyPath, table: KeyPa
     if new.value == old.value:
         return []
     stale = [path for path in winners if path[: len(table)] == table and path != selector]
+    # A file that extends another and names its own task means to; an override may not know the file.
     notices = [
         f"{dotted(path)}={show_value(winners[path].value)} ({winners[path].origin}) is not used:"
         f" {dotted(selector)}={show_value(new.value)} ({new.origin}) starts the table {dotted(table)} anew"
         for path in stale
-        if path not in source
+        if new.origin == OVERRIDE and path not in source
     ]
     for path in stale:
         del winners[path]

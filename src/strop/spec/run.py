@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from strop.spec.algorithm import AlgorithmSpec
-from strop.spec.base import Section, conflict
+from strop.spec.base import Section, SpecConflict
 from strop.spec.engine import EngineSpec
 from strop.spec.eval import EvalSpec
 from strop.spec.model import ModelSpec
@@ -47,7 +47,7 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _check_group_size(self) -> RunSpec:
         if self.train.rollouts_per_prompt < 2:
-            raise conflict(
+            raise SpecConflict(
                 {
                     "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
                     "algorithm.name": self.algorithm.name,
@@ -62,7 +62,7 @@ class RunSpec(Section):
     def _check_sampling(self) -> RunSpec:
         sampling = self.sampling
         if sampling.temperature == 0.0:
-            raise conflict(
+            raise SpecConflict(
                 {"sampling.temperature": sampling.temperature},
                 "all rollouts of a prompt would be equal",
                 allowed="a temperature above 0 for training; greedy decoding is for evaluation",
@@ -74,7 +74,7 @@ class RunSpec(Section):
         if sampling.top_k is not None:
             given["sampling.top_k"] = sampling.top_k
         if given:
-            raise conflict(
+            raise SpecConflict(
                 given,
                 "tokens are drawn from a part of the vocabulary that the trainer does not know",
                 allowed="the whole vocabulary for training: sampling.top_p = 1.0, sampling.top_k = none",
@@ -86,7 +86,7 @@ class RunSpec(Section):
     def _check_sizes(self) -> RunSpec:
         num_train = num_train_examples(self.task)
         if num_train is not None and num_train < self.train.prompts_per_step:
-            raise conflict(
+            raise SpecConflict(
                 {"train.prompts_per_step": self.train.prompts_per_step},
                 f"task {self.task.name} has {num_train} examples to train on, fewer than one step asks for",
                 allowed=f"1 to {num_train}",
@@ -94,7 +94,7 @@ class RunSpec(Section):
             )
         num_held_out, wanted = self.task.num_held_out, self.eval.num_examples
         if num_held_out is not None and wanted is not None and wanted > num_held_out:
-            raise conflict(
+            raise SpecConflict(
                 {"eval.num_examples": wanted, "task.num_held_out": num_held_out},
                 "fewer examples are held out than asked for",
                 allowed=f"1 to {num_held_out}, or none for all",
@@ -105,7 +105,7 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _check_schedule(self) -> RunSpec:
         if self.optimizer.warmup_steps >= self.train.steps:
-            raise conflict(
+            raise SpecConflict(
                 {"optimizer.warmup_steps": self.optimizer.warmup_steps, "train.steps": self.train.steps},
                 "the run would end before the learning rate is reached",
                 allowed=f"0 to {self.train.steps - 1} warm-up steps",
@@ -113,7 +113,7 @@ class RunSpec(Section):
             )
         limit, reply = self.train.micro_batch_tokens, self.task.max_reply_tokens
         if limit is not None and reply is not None and limit <= reply:
-            raise conflict(
+            raise SpecConflict(
                 {"train.micro_batch_tokens": limit, "task.max_reply_tokens": reply},
                 "a prompt and one full reply would not fit",
                 allowed=f"more than {reply} tokens, or none to derive it",

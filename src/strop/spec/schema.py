@@ -32,8 +32,8 @@ NULL_WORD = "none"
 _VOWELS = "aeiou"
 _LIMITS: tuple[tuple[type, str, str], ...] = (
     (at.Ge, "ge", "at least {}"),
-    (at.Gt, "gt", "above {:g}"),
-    (at.Le, "le", "at most {:g}"),
+    (at.Gt, "gt", "above {}"),
+    (at.Le, "le", "at most {}"),
     (at.Lt, "lt", "below {}"),
     (at.MinLen, "min_length", "not empty"),
     (at.MaxLen, "max_length", "of at most {} characters"),
@@ -91,7 +91,7 @@ class Setting:
         limits = {type(limit): limit for limit in self.info.metadata}
         low, high = limits.get(at.Ge), limits.get(at.Le)
         if low is not None and high is not None:
-            return f" from {low.ge:g} to {high.le}"
+            return f" from {_bound(low.ge)} to {_bound(high.le)}"
         parts = [text for limit in self.info.metadata if (text := _limit_text(limit))]
         return (" " if parts else "") + ", ".join(parts)
 
@@ -105,9 +105,13 @@ def _limit_text(limit: Any) -> str:
     """Return one constraint of the models in words, or '' for one that needs none."""
     for kind, name, words in _LIMITS:
         if isinstance(limit, kind):
-            return words.format(getattr(limit, name))
+            return words.format(_bound(getattr(limit, name)))
     pattern = getattr(limit, "pattern", None)
     return f"matching {pattern}" if pattern else ""
+
+
+def _bound(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _kinds(annotation: Any) -> list[Any]:

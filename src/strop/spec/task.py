@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from strop.spec.base import Section, conflict
+from strop.spec.base import Section, SpecConflict
 from strop.spec.free_values import check_free_table
 
 
@@ -47,14 +47,14 @@ class ArithmeticSpec(_TaskSection):
     @model_validator(mode="after")
     def _check_range(self) -> ArithmeticSpec:
         if self.min_value > self.max_value:
-            raise conflict(
+            raise SpecConflict(
                 {"task.min_value": self.min_value, "task.max_value": self.max_value},
                 "no number is left to add",
                 allowed="a smallest summand that is at most the largest one",
                 next_step="swap the two values",
             )
         if self.num_held_out >= self.num_pairs:
-            raise conflict(
+            raise SpecConflict(
                 {
                     "task.num_held_out": self.num_held_out,
                     "task.min_value": self.min_value,
@@ -81,7 +81,7 @@ class ReverseTextSpec(_TaskSection):
     @model_validator(mode="after")
     def _check_range(self) -> ReverseTextSpec:
         if self.min_words > self.max_words:
-            raise conflict(
+            raise SpecConflict(
                 {"task.min_words": self.min_words, "task.max_words": self.max_words},
                 "no length is left for a text",
                 allowed="a smallest number of words that is at most the largest one",

@@ -114,7 +114,10 @@ def _missing_file(path: str, shown: str) -> ConfigError:
         names = [name for name in os.listdir(folder) if name.lower().endswith(SUFFIXES)]
     except OSError:
         names = []
-    near = difflib.get_close_matches(os.path.basename(path), sorted(names), n=3, cutoff=0.6)
+    # Compared without the suffix, which is alike in all of them.
+    stems = {os.path.splitext(name)[0]: name for name in sorted(names)}
+    wanted = os.path.splitext(os.path.basename(path))[0]
+    near = [stems[stem] for stem in difflib.get_close_matches(wanted, list(stems), n=3, cutoff=0.6)]
     hint = f"did you mean {', '.join(map(show_path, near))}?" if near else "check the path"
     return ConfigError(
         explain_refusal(f"run file {shown} does not exist", allowed="an existing file", next_step=hint)

@@ -56,16 +56,14 @@ def parse_yaml(text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     An empty text is an empty tree.
     Raises: YamlRefused, with the line where one is known.
     """
-    loader = _CoreLoader(text)
     try:
-        node = loader.get_single_node()
+        # compose reads one document and refuses a second.
+        node = yaml.compose(text, Loader=_CoreLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlRefused(str(error.problem or error.context), mark.line + 1 if mark else None) from error
     except yaml.YAMLError as error:
         raise YamlRefused("it holds a character that YAML does not allow") from error
-    finally:
-        loader.dispose()
     if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"):
         return {}, {}
     if not isinstance(node, yaml.MappingNode):

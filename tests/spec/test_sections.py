@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import typing
+
+import pytest
+from pydantic import ValidationError
+
+from strop.errors import ConfigError
+from strop.spec import ArithmeticSpec, OptimizerSpec, RunSpec, SamplingSpec, Section, TrainSpec, all_keys
+from strop.spec.base import SpecConflict
+from strop.spec.schema import settings
+
+
+def all_sections() -> list[type[Section]]:
+    found = list(Section.__subclasses__())
+    for section in found:
+        found += section.__subclasses__()
+    return found
+
+
+def test_the_settings_of_strop_are_this_list() -> None:
+    # Adding a setting is a decision: it must be read, documented and kept for years.
+    assert all_keys() == (
+        *("name", "seed"),
+        *("model.uri", "model.dtype", "model.prompt_format"),
+        *("task.name", "task.max_reply_tokens"),
+        *("task.min_value", "task.max_value", "task.num_held_out"),
+        *("task.num_train", "task.min_words", "task.max_words"),
+        *("task.dataset", "task.config", "task.data_seed", "task.source"),
+        *("sampling.temperature", "sampling.top_p", "sampling.top_k"),
+        *("algorithm.name", "algorithm.clip_low", "algorithm.clip_high", "algorithm.zero_variance"),
+        *("algorithm.overlong", "algorithm.correction", "algorithm.correction_cap"),
+        *("optimizer.lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2"),
+        *("optimizer.eps", "optimizer.max_grad_norm", "optimizer.warmup_steps"),
+        *("train.steps", "train.prompts_per_step", "train.rollouts_per_prompt"),
+        *("train.micro_batch_tokens", "train.checkpoint_every", "train.keep_checkpoints"),
+        *("eval.every", "eval.num_examples", "eval.num_samples"),
+        *("engine.max_rows", "placement.kind", "placement.threads"),
+        *("tripwires.max_zero_variance_frac", "tripwires.max_duplicate_frac"),
+        *("tripwires.max_truncated_frac", "tripwires.max_failed_frac", "tripwires.max_drift_nats"),
+        *("tripwires.min_entropy_nats", "tripwires.max_stall_s", "tripwires.on_alarm"),
+        *("output.root", "output.dir"),
+    )
+
+
+@pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
+def test_a_section_is_documented_frozen_strict_and_closed(section: type[Section]) -> None:
+    assert section.__doc__
+    for name, info in section.model_fields.items():
+        assert info.description, f"{section.__name__}.{name} has no description"
+    config = section.model_config
+    assert (config.get("frozen"), config.get("strict"), config.get("extra")) == (True, True, "forbid")
+
+
+@pytest.mark.parametrize("setting", settings(), ids=lambda s: f"{s.key}-{s.variant}")
+def test_every_setting_says_its_type_limits_and_the_meaning_of_no_value(setting: typing.Any) -> None:
+    assert setting.type_text
+    assert setting.allowed_text
+    assert setting.is_nullable == ("none = " in setting.info.description), setting.key
+
+
+def test_a_value_of_the_wrong_type_is_not_converted() -> None:
+    for wrong in ("40", True, 40.0, None):
+        with pytest.raises(ValidationError):
+            TrainSpec(steps=typing.cast(int, wrong))
+    # A whole number is a number.
+    assert OptimizerSpec(lr=1).lr == 1.0
+    with pytest.raises(ValidationError):
+        OptimizerSpec(lr=float("nan"))
+
+
+def test_the_pairs_of_a_range_by_hand() -> None:
+    # 3, 4, 5 with each other: 3 * 3 ordered pairs.
+    assert ArithmeticSpec(min_value=3, max_value=5, num_held_out=8).num_pairs == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"rollouts_per_prompt": 1}}, "every advantage would be zero"),
+        ({"sampling": {"temperature": 0.0}}, "all rollouts of a prompt would be equal"),
+        ({"sampling": {"top_p": 0.9}}, "a part of the vocabulary"),
+        ({"sampling": {"top_k": 1}}, "a part of the vocabulary"),
+        ({"task": {"name": "arithmetic", "min_value": 9, "max_value": 3}}, "no number is left"),
+        ({"task": {"name": "arithmetic", "num_held_out": 400}}, "no pair is left"),
+        ({"task": {"name": "reverse-text", "min_words": 5, "max_words": 4}}, "no length is left"),
+        ({"task": {"name": "reverse-text", "num_train": 7}}, "7 examples to train on"),
+        ({"task": {"name": "arithmetic", "num_held_out": 393}}, "7 examples to train on"),
+        ({"eval": {"num_examples": 101}}, "fewer examples are held out"),
+        ({"optimizer": {"warmup_steps": 40}}, "before the learning rate is reached"),
+        (
+            {"train": {"micro_batch_tokens": 32}, "task": {"name": "arithmetic", "max_reply_tokens": 32}},
+            "would not fit",
+        ),
+        (
+            {"task": {"name": "reasoning-gym", "dataset": "x", "config": {"a": [None]}}},
+            "task.config.a=none: this value cannot be handed on",
+        ),
+        (
+            {"task": {"name": "reasoning-gym", "dataset": "x", "config": {"a": {"b": 2**63}}}},
+            "cannot be handed on",
+        ),
+        (
+            {"task": {"name": "reasoning-gym", "dataset": "x", "config": {"a": float("inf")}}},
+            "cannot be handed on",
+        ),
+    ],
+)
+def test_settings_that_cannot_stand_together_are_refused(
+    changes: dict[str, dict[str, object]], words: str
+) -> None:
+    tree = {"name": "x", "task": {"name": "arithmetic"}} | changes
+    with pytest.raises(ValidationError, match=words) as caught:
+        RunSpec.model_validate(tree)
+    cause = caught.value.errors()[0]["ctx"]["error"]
+    assert isinstance(cause, SpecConflict)
+    assert not isinstance(cause, ConfigError)
+    assert " Allowed: " in str(cause)
+    assert " Next: " in str(cause)
+
+
+def test_the_same_sizes_one_apart_are_accepted() -> None:
+    # 20 * 20 = 400 pairs, 392 held out: the 8 left fill one step exactly.
+    spec = RunSpec(name="x", task=ArithmeticSpec(num_held_out=392))
+    assert spec.train.prompts_per_step == 8
+
+
+def test_truncated_sampling_is_a_fine_distribution_outside_of_training() -> None:
+    assert SamplingSpec(temperature=0.0, top_p=0.5, top_k=3).top_k == 3
+
+
+@pytest.mark.parametrize("name", ["a", "0", "gsm8k-small-2", "a" * 40])
+def test_names_that_are_fine(name: str) -> None:
+    assert RunSpec(name=name, task=ArithmeticSpec()).name == name
+
+
+@pytest.mark.parametrize("name", ["", "A", "a b", "-a", "a_b", "a/b", "..", "a\n", "ä", "a" * 41])
+def test_names_that_would_break_folders_or_jobs(name: str) -> None:
+    with pytest.raises(ValidationError):
+        RunSpec(name=name, task=ArithmeticSpec())
+
+
+def test_importing_the_room_imports_nothing_heavy() -> None:
+    code = (
+        "import json, sys, pydantic, strop.spec;"
+        "print(json.dumps([m for m in ('torch', 'transformers', 'numpy', 'yaml') if m in sys.modules]))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(answer.stdout) == []
