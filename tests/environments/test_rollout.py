@@ -1,0 +1,343 @@
+"""Tests of the rollout path: what flows through it, and who owns what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from strop.engine import Completion, GenerationRequest
+from strop.engine.dummy import DummyEngine, ScriptedReply
+from strop.engine.seeds import stream_seed
+from strop.environments import (
+    Action,
+    Environment,
+    PromptCache,
+    RolloutPlan,
+    ScriptedEnvironment,
+    SingleTurn,
+    run_group,
+    run_rollout,
+)
+from strop.errors import ConfigError, DataError, WeightMismatch
+from strop.rollout import (
+    Example,
+    FailureOwner,
+    FinishReason,
+    Group,
+    Message,
+    Outcome,
+    Rollout,
+    Sampling,
+    Turn,
+    make_example,
+)
+from strop.spec import ArithmeticSpec
+from strop.tasks import build_task
+from strop.tasks.arithmetic import Arithmetic
+from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
+TASK = build_task(ArithmeticSpec())
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_tokenizer(tmp_path / "chat"))
+
+
+@pytest.fixture
+def base_tokenizer(tmp_path: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_tokenizer(tmp_path / "base", with_chat_template=False))
+
+
+def plan(sample_index: int = 0, *, max_reply_tokens: int = 32, example: Example = SUM) -> RolloutPlan:
+    return RolloutPlan(
+        example=example,
+        step=5,
+        sample_index=sample_index,
+        run_seed=9,
+        sampling=Sampling(temperature=0.8),
+        max_reply_tokens=max_reply_tokens,
+    )
+
+
+def attempt(
+    environment: Environment,
+    engine: DummyEngine,
+    tokenizer: Tokenizer,
+    *,
+    sample_index: int = 0,
+    max_reply_tokens: int = 32,
+) -> Rollout:
+    wanted = plan(sample_index, max_reply_tokens=max_reply_tokens)
+    return asyncio.run(run_rollout(environment, engine, tokenizer, wanted))
+
+
+def judge_last_word(example: Example, actions: tuple[Action, ...]) -> Outcome:
+    is_correct = bool(actions) and actions[-1].text == example.answer
+    return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
+
+
+def asking(*questions: str, never_done: bool = False) -> ScriptedEnvironment:
+    messages = [(Message(role="user", content=question),) for question in questions]
+    return ScriptedEnvironment(messages[0], messages[1:], judge_last_word, never_done=never_done)
+
+
+def joined_ids(turns: Sequence[Turn]) -> list[int]:
+    return [int(token_id) for turn in turns for token_id in turn.token_ids]
+
+
+def test_one_turn_from_prompt_to_score(tokenizer: Tokenizer) -> None:
+    engine = DummyEngine(tokenizer, ["3 + 4 = 7"])
+    rollout = attempt(SingleTurn(TASK), engine, tokenizer)
+    prompt, reply = rollout.turns
+    assert (prompt.role, prompt.text) == (
+        "prompt",
+        "<|start|>user\nWhat is 3 + 4?<|end|>\n<|start|>assistant\n",
+    )
+    assert prompt.token_ids.tolist() == tokenizer.encode(prompt.text).tolist()
+    assert not prompt.is_sampled
+    assert (reply.role, reply.text, reply.finish_reason) == ("assistant", "3 + 4 = 7", FinishReason.EOS)
+    assert reply.token_ids[-1] == tokenizer.eos_id
+    assert (rollout.outcome.reward, rollout.outcome.truncated) == (1.0, False)
+    assert (rollout.step, rollout.sample_index, rollout.sampling.temperature) == (5, 0, 0.8)
+
+
+def test_request_says_what_the_plan_and_the_task_say(tokenizer: Tokenizer) -> None:
+    engine = DummyEngine(tokenizer, ["7"])
+    attempt(SingleTurn(TASK), engine, tokenizer, sample_index=2, max_reply_tokens=6)
+    (request,) = engine.requests
+    assert request.seed == stream_seed(9, SUM.example_id, 5, 2, 0)
+    assert request.max_tokens == 6
+    assert request.stop_token_ids == tokenizer.stop_token_ids
+    assert request.sampling == Sampling(temperature=0.8)
+
+
+def test_time_is_kept_by_stage(tokenizer: Tokenizer) -> None:
+    ticks = iter([1.0, 4.0, 10.0, 10.5])
+    rollout = asyncio.run(
+        run_rollout(
+            SingleTurn(TASK), DummyEngine(tokenizer, ["7"]), tokenizer, plan(), clock=lambda: next(ticks)
+        )
+    )
+    # Generation from 1 to 4, judging from 10 to 10.5.
+    assert rollout.seconds == {"generate": 3.0, "verify": 0.5}
+
+
+def test_cut_reply_is_judged_and_marked(tokenizer: Tokenizer) -> None:
+    rollout = attempt(SingleTurn(TASK), DummyEngine(tokenizer, ["7 or more"]), tokenizer, max_reply_tokens=1)
+    assert rollout.outcome.truncated
+    assert rollout.outcome.reward == 1.0
+
+
+def test_three_turns_keep_the_sampled_ids(tokenizer: Tokenizer) -> None:
+    environment = asking("a?", "b?", "c?")
+    engine = DummyEngine(tokenizer, ["as", "the", "7"])
+    rollout = attempt(environment, engine, tokenizer)
+    assert rollout.outcome.reward == 1.0
+    assert [turn.role for turn in rollout.turns] == ["prompt", "assistant"] * 3
+    # What the engine saw last is everything before its last reply, verbatim.
+    assert engine.requests[-1].prompt_ids.tolist() == joined_ids(rollout.turns[:-1])
+    text = "".join(tokenizer.token_text(token_id) for token_id in joined_ids(rollout.turns))
+    assert text == (
+        "<|start|>user\na?<|end|>\n<|start|>assistant\nas<|end|>"
+        "\n<|start|>user\nb?<|end|>\n<|start|>assistant\nthe<|end|>"
+        "\n<|start|>user\nc?<|end|>\n<|start|>assistant\n7<|end|>"
+    )
+    assert len({request.seed for request in engine.requests}) == 3
+
+
+def test_reply_that_would_encode_differently_is_not_encoded_again(tokenizer: Tokenizer) -> None:
+    class SplitEngine(DummyEngine):
+        """Samples "as" as two tokens, where the tokenizer would merge them."""
+
+        async def generate(self, request: GenerationRequest) -> Completion:
+            completion = await super().generate(request)
+            ids = np.concatenate([tokenizer.encode("a"), tokenizer.encode("s"), completion.token_ids[-1:]])
+            return Completion(
+                token_ids=ids.astype(np.int32),
+                logprobs=np.full(3, -1, dtype=np.float32),
+                text="as",
+                finish_reason=FinishReason.EOS,
+                policy_version=0,
+            )
+
+    engine = SplitEngine(tokenizer, ["as", "as"])
+    rollout = attempt(asking("a?", "b?"), engine, tokenizer)
+    assert tokenizer.encode("as").tolist() != rollout.turns[1].token_ids[:-1].tolist()
+    assert engine.requests[1].prompt_ids.tolist() == joined_ids(rollout.turns[:3])
+
+
+def test_turns_of_a_base_model(base_tokenizer: Tokenizer) -> None:
+    rollout = attempt(asking("a?", "b?"), DummyEngine(base_tokenizer, ["x", "7"]), base_tokenizer)
+    assert [turn.text for turn in rollout.turns] == ["a?\n", "x", "\n\nb?\n", "7"]
+
+
+def test_terminator_is_added_after_a_stop_string(tokenizer: Tokenizer) -> None:
+    environment = ScriptedEnvironment(
+        (Message(role="user", content="a?"),),
+        [(Message(role="user", content="b?"),)],
+        judge_last_word,
+        stop_strings=("STOP",),
+    )
+    rollout = attempt(environment, DummyEngine(tokenizer, ["xSTOP", "7"]), tokenizer)
+    assert rollout.turns[1].text == "x"
+    assert rollout.turns[2].text.startswith("<|end|>\n<|start|>user\nb?")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # Drops earlier replies, as some templates drop earlier reasoning.
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}:",
+        # Ends a turn with something else than the terminator.
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}[assistant]",
+    ],
+)
+def test_template_that_cannot_be_extended_loses_the_rollout(tmp_path: Path, template: str) -> None:
+    (tiny_tokenizer(tmp_path) / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(tmp_path)
+    rollout = attempt(asking("a?", "b?"), DummyEngine(tokenizer, ["x", "7"]), tokenizer)
+    assert rollout.outcome.reward is None
+    assert rollout.outcome.failure is not None
+    assert (rollout.outcome.failure.owner, rollout.outcome.failure.kind) == (
+        FailureOwner.INFRA,
+        "prefix_break",
+    )
+
+
+def test_cut_turn_ends_the_attempt(tokenizer: Tokenizer) -> None:
+    environment = asking("a?", "b?")
+    rollout = attempt(environment, DummyEngine(tokenizer, ["xyz"]), tokenizer, max_reply_tokens=2)
+    assert [action.text for action in environment.actions] == ["xy"]
+    assert rollout.outcome.truncated
+
+
+def test_aborted_reply_never_reaches_the_verifier(tokenizer: Tokenizer) -> None:
+    environment = asking("a?")
+    engine = DummyEngine(tokenizer, [ScriptedReply(text="7", is_aborted=True)])
+    rollout = attempt(environment, engine, tokenizer)
+    assert environment.actions == []
+    assert rollout.outcome == Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
+    assert environment.num_closes == 1
+
+
+def test_engine_failure_is_the_engines(tokenizer: Tokenizer) -> None:
+    environment = asking("a?")
+    rollout = attempt(environment, DummyEngine(tokenizer, [OSError("cable")]), tokenizer)
+    failure = rollout.outcome.failure
+    assert failure is not None
+    assert (failure.owner, failure.kind) == (FailureOwner.ENGINE, "OSError")
+    assert "cable" in failure.detail
+    assert rollout.outcome.reward is None
+    assert environment.num_closes == 1
+
+
+def test_streams_of_unequal_length_are_the_engines_failure(tokenizer: Tokenizer) -> None:
+    class ShortEngine(DummyEngine):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            completion = await super().generate(request)
+            return Completion(
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs[:-1],
+                text=completion.text,
+                finish_reason=completion.finish_reason,
+                policy_version=0,
+            )
+
+    failure = attempt(asking("a?"), ShortEngine(tokenizer, ["7"]), tokenizer).outcome.failure
+    assert failure is not None
+    assert (failure.owner, failure.kind) == (FailureOwner.ENGINE, "LengthMismatch")
+
+
+def test_other_weights_end_the_run(tokenizer: Tokenizer) -> None:
+    environment = asking("a?")
+    with pytest.raises(WeightMismatch, match="other"):
+        attempt(environment, DummyEngine(tokenizer, [WeightMismatch("other")]), tokenizer)
+    assert environment.num_closes == 1
+
+
+def test_cancellation_passes_and_closes(tokenizer: Tokenizer) -> None:
+    class SilentEngine(DummyEngine):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            await asyncio.Event().wait()
+            raise AssertionError("an event that nobody sets was set")
+
+    environment = asking("a?")
+
+    async def act() -> None:
+        rollout = asyncio.ensure_future(
+            run_rollout(environment, SilentEngine(tokenizer, []), tokenizer, plan())
+        )
+        await asyncio.sleep(0)
+        rollout.cancel()
+        await rollout
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(act())
+    assert environment.num_closes == 1
+
+
+def test_a_world_that_does_not_close_is_counted_and_the_score_stands(tokenizer: Tokenizer) -> None:
+    class LeakyEnvironment(SingleTurn):
+        async def close(self) -> None:
+            raise OSError("busy")
+
+    rollout = attempt(LeakyEnvironment(TASK), DummyEngine(tokenizer, ["7"]), tokenizer)
+    assert rollout.outcome.reward == 1.0
+    assert rollout.outcome.metrics == {"close_failed": 1.0}
+
+
+def group_of(engine: DummyEngine, tokenizer: Tokenizer, plans: Sequence[RolloutPlan]) -> Group:
+    return asyncio.run(run_group(partial(SingleTurn, TASK), engine, tokenizer, plans))
+
+
+def test_group_shares_one_prompt_and_keeps_the_order(tokenizer: Tokenizer) -> None:
+    engine = DummyEngine(tokenizer, ["7", "8", "7"])
+    group = group_of(engine, tokenizer, [plan(0), plan(1), plan(2)])
+    assert [rollout.sample_index for rollout in group.rollouts] == [0, 1, 2]
+    assert [rollout.outcome.reward for rollout in group.rollouts] == [1.0, 0.0, 1.0]
+    # The same array, not an equal one: it was encoded once.
+    assert len({id(rollout.turns[0].token_ids) for rollout in group.rollouts}) == 1
+    assert len({request.seed for request in engine.requests}) == 3
+
+
+def test_one_lost_rollout_leaves_the_others(tokenizer: Tokenizer) -> None:
+    group = group_of(DummyEngine(tokenizer, ["7", OSError("cable")]), tokenizer, [plan(0), plan(1)])
+    assert [rollout.outcome.reward for rollout in group.rollouts] == [1.0, None]
+
+
+def test_what_ends_the_run_ends_the_group(tokenizer: Tokenizer) -> None:
+    with pytest.raises(WeightMismatch, match="other"):
+        group_of(DummyEngine(tokenizer, ["7", WeightMismatch("other")]), tokenizer, [plan(0), plan(1)])
+
+
+def test_mixed_or_empty_groups_are_refused(tokenizer: Tokenizer) -> None:
+    other = make_example("arithmetic", {"a": 1, "b": 1}, "2")
+    with pytest.raises(DataError, match="a group of 2 plans for 2 different examples"):
+        group_of(DummyEngine(tokenizer, []), tokenizer, [plan(), plan(example=other)])
+    with pytest.raises(DataError, match="a group of 0 plans"):
+        group_of(DummyEngine(tokenizer, []), tokenizer, [])
+
+
+def test_chat_without_template_is_refused_before_anything_is_asked(base_tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="has no chat template"):
+        PromptCache(base_tokenizer, "chat")
+
+
+def test_verifier_failure_is_the_tasks(tokenizer: Tokenizer) -> None:
+    class BrokenVerifier(Arithmetic):
+        def verify(self, example: Example, text: str) -> Outcome:
+            raise KeyError(text)
+
+    rollout = attempt(SingleTurn(BrokenVerifier(ArithmeticSpec())), DummyEngine(tokenizer, ["7"]), tokenizer)
+    failure = rollout.outcome.failure
+    assert failure is not None
+    assert (failure.owner, failure.kind) == (FailureOwner.TASK, "KeyError")
+    assert rollout.reply is not None
