@@ -15,6 +15,8 @@ from benchmarks.process_memory import run_watched
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic.toml"
+STEP_SECONDS = "seconds/step"
+"""Metric that holds the wall seconds of a training step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +61,11 @@ def read_step_seconds(run_dir: Path) -> list[float]:
     """
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     metrics: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    seconds = [float(entry["step_s"]) for entry in metrics if "step_s" in entry]
+    seconds = [float(entry[STEP_SECONDS]) for entry in metrics if STEP_SECONDS in entry]
     if not seconds:
-        raise DemoFailed(f"{run_dir.name}/metrics.jsonl holds no line with step_s. Allowed: one per step.")
+        raise DemoFailed(
+            f"{run_dir.name}/metrics.jsonl holds no line with {STEP_SECONDS}. Allowed: one per step."
+        )
     return seconds
 
 

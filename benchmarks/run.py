@@ -37,7 +37,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=MODEL, help="model to measure with: directory, hub id or package")
     parser.add_argument("--quiet-wait", type=float, default=60.0, help="seconds to wait for an idle machine")
     parser.add_argument(
-        "--quick", action="store_true", help="1 pair after 1 warm-up: shows that it works, not how fast"
+        "--quick",
+        action="store_true",
+        help="1 pair after 1 warm-up, kept nowhere: shows that it works, not how fast",
     )
     parsed = parser.parse_args(arguments)
     unknown = sorted(set(parsed.names) - set(CASES) - set(EXTRAS))
@@ -57,8 +59,10 @@ def build_protocol(parsed: argparse.Namespace) -> Protocol:
     )
 
 
-def run_cases(names: Sequence[str], rivals: Sequence[str] | None, protocol: Protocol) -> list[CaseResult]:
-    """Measure each case against each of its rivals; write one result file per pair of arms."""
+def run_cases(
+    names: Sequence[str], rivals: Sequence[str] | None, protocol: Protocol, *, is_kept: bool
+) -> list[CaseResult]:
+    """Measure each case against each of its rivals; write one result file per pair of arms if kept."""
     results = []
     for name in names:
         case = CASES[name]
@@ -67,8 +71,9 @@ def run_cases(names: Sequence[str], rivals: Sequence[str] | None, protocol: Prot
                 continue
             print(f"measuring {name} against {rival} ...", file=sys.stderr, flush=True)
             result = run_case(case, (strop_arm(), rival_arm(rival, protocol.threads)), protocol)
-            path = write_result(f"{name}-{rival}", result_document([result], protocol))
-            print(f"wrote {path.name}", file=sys.stderr, flush=True)
+            if is_kept:
+                path = write_result(f"{name}-{rival}", result_document([result], protocol))
+                print(f"wrote {path.name}", file=sys.stderr, flush=True)
             results.append(result)
     return results
 
@@ -114,6 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_demo()
     case_names = [name for name in CASES if name in names]
     if case_names:
-        results = run_cases(case_names, parsed.rival, build_protocol(parsed))
+        results = run_cases(case_names, parsed.rival, build_protocol(parsed), is_kept=not parsed.quick)
         print(render_table(results))
     return 0

@@ -1,0 +1,56 @@
+"""Reading a run directory, and watching a process's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.demo import STEP_SECONDS, DemoFailed, read_accuracies, read_step_seconds
+from benchmarks.process_memory import run_watched, tree_peak_bytes
+
+
+def write_evaluation(run_dir: Path, step: int, accuracy: float) -> None:
+    path = run_dir / "eval" / f"arithmetic-step-{step:06d}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"step": step, "greedy": {"accuracy": accuracy}}))
+
+
+def test_the_first_and_the_last_evaluation_count(tmp_path: Path) -> None:
+    for step, accuracy in ((20, 0.5), (0, 0.25), (100, 0.75)):
+        write_evaluation(tmp_path, step, accuracy)
+    assert read_accuracies(tmp_path) == (0.25, 0.75)
+
+
+def test_one_evaluation_is_not_a_gain(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, 0, 0.25)
+    with pytest.raises(DemoFailed, match=r"1 evaluations\. Allowed: one before, one after"):
+        read_accuracies(tmp_path)
+
+
+def test_step_seconds_are_read_from_the_metrics(tmp_path: Path) -> None:
+    lines = [{"step": 1, STEP_SECONDS: 2.5}, {"step": 2, STEP_SECONDS: 1.5}, {"step": 3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_step_seconds(tmp_path) == [2.5, 1.5]
+
+
+def test_metrics_without_step_seconds_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(DemoFailed, match=STEP_SECONDS):
+        read_step_seconds(tmp_path)
+
+
+def test_the_memory_of_a_grandchild_is_seen(tmp_path: Path) -> None:
+    hold = "import time; block = bytearray(200_000_000); time.sleep(1.5)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"
+    done = run_watched([sys.executable, "-c", parent], tmp_path, dict(os.environ))
+    # 200 MB of zeroed, touched bytes and two small interpreters.
+    assert done.exit_code == 0
+    assert 200_000_000 <= done.peak_bytes < 300_000_000
+
+
+def test_a_process_that_is_gone_holds_nothing() -> None:
+    assert tree_peak_bytes(2**22 + 1) == 0
