@@ -1,0 +1,278 @@
+"""Incidents of the group on rewards that tasks and the rollout path can meet, by id."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from strop.engine.dummy import DummyEngine
+from strop.environments import Action, Environment, RolloutPlan, ScriptedEnvironment, SingleTurn, run_group
+from strop.errors import DataError
+from strop.rollout import (
+    Example,
+    FailureOwner,
+    FinishReason,
+    Group,
+    Message,
+    Outcome,
+    Sampling,
+    Split,
+    make_example,
+)
+from strop.spec import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec
+from strop.tasks import Task, build_task, self_test
+from strop.tasks.answers import last_number, parse_number
+from strop.tasks.arithmetic import Arithmetic
+from strop.tasks.gsm8k import Gsm8k
+from strop.tasks.reasoning_gym import ReasoningGym
+from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
+WORD_PROBLEMS = [
+    make_example("gsm8k", {"question": "6 times 3?", "solution": "6 * 3 = 18\n#### 18"}, "18"),
+    make_example("gsm8k", {"question": "2 less 7?", "solution": "2 - 7 = -5\n#### -5"}, "-5"),
+]
+
+
+def gsm8k() -> Gsm8k:
+    return Gsm8k(Gsm8kSpec(name="gsm8k", source="unused.jsonl"))
+
+
+def judged(is_correct: bool) -> Outcome:
+    return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
+
+
+def attempt(
+    make_environment: Callable[[], Environment], replies: Sequence[str], model_dir: Path, *, num_rollouts: int
+) -> Group:
+    tokenizer = Tokenizer.load(tiny_tokenizer(model_dir))
+    plans = [
+        RolloutPlan(
+            example=SUM, step=0, sample_index=index, run_seed=0, sampling=Sampling(), max_reply_tokens=64
+        )
+        for index in range(num_rollouts)
+    ]
+    return asyncio.run(run_group(make_environment, DummyEngine(tokenizer, replies), tokenizer, plans))
+
+
+class TypeErrorVerifier(Arithmetic):
+    """Hides a bug that raises TypeError."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return super().verify(example, text + 1)  # type: ignore[operator]
+
+
+class SometimesBrokenVerifier(Arithmetic):
+    """Raises on replies in capitals."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        if text.isupper():
+            raise TypeError(text)
+        return super().verify(example, text)
+
+
+def test_rew_1_verifier_with_a_type_error_fails_the_self_test() -> None:
+    """Incident: a broad except hid a TypeError, and a benchmark read 0 % for every model."""
+    task = TypeErrorVerifier(ArithmeticSpec())
+    findings = self_test(task, [SUM])
+    gold = [finding for finding in findings if finding.probe == "gold"]
+    assert {finding.reward for finding in gold} == {None}
+    assert {finding.detail for finding in gold} == {"the verifier raised TypeError"}
+
+
+def test_rew_1_a_verifier_error_masks_the_rollout_and_never_scores_0(tmp_path: Path) -> None:
+    """Incident: every exception or time-out in a verifier scored 0."""
+    task = SometimesBrokenVerifier(ArithmeticSpec())
+    # 3 of 10 replies make the verifier raise.
+    replies = ["7", "8", "SEVEN", "7", "7", "EIGHT", "9", "7", "SEVEN", "7"]
+    group = attempt(partial(SingleTurn, task), replies, tmp_path, num_rollouts=10)
+    outcomes = [rollout.outcome for rollout in group.rollouts]
+    assert [outcome.reward for outcome in outcomes] == [1, 0, None, 1, 1, None, 0, 1, None, 1]
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    assert {(failure.owner, failure.kind) for failure in failures} == {(FailureOwner.TASK, "TypeError")}
+    assert "TypeError: SEVEN" in failures[0].detail
+
+
+class ComparesWithSolution(Gsm8k):
+    """Mutation: the answer is compared with the whole worked solution."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return judged(str(last_number(text)) == example.fields["solution"])
+
+
+class DropsSigns(Gsm8k):
+    """Mutation: the normaliser deletes minus signs from the reply."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return judged(last_number(text.replace("-", "")) == parse_number(example.answer or ""))
+
+
+class DropsAllSigns(Gsm8k):
+    """Mutation: the normaliser deletes minus signs from reply and gold."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        gold = (example.answer or "").replace("-", "")
+        return judged(last_number(text.replace("-", "")) == parse_number(gold))
+
+
+class WantsOnePhrase(Gsm8k):
+    """Mutation: only one phrase counts, so most right answers do not."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return judged(text == f"The answer is {example.answer}.")
+
+
+class ReadsPrefix(Gsm8k):
+    """Mutation: the gold number may be a part of a larger one."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return judged(f"#### {example.answer}" in text or super().verify(example, text).is_correct is True)
+
+
+@pytest.mark.parametrize(
+    ("mutated", "probes"),
+    [
+        (ComparesWithSolution, {"gold"}),
+        (DropsSigns, {"gold", "sign"}),
+        (DropsAllSigns, {"sign"}),
+        (WantsOnePhrase, {"gold"}),
+        (ReadsPrefix, {"factor"}),
+    ],
+)
+def test_rew_2_mutated_verifiers_fail_the_self_test(mutated: type[Gsm8k], probes: set[str]) -> None:
+    """Incident: answers were judged backwards, without signs, or only in one phrase."""
+    assert self_test(gsm8k(), WORD_PROBLEMS) == []
+    findings = self_test(mutated(Gsm8kSpec(name="gsm8k", source="unused.jsonl")), WORD_PROBLEMS)
+    assert {finding.probe for finding in findings} == probes
+    for finding in findings:
+        # Both texts and the example can be read from the finding.
+        assert finding.example_id in {example.example_id for example in WORD_PROBLEMS}
+        assert repr(finding.text[:80]) in finding.describe()
+        assert repr(finding.gold) in finding.describe()
+
+
+def test_rew_3_an_invented_follow_up_question_is_not_judged() -> None:
+    """Incident: extraction took the last number, and 81 % of replies ran on after the answer."""
+    task = gsm8k()
+    assert task.verify(WORD_PROBLEMS[0], "18 Q: 2+3? A: 5").is_correct
+    assert task.verify(WORD_PROBLEMS[0], "18\n\nQuestion: 2+3?\nAnswer: 5").is_correct
+    assert not task.verify(WORD_PROBLEMS[0], "5 Q: 6 times 3? A: 18").is_correct
+
+
+def test_rew_3_stops_of_the_task_end_the_reply(tmp_path: Path) -> None:
+    """Incident: only some of the markers that a model writes were stops."""
+    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
+    plan = RolloutPlan(
+        example=WORD_PROBLEMS[0],
+        step=0,
+        sample_index=0,
+        run_seed=0,
+        sampling=Sampling(),
+        max_reply_tokens=64,
+    )
+    engine = DummyEngine(tokenizer, ["18 Question: 2+3?"])
+    group = asyncio.run(run_group(partial(SingleTurn, gsm8k()), engine, tokenizer, [plan]))
+    (rollout,) = group.rollouts
+    assert rollout.reply is not None
+    assert (rollout.reply.text, rollout.reply.finish_reason) == ("18 ", FinishReason.STOP_STRING)
+    assert rollout.outcome.reward == 1.0
+
+
+class SubstringGrader(Arithmetic):
+    """Accepts whatever is part of the gold answer, or holds it."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return judged((example.answer or "") in text or text.strip() in (example.answer or ""))
+
+
+class EchoGrader(Arithmetic):
+    """Pays for the words of the question."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return judged("What is" in text or super().verify(example, text).is_correct is True)
+
+
+class Answerless(Arithmetic):
+    """Knows no right reply."""
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("task", "probe"),
+    [
+        (SubstringGrader(ArithmeticSpec()), "empty"),
+        (EchoGrader(ArithmeticSpec()), "echo"),
+        (Answerless(ArithmeticSpec()), "gold"),
+    ],
+)
+def test_rew_4_permissive_and_answerless_tasks_fail_the_self_test(task: Task, probe: str) -> None:
+    """Incident: a substring match accepted one letter; an echoed question earned 0.65."""
+    assert probe in {finding.probe for finding in self_test(task, [SUM])}
+
+
+def test_rew_7_being_right_and_keeping_the_format_are_told_apart() -> None:
+    """Incident: strict-format match fell from 58 % to 1.2 % while accuracy rose."""
+    task = gsm8k()
+    kept = [task.verify(WORD_PROBLEMS[0], "6 * 3 = 18\n#### 18") for _ in range(4)]
+    drifted = [task.verify(WORD_PROBLEMS[0], "So it is 18, I think") for _ in range(4)]
+    assert {outcome.is_correct for outcome in [*kept, *drifted]} == {True}
+    assert [outcome.format_ok for outcome in [*kept, *drifted]] == [True] * 4 + [False] * 4
+
+
+def judge_reply(example: Example, actions: tuple[Action, ...]) -> Outcome:
+    return judged(bool(actions) and last_number(actions[-1].text) == Decimal(example.answer or "0"))
+
+
+def test_rew_9_a_world_that_never_finishes_is_ended_and_paid(tmp_path: Path) -> None:
+    """Incident: the done flag was never set in four experiments, so no reward was ever paid."""
+    ask = [Message(role="user", content="3 + 4?")]
+
+    def endless() -> Environment:
+        return ScriptedEnvironment(ask, [ask], judge_reply, never_done=True)
+
+    # Two turns each; the oracle reaches the maximum, idle talk the minimum.
+    oracle = attempt(endless, ["7", "7"], tmp_path, num_rollouts=1)
+    idle = attempt(endless, ["well", "well"], tmp_path, num_rollouts=1)
+    assert [group.rollouts[0].outcome.reward for group in (oracle, idle)] == [1.0, 0.0]
+    assert [turn.text for turn in oracle.rollouts[0].turns if turn.is_sampled] == ["7", "7"]
+
+
+def test_rew_9_a_reward_that_raises_says_which_type(tmp_path: Path) -> None:
+    """Incident: a reward object without a name failed every rollout, and nothing said so."""
+
+    def nameless(example: Example, actions: tuple[Action, ...]) -> Outcome:
+        raise AttributeError("name")
+
+    world = partial(ScriptedEnvironment, [Message(role="user", content="3 + 4?")], [], nameless)
+    group = attempt(world, ["7", "7", "7"], tmp_path, num_rollouts=3)
+    failures = [rollout.outcome.failure for rollout in group.rollouts]
+    assert [failure and (failure.owner, failure.kind) for failure in failures] == [
+        (FailureOwner.TASK, "AttributeError")
+    ] * 3
+
+
+def test_rew_10_a_score_beyond_its_bounds_never_becomes_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Incident: an accuracy of 2.39 came from a simulated scorer and was used as a reward."""
+    pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
+    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
+
+    spec = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=2, num_held_out=1)
+    task = ReasoningGym(spec)
+    example = task.examples(Split.TRAIN)[0]
+    monkeypatch.setattr(ChainSumDataset, "score_answer", lambda self, answer, entry: 2.39)
+    with pytest.raises(DataError, match=re.escape("scored a reply with 2.39. Allowed: scores from 0 to 1")):
+        task.verify(example, "1")
+
+
+def test_built_in_tasks_pass_the_test_that_the_broken_ones_fail() -> None:
+    tasks: list[Task] = [build_task(ArithmeticSpec()), gsm8k()]
+    assert [self_test(tasks[0], [SUM]), self_test(tasks[1], WORD_PROBLEMS)] == [[], []]
