@@ -1,0 +1,280 @@
+"""The static report of a run: one HTML file, without scripts, fonts or pictures from elsewhere.
+
+It opens from a disk or an attachment in ten years, in light and dark, on paper and in a screen
+reader. Texts that a model wrote are escaped as HTML and cleared of characters that hide or act.
+Left out on purpose: interaction; `strop query` answers what the page does not show.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from strop import __version__
+from strop.evaluate import EvalResult
+from strop.record import RunState
+from strop.rollout import Rollout
+from strop.store import write_bytes_atomically
+from strop.view.charts import SMALL, Chart, Estimate, Series, build_chart, smooth
+from strop.view.harmless import make_harmless
+from strop.view.run_record import (
+    NOTED_KINDS,
+    RolloutsAtStep,
+    RunRecord,
+    compare_ends,
+    count_alarms,
+    describe_protocol,
+    read_run_record,
+    sum_stages,
+)
+from strop.view.terminal import describe_duration
+
+REPORT_NAME = "report.html"
+MAX_TEXT_CHARACTERS = 4000
+SMOOTHED_STEPS = 5
+_TEMPLATES = Path(__file__).parent / "templates"
+
+Points = list[tuple[float, float | None]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShownRollout:
+    """A rollout as the page shows it."""
+
+    prompt: str
+    reply: str
+    answer: str | None
+    reward: float | None
+    verdict: str
+    """'solved', 'not solved', 'unscored' or 'scored'."""
+    facts: str
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write a run's report into its directory, complete or not at all, and return its path.
+
+    Works while the run goes on; a later call replaces the file.
+    Raises: StoreError if it is not a run directory or the disk fails; CorruptRecord if a record in it
+        is damaged.
+    """
+    path = run_dir / REPORT_NAME
+    write_bytes_atomically(path, render_report(read_run_record(run_dir)).encode())
+    return path
+
+
+def render_report(record: RunRecord) -> str:
+    """Render the page."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["harmless"] = make_harmless
+    environment.filters["duration"] = describe_duration
+    stages = sum_stages(record.metrics)
+    return environment.get_template("report.html.j2").render(
+        name=record.path.name,
+        task=_lookup(record.spec, "task", "name"),
+        model=_lookup(record.spec, "model", "uri"),
+        algorithm=_lookup(record.spec, "algorithm", "name"),
+        status=describe_status(record),
+        ends=compare_ends(record.evals),
+        evals=record.evals,
+        protocol=describe_protocol(record.evals[-1]) if record.evals else {},
+        outcome_charts=_present(chart_accuracy(record), chart_reward(record)),
+        health_charts=chart_health(record.metrics),
+        stages=_stage_rows(stages),
+        stage_total_s=sum(stages.values()),
+        alarms=count_alarms(record.events),
+        noted=[event for event in record.events if event.kind in NOTED_KINDS],
+        examples=_present(_show_step("At the start", record.early), _show_step("At the end", record.late)),
+        facts=collect_facts(record),
+        spec_text=record.spec_text,
+        version=__version__,
+    )
+
+
+def chart_accuracy(record: RunRecord) -> Chart | None:
+    """Chart training accuracy per step, its trailing mean, and held-out accuracy with intervals."""
+    points = _series(record.metrics, "accuracy")
+    series = [
+        Series(label="training, each step", style="faint", points=points),
+        Series(
+            label=f"training, mean of {SMOOTHED_STEPS} steps",
+            style="main",
+            points=smooth(points, SMOOTHED_STEPS),
+        ),
+    ]
+    estimates = [_estimate(result) for result in record.evals if result.greedy.accuracy is not None]
+    return build_chart("accuracy", "Accuracy", series if points else [], estimates=estimates, is_share=True)
+
+
+def _estimate(result: EvalResult) -> Estimate:
+    accuracy = result.greedy.accuracy
+    assert accuracy is not None
+    label = (
+        f"Held-out, step {result.step}: {accuracy:.1%}, "
+        f"95% interval {result.greedy.low:.1%} to {result.greedy.high:.1%}"
+    )
+    return Estimate(
+        step=result.step, value=accuracy, low=result.greedy.low, high=result.greedy.high, label=label
+    )
+
+
+def chart_reward(record: RunRecord) -> Chart | None:
+    """Chart the mean reward of each step and its trailing mean."""
+    points = _series(record.metrics, "reward_mean")
+    mean = smooth(points, SMOOTHED_STEPS)
+    return build_chart(
+        "reward",
+        "Reward",
+        [
+            Series(label="each step", style="faint", points=points),
+            Series(label=f"mean of {SMOOTHED_STEPS} steps", style="main", points=mean),
+        ],
+    )
+
+
+def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
+    """Chart what a person looks at when a run misbehaves; a metric never measured is left out."""
+    wanted = [
+        ("zero_variance_frac", "Groups without signal", True),
+        ("truncated_frac", "Replies cut at their limit", True),
+        ("entropy_nats", "Entropy (nats per token)", False),
+        ("drift_mean_nats", "Engine-trainer drift (nats)", False),
+        ("reply_tokens_mean", "Reply length (tokens)", False),
+        ("grad_norm", "Gradient norm", False),
+        ("seconds_step", "Step time (seconds)", False),
+        ("scored_tokens_per_s", "Scored tokens per second", False),
+    ]
+    charts = [
+        build_chart(
+            key.replace("_", "-"),
+            title,
+            [Series(label=title, style="main", points=_series(metrics, key))],
+            is_share=is_share,
+            size=SMALL,
+        )
+        for key, title, is_share in wanted
+    ]
+    return _present(*charts)
+
+
+def _series(metrics: Sequence[Mapping[str, float]], key: str) -> Points:
+    """Return a metric over steps with gaps where it is absent; empty if it is absent everywhere."""
+    points: Points = [(line["step"], line.get(key)) for line in metrics]
+    return points if any(value is not None for _, value in points) else []
+
+
+def _stage_rows(stages: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the stages of a step with their share and where their bar starts, in percent."""
+    total_s, start, rows = sum(stages.values()) or 1.0, 0.0, []
+    for name, seconds in stages.items():
+        share = seconds / total_s * 100
+        rows.append({"name": name, "seconds": seconds, "share": share, "start": start})
+        start += share
+    return rows
+
+
+def describe_status(record: RunRecord) -> str:
+    """Say in one line how far the run came."""
+    wanted = _lookup(record.spec, "train", "steps")
+    progress = f"{record.num_steps} of {wanted} steps" if wanted else f"{record.num_steps} steps"
+    if record.state.finished_at is not None:
+        return f"finished on {_instant(record.state.finished_at)}, {progress}"
+    return f"not finished, {progress} so far"
+
+
+def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Collect what identifies the run and what it cost, as label and text."""
+    state = record.state
+    facts = [
+        ("Started", _instant(state.created_at)),
+        ("Processes", _describe_attempts(state)),
+        ("Seed", str(record.spec.get("seed", "default"))),
+        ("Spec digest", state.spec_digest),
+    ]
+    facts += [(name.replace("_", " ").capitalize(), _plain(value)) for name, value in state.facts.items()]
+    seconds = [line["seconds_step"] for line in record.metrics if "seconds_step" in line]
+    if seconds:
+        facts.append(("Training time", describe_duration(sum(seconds))))
+        facts.append(("Median step", describe_duration(statistics.median(seconds))))
+    tokens = sum(line.get("num_scored_tokens", 0) for line in record.metrics)
+    if tokens:
+        facts.append(("Scored tokens", f"{tokens:,.0f}"))
+    peak_bytes = max((line.get("peak_memory_bytes", 0) for line in record.metrics), default=0)
+    if peak_bytes:
+        facts.append(("Peak memory", f"{peak_bytes / 1e9:.2f} GB"))
+    return facts
+
+
+def _describe_attempts(state: RunState) -> str:
+    return "one" if state.num_attempts <= 1 else f"{state.num_attempts}, each resumed from a checkpoint"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+
+
+def _show_step(title: str, chosen: RolloutsAtStep | None) -> dict[str, Any] | None:
+    if chosen is None:
+        return None
+    return {"title": title, "step": chosen.step, "rollouts": [show_rollout(r) for r in chosen.rollouts]}
+
+
+def show_rollout(rollout: Rollout) -> ShownRollout:
+    """Prepare a rollout for the page: harmless texts, cut where they are very long."""
+    outcome, reply = rollout.outcome, rollout.reply
+    heard = [turn.text for turn in rollout.turns if turn is not reply]
+    if outcome.failure is not None:
+        verdict = "unscored"
+    elif outcome.is_correct is None:
+        verdict = "scored" if outcome.is_scored else "unscored"
+    else:
+        verdict = "solved" if outcome.is_correct else "not solved"
+    facts = [f"{rollout.num_sampled_tokens} tokens"]
+    if outcome.truncated:
+        facts.append("cut at its limit")
+    if outcome.format_ok is False:
+        facts.append("not in the asked form")
+    if outcome.failure is not None:
+        facts.append(f"{outcome.failure.owner.value}: {outcome.failure.kind}")
+    return ShownRollout(
+        prompt=_cut("\n".join(heard)),
+        reply=_cut(reply.text if reply is not None else ""),
+        answer=rollout.example.answer,
+        reward=outcome.reward,
+        verdict=verdict,
+        facts=", ".join(facts),
+    )
+
+
+def _cut(text: str) -> str:
+    shown = make_harmless(text).strip("\n")
+    if len(shown) <= MAX_TEXT_CHARACTERS:
+        return shown
+    return f"{shown[:MAX_TEXT_CHARACTERS]} ... {len(shown) - MAX_TEXT_CHARACTERS} characters cut"
+
+
+def _lookup(spec: Mapping[str, Any], section: str, key: str) -> str | None:
+    value = spec.get(section, {}).get(key)
+    return None if value is None else str(value)
+
+
+def _instant(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _present(*parts: T | None) -> list[T]:
+    return [part for part in parts if part is not None]

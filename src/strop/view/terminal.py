@@ -1,0 +1,200 @@
+"""Progress of a run on a terminal, or in a log that nobody watches.
+
+One line per step with the same words in both forms: step, reward, accuracy, the share of groups
+without signal, tokens per second, seconds of the step and the time left. On a terminal a live line
+below them says what is going on now. The loop knows only `Progress` and never what is behind it.
+
+Left out on purpose: numbers that no one acts on while watching; they are in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol, TextIO
+
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.text import Text
+
+from strop.view.harmless import make_harmless
+
+STEPS_FOR_ESTIMATE = 10
+"""The time left follows the last steps only: replies grow and shrink while training goes on."""
+ABSENT = "-"
+
+
+class Progress(Protocol):
+    """What a run tells about itself while it goes on. All calls come from one thread."""
+
+    def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
+        """Say that a run starts, or goes on after `first_step` completed steps."""
+        ...
+
+    def stage(self, text: str) -> None:
+        """Say what is going on now, for example 'generating 12 of 64'. Only a terminal shows it."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a completed step, counted from 1. A metric that is absent is shown as '-'."""
+        ...
+
+    def note(self, text: str, *, is_alarm: bool = False) -> None:
+        """Show something that happened as a line of its own."""
+        ...
+
+    def end(self, text: str) -> None:
+        """Say how the run ended and stop showing progress. May come without `begin`."""
+        ...
+
+
+def describe_duration(seconds: float) -> str:
+    """Return a duration as a person says it: '8.4 s', '3 min 05 s', '2 h 10 min'."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class StepLines:
+    """Makes the line of each step, aligned with the others, and estimates the time left."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._last_seconds: deque[float] = deque(maxlen=STEPS_FOR_ESTIMATE)
+
+    def columns(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Return label and value of each column; call it once per step, in order."""
+        seconds = metrics.get("seconds_step")
+        if seconds is not None:
+            self._last_seconds.append(seconds)
+        width = len(str(self._num_steps))
+        return [
+            ("step", f"{step:{width}d}/{self._num_steps}"),
+            ("reward", _shown(metrics.get("reward_mean"), "{:6.3f}")),
+            ("accuracy", _shown(metrics.get("accuracy"), "{:6.1%}")),
+            ("zero-variance", _shown(metrics.get("zero_variance_frac"), "{:4.0%}")),
+            ("tokens/s", _shown(metrics.get("scored_tokens_per_s"), "{:6,.0f}")),
+            ("took", _shown(seconds, "{:5.1f} s")),
+            ("left", self._describe_left(self._num_steps - step)),
+        ]
+
+    def _describe_left(self, num_steps_left: int) -> str:
+        if not self._last_seconds:
+            return ABSENT
+        mean_s = sum(self._last_seconds) / len(self._last_seconds)
+        return describe_duration(mean_s * max(num_steps_left, 0))
+
+
+def _shown(value: float | None, form: str) -> str:
+    """Format a value; an absent one takes the same room, so that columns stay aligned."""
+    shown = form.format(0.0 if value is None else value)
+    return shown if value is not None else ABSENT.rjust(len(shown))
+
+
+def _describe_begin(name: str, num_steps: int, first_step: int) -> str:
+    where = f"continues after step {first_step} of {num_steps}" if first_step else f"{num_steps} steps"
+    return f"{make_harmless(name)}: {where}"
+
+
+class PlainProgress:
+    """Plain lines, for logs and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lines = StepLines(0)
+
+    def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
+        """Print what starts."""
+        self._lines = StepLines(num_steps)
+        self._print(_describe_begin(name, num_steps, first_step))
+
+    def stage(self, text: str) -> None:
+        """Print nothing: a log would hold thousands of these."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step's line."""
+        self._print("  ".join(f"{label} {value}" for label, value in self._lines.columns(step, metrics)))
+
+    def note(self, text: str, *, is_alarm: bool = False) -> None:
+        """Print the note on one line."""
+        self._print(("alarm: " if is_alarm else "") + _one_line(text))
+
+    def end(self, text: str) -> None:
+        """Print how the run ended."""
+        self._print(make_harmless(text))
+
+    def _print(self, line: str) -> None:
+        # Flushed at once: whoever follows a log wants the step that is done, not a full buffer.
+        print(line, file=self._stream, flush=True)
+
+
+class RichProgress:
+    """Aligned lines with a live line below them, for a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lines = StepLines(0)
+        self._live: rich_progress.Progress | None = None
+        self._bar = rich_progress.TaskID(0)
+
+    def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
+        """Print what starts, and show the live line."""
+        self._lines = StepLines(num_steps)
+        self._console.print(Text(_describe_begin(name, num_steps, first_step), style="bold"))
+        self._live = rich_progress.Progress(
+            rich_progress.SpinnerColumn(),
+            rich_progress.BarColumn(bar_width=32),
+            # Markup is off: a stage may quote text that holds brackets.
+            rich_progress.TextColumn("{task.description}", style="dim", markup=False),
+            console=self._console,
+            transient=True,
+        )
+        self._bar = self._live.add_task("starting", total=num_steps, completed=first_step)
+        self._live.start()
+
+    def stage(self, text: str) -> None:
+        """Show what is going on in the live line."""
+        if self._live is not None:
+            self._live.update(self._bar, description=_one_line(text))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step's line and move the bar."""
+        line = Text()
+        for label, value in self._lines.columns(step, metrics):
+            style = "bold green" if label == "accuracy" else ""
+            line.append(f"{label} ", style="dim").append(value, style=style).append("  ")
+        self._console.print(line, soft_wrap=True)
+        if self._live is not None:
+            self._live.update(self._bar, completed=step)
+
+    def note(self, text: str, *, is_alarm: bool = False) -> None:
+        """Print the note on one line."""
+        mark, style = ("! ", "bold red") if is_alarm else ("  ", "cyan")
+        self._console.print(Text(mark + _one_line(text), style=style), soft_wrap=True)
+
+    def end(self, text: str) -> None:
+        """Take the live line away and print how the run ended."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._console.print(Text(make_harmless(text), style="bold"), soft_wrap=True)
+
+
+def _one_line(text: str) -> str:
+    """Keep an event on its line: a reply quoted in it may hold line feeds."""
+    return " ".join(make_harmless(text).split())
+
+
+def open_progress(stream: TextIO | None = None) -> Progress:
+    """Return the form of progress that suits a stream; standard error by default.
+
+    Standard output is left to results, so that `strop ... --json` can be piped.
+    """
+    console = Console(file=stream or sys.stderr, highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return RichProgress(console)
+    return PlainProgress(stream or sys.stderr)

@@ -1,0 +1,168 @@
+"""A run directory as a run leaves it, made by the rooms that would write it, from invented numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from strop.evaluate import EvalResult, Score, Validity, result_name, wilson_interval, write_result
+from strop.record import Event, EventKind, RunDir
+from strop.record.rollouts import write_rollouts
+from strop.rollout import (
+    FailureOwner,
+    FinishReason,
+    Outcome,
+    Rollout,
+    Sampling,
+    Split,
+    Turn,
+    make_example,
+)
+
+NUM_STEPS = 40
+NUM_EXAMPLES = 200
+STARTED_AT = 1_780_000_000.0
+SPEC_TEXT = """name = "arithmetic"
+seed = 7
+
+[model]
+uri = "smollm2-135m-instruct"
+
+[task]
+name = "arithmetic"
+max_value = 20
+
+[algorithm]
+name = "grpo"
+
+[train]
+steps = 40
+"""
+
+
+def make_run(root: Path, *, num_steps: int = NUM_STEPS, eval_steps: Iterable[int] = (0, 20, 40)) -> RunDir:
+    """Write a run that learned; leave out what `num_steps` and `eval_steps` leave out."""
+    run = RunDir.create(root, "arithmetic", SPEC_TEXT, "5f2b9c0d", {"model_digest": "0a1b2c"}, now=STARTED_AT)
+    run.begin_attempt()
+    rng = random.Random(0)
+    for step in range(1, num_steps + 1):
+        run.metrics.append(step, make_metrics(step, rng))
+    for step in eval_steps:
+        result = make_result(step, num_solved=round(NUM_EXAMPLES * learned(step)))
+        write_result(result, run.path / "eval" / result_name(result))
+    if num_steps:
+        write_rollouts(run.rollouts_path(1), make_rollouts(1, ["7", "9", "The answer is 12."]))
+        write_rollouts(run.rollouts_path(num_steps), make_rollouts(num_steps, ["12", "12", "11"]))
+    return run
+
+
+def learned(step: int) -> float:
+    """Return the true accuracy of the invented model: from 0.29 towards 0.8."""
+    return 0.29 + 0.51 / (1 + math.exp(-(step - 18) / 5))
+
+
+def make_metrics(step: int, rng: random.Random) -> dict[str, float]:
+    """Return the metrics of one step."""
+    accuracy = min(1.0, max(0.0, learned(step) + rng.gauss(0, 0.06)))
+    seconds = {"generate": 1.9, "verify": 0.02, "learn": 2.6, "sync": 0.15, "other": 0.08}
+    noisy = {f"seconds_{name}": mean * rng.uniform(0.9, 1.1) for name, mean in seconds.items()}
+    return noisy | {
+        "reward_mean": accuracy,
+        "accuracy": accuracy,
+        "zero_variance_frac": min(1.0, abs(0.25 + 0.5 * learned(step) - 0.2 + rng.gauss(0, 0.08))),
+        "truncated_frac": max(0.0, 0.12 - step * 0.004),
+        "entropy_nats": 0.62 * math.exp(-step / 30) + rng.gauss(0, 0.01),
+        "drift_mean_nats": 0.0021 + rng.gauss(0, 0.0002),
+        "reply_tokens_mean": 14 - step * 0.15 + rng.gauss(0, 0.4),
+        "grad_norm": 1.1 + rng.gauss(0, 0.2),
+        "seconds_step": sum(noisy.values()),
+        "num_scored_tokens": 700.0,
+        "scored_tokens_per_s": 700 / sum(noisy.values()),
+        "peak_memory_bytes": 3.1e9,
+    }
+
+
+def make_result(step: int, *, num_solved: int, validity: Validity = Validity.VALID) -> EvalResult:
+    """Return a greedy evaluation in which the first `num_solved` examples are solved."""
+    interval = wilson_interval(num_solved, NUM_EXAMPLES)
+    greedy = Score(
+        accuracy=num_solved / NUM_EXAMPLES,
+        low=interval.low,
+        high=interval.high,
+        num_samples=1,
+        num_rollouts=NUM_EXAMPLES,
+        num_unscored=0,
+        truncated_frac=0.0,
+        cut_unsolved_frac=0.0,
+        format_ok_frac=None,
+        reply_tokens_mean=9.0,
+        reward_mean=num_solved / NUM_EXAMPLES,
+        solved_frac_by_example={f"{i:016x}": float(i < num_solved) for i in range(NUM_EXAMPLES)},
+    )
+    return EvalResult(
+        task="arithmetic",
+        task_version="a1",
+        split=Split.HELD_OUT,
+        step=step,
+        model_digest=f"model-{step}",
+        policy_version=step,
+        tokenizer_digest="t1",
+        prompt_format="chat",
+        num_examples=NUM_EXAMPLES,
+        examples_digest="e1",
+        run_seed=7,
+        max_reply_tokens=32,
+        sampling=Sampling(),
+        num_samples=None,
+        greedy=greedy,
+        sampled=None,
+        validity=validity,
+    )
+
+
+def make_rollouts(step: int, replies: list[str], *, prompt: str = "What is 5 + 7?") -> list[Rollout]:
+    """Return a group of replies to one sum; a reply that ends in its answer is solved."""
+    example = make_example("arithmetic", {"a": 5, "b": 7}, "12")
+    return [
+        Rollout(
+            example=example,
+            step=step,
+            sample_index=index,
+            turns=(
+                Turn(role="user", text=prompt, token_ids=np.arange(9, dtype=np.int32)),
+                Turn(
+                    role="assistant",
+                    text=reply,
+                    token_ids=np.arange(4, dtype=np.int32),
+                    logprobs=np.full(4, -0.3, dtype=np.float32),
+                    policy_version=step,
+                    finish_reason=FinishReason.EOS,
+                ),
+            ),
+            outcome=Outcome(parts={"correct": float("12" in reply)}, is_correct="12" in reply),
+            sampling=Sampling(),
+        )
+        for index, reply in enumerate(replies)
+    ]
+
+
+def make_lost_rollout(step: int) -> Rollout:
+    """Return a rollout that could not be scored."""
+    (rollout,) = make_rollouts(step, ["?"])
+    return Rollout(
+        example=rollout.example,
+        step=step,
+        sample_index=0,
+        turns=rollout.turns,
+        outcome=Outcome.lost(FailureOwner.INFRA, "timeout"),
+        sampling=rollout.sampling,
+    )
+
+
+def raise_alarm(run: RunDir, step: int, detail: str = "0.97 of all groups have equal rewards") -> None:
+    """Write a tripwire's event."""
+    run.events.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="zero_variance", detail=detail))

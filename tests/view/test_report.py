@@ -1,0 +1,195 @@
+"""The page tells what the run's files say, in every state a run can be in, and nothing can act in it."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CorruptRecord, StoreError
+from strop.evaluate import Validity, result_name, write_result
+from strop.record import Event, EventKind
+from strop.record.rollouts import write_rollouts
+from strop.view.report import render_report, write_report
+from strop.view.run_record import choose_rollouts, compare_ends, count_alarms, read_run_record, sum_stages
+from tests.conftest import require_system_part
+from tests.view.synthetic_run import make_lost_rollout, make_result, make_rollouts, make_run, raise_alarm
+
+
+def text_of(page: str) -> str:
+    """Return the words of a page as a reader sees them, blanks collapsed."""
+    body = re.sub(r"<(style|desc)\b.*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+def page_of(run_dir: Path) -> str:
+    return render_report(read_run_record(run_dir))
+
+
+def test_a_finished_run_shows_before_and_after(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.mark_finished()
+    path = write_report(run.path)
+    assert path == run.path / "report.html"
+    text = text_of(path.read_text(encoding="utf-8"))
+    # learned(0) = 0.29 + 0.51 / (1 + e^3.6) = 0.3036: 61 of 200 = 30.5 %. learned(40) = 0.7938: 159 of 200.
+    assert "30.5% before (step 0)" in text
+    assert "79.5% after (step 40)" in text
+    assert "+49.0 points" in text
+    assert "40 of 40 steps" in text
+    assert "finished on" in text
+    assert "No alarm was raised." in text
+    assert [p.name for p in run.path.iterdir() if "partial" in p.name] == []
+
+
+def test_the_page_is_well_formed_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path).path)
+    # Void elements are closed here only because XML wants it; everything else must be balanced.
+    ET.fromstring(
+        re.sub(r"<(meta|br)\b([^>]*)>", r"<\1\2/>", page.replace("<!DOCTYPE html>", "")).replace("&rarr;", "")
+    )
+    assert "<script" not in page
+    assert not re.findall(r"(?:src|href)=|url\(|@import|https?://", page)
+
+
+def test_every_chart_has_words_and_every_id_is_unique(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path).path)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    named = re.findall(r'aria-labelledby="([^"]+)"', page)
+    assert {word for words in named for word in words.split()} <= set(ids)
+    assert page.count('role="img"') == 10
+    assert "Held-out, step 20: " in page
+
+
+def test_text_of_the_model_cannot_act(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    replies = ["<script>alert(1)</script> 12", "\x1b[2J</pre><img src=x> 12", "abc\u202edef"]
+    write_rollouts(run.rollouts_path(40), make_rollouts(40, replies, prompt="<b>What?</b>"))
+    raise_alarm(run, 3, "<i>detail</i>")
+    page = page_of(run.path)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "<b>What?" not in page
+    assert "<i>detail" not in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; 12" in page
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
+    text = text_of(page_of(make_run(tmp_path, num_steps=0, eval_steps=()).path))
+    assert "not finished, 0 of 40 steps so far" in text
+    assert "No held-out accuracy was measured" in text
+    assert "No step is recorded yet." in text
+
+
+def test_one_evaluation_is_not_a_comparison(tmp_path: Path) -> None:
+    text = text_of(page_of(make_run(tmp_path, num_steps=3, eval_steps=(0,)).path))
+    assert "measured once, at step 0: 30.5%" in text
+
+
+def test_nothing_is_concluded_from_an_invalid_result(tmp_path: Path) -> None:
+    run = make_run(tmp_path, eval_steps=(0,))
+    result = make_result(40, num_solved=150, validity=Validity.TRUNCATION)
+    write_result(result, run.path / "eval" / result_name(result))
+    text = text_of(page_of(run.path))
+    assert "No conclusion" in text
+    assert "the one after is invalid: truncation" in text
+
+
+def test_results_of_another_protocol_are_not_mixed_in(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    other = make_result(60, num_solved=200).model_copy(update={"task_version": "a2"})
+    write_result(other, run.path / "eval" / result_name(other))
+    assert [result.step for result in read_run_record(run.path).evals] == [0, 20, 40]
+
+
+def test_alarms_are_counted_by_cause(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for step in (12, 13, 30):
+        raise_alarm(run, step)
+    run.events.append(Event(kind=EventKind.RESUME, step=20, cause="resumed", detail="from step 20"))
+    record = read_run_record(run.path)
+    (alarm,) = count_alarms(record.events)
+    assert (alarm.cause, alarm.num_times, alarm.first_step, alarm.last_step) == ("zero_variance", 3, 12, 30)
+    text = text_of(render_report(record))
+    assert "zero_variance 3 times, steps 12 to 30 0.97 of all groups have equal rewards" in text
+    assert "1 more entry in the run's log" in text
+
+
+def test_the_example_with_the_widest_rewards_is_shown() -> None:
+    same = make_rollouts(1, ["12", "12"])
+    chosen = choose_rollouts(make_rollouts(1, ["5", "12", "7", "8"]))
+    assert chosen is not None
+    # Sorted by reward: 12 | 5, 7, 8. Best, the one at position 4 // 2 = 2, worst.
+    assert [r.turns[-1].text for r in chosen.rollouts] == ["12", "7", "8"]
+    assert choose_rollouts([]) is None
+    only_same = choose_rollouts(same)
+    assert only_same is not None
+    assert len(only_same.rollouts) == 2
+
+
+def test_an_unscored_rollout_has_no_reward_on_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=1, eval_steps=())
+    write_rollouts(run.rollouts_path(1), [make_lost_rollout(1)])
+    text = text_of(page_of(run.path))
+    assert "unscored reward none 4 tokens, infra: timeout" in text
+
+
+def test_stages_by_hand() -> None:
+    metrics = [{"step": 1, "seconds_generate": 1.0, "seconds_learn": 3.0}, {"step": 2, "seconds_learn": 4.0}]
+    assert sum_stages(metrics) == {"generate": 1.0, "learn": 7.0}
+
+
+def test_ends_of_one_step_are_not_compared() -> None:
+    one = make_result(20, num_solved=50)
+    assert compare_ends([one, one]) is None
+    ends = compare_ends([make_result(0, num_solved=50), make_result(20, num_solved=100)])
+    assert ends is not None
+    assert ends.change is not None
+    # The same 200 examples: 50 more are solved, 50 / 200 = 0.25.
+    assert ends.change.estimate == pytest.approx(0.25)
+
+
+def test_what_is_not_a_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(StoreError):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_record_is_named_and_the_old_report_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    path = write_report(run.path)
+    before = path.read_bytes()
+    (run.path / "eval" / "arithmetic-step-000020.json").write_text("{}")
+    with pytest.raises(CorruptRecord, match=r"arithmetic-step-000020\.json is not a complete result"):
+        write_report(run.path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_whole_page_without_a_sideways_scroll(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    require_system_part("chromium", browser is not None)
+    assert browser is not None
+    run = make_run(tmp_path)
+    raise_alarm(run, 3, "x" * 300)
+    # A frame of phone width, whose script compares the width of the content with the room it has.
+    probe = tmp_path / "probe.html"
+    page = write_report(run.path).read_text(encoding="utf-8")
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+    script = "document.title = document.documentElement.scrollWidth + ' of ' + innerWidth"
+    probe.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--dump-dom"]
+    dumped = subprocess.run(
+        [*command, probe.as_uri()], capture_output=True, text=True, timeout=60, check=True
+    )
+    title = re.search(r"<title>(\d+) of (\d+)</title>", dumped.stdout)
+    assert title is not None, dumped.stderr[-500:]
+    assert int(title[1]) <= int(title[2])

@@ -1,0 +1,140 @@
+"""The lines a person watches: right numbers, aligned, harmless, and flushed."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from strop.view import PlainProgress, Progress, RichProgress, open_progress
+from strop.view.terminal import StepLines, describe_duration
+
+METRICS = {
+    "reward_mean": 0.5,
+    "accuracy": 0.25,
+    "zero_variance_frac": 0.375,
+    "scored_tokens_per_s": 1234.4,
+    "seconds_step": 9.0,
+}
+
+
+def plain() -> tuple[PlainProgress, io.StringIO]:
+    stream = io.StringIO()
+    return PlainProgress(stream), stream
+
+
+def rich() -> tuple[RichProgress, io.StringIO]:
+    stream = io.StringIO()
+    return RichProgress(
+        Console(file=stream, force_terminal=True, width=120, color_system="truecolor")
+    ), stream
+
+
+def test_a_step_line_by_hand() -> None:
+    progress, stream = plain()
+    progress.begin("demo", num_steps=40)
+    progress.step(12, METRICS)
+    # 28 steps left at 9 s each: 252 s = 4 min 12 s. The share 0.375 is shown without digits: 38 %.
+    assert stream.getvalue() == (
+        "demo: 40 steps\n"
+        "step 12/40  reward  0.500  accuracy  25.0%  zero-variance  38%  tokens/s  1,234  took   9.0 s"
+        "  left 4 min 12 s\n"
+    )
+
+
+def test_an_absent_metric_is_a_dash_and_never_0() -> None:
+    progress, stream = plain()
+    progress.begin("demo", num_steps=40)
+    progress.step(1, {})
+    progress.step(2, METRICS)
+    first, second = stream.getvalue().splitlines()[1:]
+    assert "reward      -" in first
+    assert first.endswith("left -")
+    assert first.index("tokens/s") == second.index("tokens/s")
+
+
+def test_the_time_left_follows_the_last_ten_steps() -> None:
+    lines = StepLines(100)
+    for step in range(1, 11):
+        lines.columns(step, {"seconds_step": 100.0})
+    for step in range(11, 21):
+        columns = dict(lines.columns(step, {"seconds_step": 2.0}))
+    # The ten slow steps are forgotten: 80 steps at 2 s = 160 s.
+    assert columns["left"] == "2 min 40 s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0, "0.0 s"),
+        (8.44, "8.4 s"),
+        (59.96, "1 min 00 s"),
+        (185.0, "3 min 05 s"),
+        (3599.7, "1 h 00 min"),
+        (7800.0, "2 h 10 min"),
+    ],
+)
+def test_durations_by_hand(seconds: float, shown: str) -> None:
+    assert describe_duration(seconds) == shown
+
+
+def test_a_resumed_run_says_where_it_continues() -> None:
+    progress, stream = plain()
+    progress.begin("demo", num_steps=40, first_step=12)
+    assert stream.getvalue() == "demo: continues after step 12 of 40\n"
+
+
+@pytest.mark.parametrize("make", [plain, rich])
+def test_escape_codes_in_a_note_are_shown_and_not_obeyed(make: object) -> None:
+    assert callable(make)
+    progress, stream = make()
+    progress.begin("demo", num_steps=2)
+    progress.stage("reply \x1b[2J")
+    progress.note("bad reply: '\x1b[2J\nsecond line [red]'", is_alarm=True)
+    progress.end("done \x1b[2J")
+    text = stream.getvalue()
+    assert "\x1b[2J" not in text
+    # One line, and square brackets are text, not markup.
+    assert "bad reply: '\u241b[2J second line [red]'" in text
+    assert "done \u241b[2J" in text
+
+
+def test_an_alarm_is_told_apart_without_colour() -> None:
+    progress, stream = plain()
+    progress.note("evaluated: 31 %")
+    progress.note("drift is high", is_alarm=True)
+    assert stream.getvalue() == "evaluated: 31 %\nalarm: drift is high\n"
+
+
+def test_the_terminal_shows_the_stage_and_the_same_columns() -> None:
+    progress, stream = rich()
+    progress.begin("demo", num_steps=40)
+    progress.stage("generating 3 of 64")
+    progress.step(12, METRICS)
+    progress.end("done")
+    progress.end("done twice")
+    text = stream.getvalue()
+    assert "generating 3 of 64" in text
+    for part in ("12/40", "0.500", "25.0%", "1,234", "4 min 12 s"):
+        assert part in text
+    # Whatever hid the cursor also showed it again.
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+def test_a_pipe_gets_plain_lines_and_a_terminal_does_not() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert isinstance(open_progress(io.StringIO()), PlainProgress)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        assert isinstance(open_progress(Terminal()), RichProgress)
+        patch.setenv("TERM", "dumb")
+        assert isinstance(open_progress(Terminal()), PlainProgress)
+
+
+def test_both_forms_keep_the_protocol() -> None:
+    forms: list[Progress] = [plain()[0], rich()[0]]
+    assert len(forms) == 2
