@@ -114,7 +114,8 @@ def choose_ticks(low: float, high: float, num_ticks: int = NUM_TICKS) -> list[fl
     The first is at or below `low`, the last at or above `high`. An empty span is widened around its
     value, so there are always at least two ticks.
     """
-    if high <= low:
+    # Below this share of the values, ticks would be equal as floating-point numbers.
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-200):
         margin = abs(low) * 0.5 or 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / max(num_ticks - 1, 1)
