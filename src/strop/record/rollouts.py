@@ -87,7 +87,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
             )
         ) from error
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     write_bytes_atomically(path, sink.getvalue())
 
 
@@ -107,11 +107,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
             )
         ) from error
     try:
-        table = pq.read_table(pa.BufferReader(data))
+        table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
         if (table.schema.metadata or {}).get(_FORMAT_KEY) != FORMAT:
             raise ValueError("its columns are not those of strop's rollouts")
         return [_from_row(row) for row in table.to_pylist(maps_as_pydicts="strict")]
-    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
+        # OSError is how pyarrow reports a page whose checksum is wrong.
         raise CorruptRecord(
             explain_refusal(
                 f"{path} does not hold rollouts ({error})",

@@ -1,0 +1,107 @@
+"""Facts of the machine, the memory of this process and the room on its disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.hardware import (
+    Gpu,
+    calibrate_machine,
+    describe_machine,
+    free_disk_bytes,
+    peak_rss_bytes,
+    read_calibration,
+    require_free_disk,
+    reset_peak_rss,
+    rss_bytes,
+)
+from strop.hardware.machine import parse_gpu_line, read_gpus
+from tests.fixtures.tiny_disk import tiny_disk
+
+
+def test_the_machine_has_what_this_process_may_use() -> None:
+    machine = describe_machine()
+    assert 1 <= machine.num_physical_cores <= machine.num_logical_cpus <= (os.cpu_count() or 1)
+    assert machine.python == ".".join(str(part) for part in sys.version_info[:3])
+    if sys.platform == "linux":
+        assert machine.memory_bytes is not None
+        assert machine.free_memory_bytes is not None
+        assert machine.memory_bytes > 1 << 28
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity (Linux)")
+def test_a_process_confined_to_one_cpu_has_one_core() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        machine = describe_machine()
+    finally:
+        os.sched_setaffinity(0, before)
+    assert (machine.num_physical_cores, machine.num_logical_cpus) == (1, 1)
+
+
+def test_prc_7_gpu_ids_stay_strings() -> None:
+    """Incident: UUIDs parsed as integers, MIG ids replaced by a hard-coded 0."""
+    # 81559 MiB = 81559 * 1048576 bytes.
+    assert parse_gpu_line("0, GPU-5a, NVIDIA H100 80GB HBM3, 81559") == Gpu(
+        index="0", uuid="GPU-5a", name="NVIDIA H100 80GB HBM3", memory_bytes=85_520_809_984
+    )
+    unified = parse_gpu_line("1, GPU-5b, NVIDIA GB10, [N/A]")
+    assert unified is not None
+    assert unified.memory_bytes is None
+    assert parse_gpu_line("Unable to determine the device handle") is None
+
+
+def test_gpus_are_what_the_tool_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '3, GPU-a, Big, 1024'\necho '5, GPU-b, Big, 1024'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert [gpu.index for gpu in describe_machine().gpus] == ["3", "5"]
+    tool.write_text("#!/bin/sh\necho 'driver mismatch' >&2\nexit 9\n")
+    assert read_gpus() == ()
+    assert read_gpus(command="strop-has-no-such-tool") == ()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak")
+def test_the_peak_is_of_the_work_since_its_reset() -> None:
+    size = 64 << 20
+    block = bytearray(os.urandom(1024)) * (size // 1024)
+    assert peak_rss_bytes() >= size
+    del block
+    assert reset_peak_rss()
+    calm = peak_rss_bytes()
+    assert abs(calm - (rss_bytes() or 0)) < size // 4
+    block = bytearray(os.urandom(1024)) * (size // 1024)
+    assert peak_rss_bytes() - calm > size // 2
+    assert len(block) == size
+
+
+def test_a_disk_too_small_for_the_plan_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk") as disk:
+        assert free_disk_bytes(disk / "not" / "yet") == 1 << 20
+        require_free_disk(disk / "not" / "yet", 1 << 20, "a checkpoint")
+        with pytest.raises(CheckRefused, match=r"two checkpoints needs 2\.1 MB and .* has 1\.0 MB free"):
+            require_free_disk(disk, 2 << 20, "two checkpoints")
+
+
+@pytest.mark.slow
+def test_a_measurement_is_kept_for_this_cpu(tmp_path: Path) -> None:
+    assert read_calibration(tmp_path) is None
+    # Small, so that the test is short; the speeds are then those of the caches.
+    measured = calibrate_machine(cache_dir=tmp_path, gemm_size=128, copy_bytes=1 << 20, time_limit_s=0.01)
+    assert read_calibration(tmp_path) == measured
+    assert min(measured.gemm_fp32_gflops, measured.gemm_bf16_gflops, measured.copy_gb_per_s) > 0
+    path = tmp_path / "hardware.json"
+    content = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**content, "cpu_name": "another"}))
+    assert read_calibration(tmp_path) is None
+    for damaged in ("", "[]", "{}"):
+        path.write_text(damaged)
+        assert read_calibration(tmp_path) is None

@@ -1,0 +1,178 @@
+"""Children end with their parent, with their group, and with their log complete. Real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused, StoreError
+from strop.hardware import spawn, tail, terminate
+
+PYTHON = sys.executable
+# Starts a child in its own group that ignores SIGTERM, then tells both process ids.
+STUBBORN_TREE = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+inner = subprocess.Popen([sys.executable, "-c", code])
+print(os.getpid(), inner.pid, flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import sys, time
+from pathlib import Path
+from strop.hardware import spawn
+code = "import time; print('up', flush=True); time.sleep(60)"
+child = spawn([sys.executable, "-c", code], Path(sys.argv[1]))
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return status not in {"Z", "X"}
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 15.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
+    log_path = tmp_path / "a dir" / "role.log"
+    code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
+    child = spawn([PYTHON, "-u", "-c", code], log_path)
+    assert child.wait(15) == 7
+    assert child.poll() == 7
+    assert terminate(child, 0.1) == 7
+    assert log_path.read_text() == "out\nerr\n"
+    assert child.tail(1) == "err"
+
+
+def test_prc_5_a_death_at_import_is_in_the_log(tmp_path: Path) -> None:
+    """Incident: a worker ended with 1 before logging began, and nobody knew why."""
+    child = spawn([PYTHON, "-c", "import strop_has_no_such_module"], tmp_path / "role.log")
+    assert child.wait(15) == 1
+    assert "No module named 'strop_has_no_such_module'" in child.tail(1)
+
+
+def test_the_environment_and_the_directory_are_the_given_ones(tmp_path: Path) -> None:
+    code = "import os; print(sorted(n for n in os.environ if n.startswith('STROP')), os.getcwd())"
+    child = spawn([PYTHON, "-c", code], tmp_path / "log", {"STROP_ONLY": "1"}, cwd=tmp_path)
+    assert child.wait(15) == 0
+    assert child.tail() == f"['STROP_ONLY'] {tmp_path}"
+
+
+def test_a_second_attempt_appends_to_the_log(tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        assert spawn([PYTHON, "-c", f"print('{word}')"], tmp_path / "log").wait(15) == 0
+    assert tail(tmp_path / "log") == "first\nsecond"
+
+
+def test_a_polite_child_ends_within_its_grace(tmp_path: Path) -> None:
+    child = spawn([PYTHON, "-c", "print('up', flush=True); import time; time.sleep(60)"], tmp_path / "log")
+    wait_until(lambda: child.tail() == "up")
+    assert child.poll() is None
+    assert child.wait(0.05) is None
+    assert terminate(child, 10) == -signal.SIGTERM
+
+
+def test_a_stubborn_tree_is_killed_after_its_grace(tmp_path: Path) -> None:
+    child = spawn([PYTHON, "-c", STUBBORN_TREE], tmp_path / "log")
+    wait_until(lambda: bool(child.tail()))
+    own_pid, inner_pid = (int(word) for word in child.tail().split())
+    assert own_pid == child.pid
+    assert terminate(child, 0.2) == -signal.SIGKILL
+    wait_until(lambda: not is_running(inner_pid))
+    assert not is_running(own_pid)
+
+
+def test_what_an_ended_child_left_in_its_group_is_killed(tmp_path: Path) -> None:
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid)"
+    child = spawn([PYTHON, "-c", code], tmp_path / "log")
+    assert child.wait(15) == 0
+    orphan_pid = int(child.tail())
+    wait_until(lambda: not is_running(orphan_pid))
+
+
+def test_prc_4_only_own_children_are_ended(tmp_path: Path) -> None:
+    """Incident: clean-up by name killed the processes of others."""
+    args = [PYTHON, "-c", "print('up', flush=True); import time; time.sleep(60)"]
+    stranger = subprocess.Popen(args, stdout=subprocess.DEVNULL)
+    sibling, child = spawn(args, tmp_path / "sibling"), spawn(args, tmp_path / "child")
+    try:
+        terminate(child, 5)
+        assert stranger.poll() is None
+        assert sibling.poll() is None
+    finally:
+        terminate(sibling, 5)
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+def test_prc_4_a_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Incident: orphans held GPUs and memory after their run was killed."""
+    log_path = tmp_path / "log"
+    parent = subprocess.Popen([PYTHON, "-c", PARENT, str(log_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child_pid = int(parent.stdout.readline())
+    wait_until(lambda: tail(log_path) == "up")
+    assert is_running(child_pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    wait_until(lambda: not is_running(child_pid))
+
+
+def test_a_child_outlives_the_thread_that_asked_for_it(tmp_path: Path) -> None:
+    """The kernel ties a child to the thread that forked it, not to the process."""
+    children = []
+    args = [PYTHON, "-c", "print('up', flush=True); import time; time.sleep(60)"]
+    thread = threading.Thread(target=lambda: children.append(spawn(args, tmp_path / "log")))
+    thread.start()
+    thread.join()
+    (child,) = children
+    wait_until(lambda: child.tail() == "up")
+    assert child.wait(0.3) is None
+    terminate(child, 5)
+
+
+def test_a_missing_program_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckRefused, match="program 'strop-has-no-such-tool' was not found"):
+        spawn(["strop-has-no-such-tool"], tmp_path / "log")
+
+
+def test_a_log_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="could not be written"):
+        spawn([PYTHON, "-c", ""], tmp_path)
+
+
+def test_tail_reads_only_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * 1_000_000 + "\nlast but öne\nlast".encode())
+    assert tail(path, 2) == "last but öne\nlast"
+    assert len(tail(path, 3)) < 70_000
+    assert tail(path, 0) == ""
+    assert tail(tmp_path / "absent") == ""
+
+
+def test_nothing_of_these_tests_is_left(tmp_path: Path) -> None:
+    child = spawn(["sleep", "60"], tmp_path / "log")
+    terminate(child, 5)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child.pid, 0)

@@ -1,0 +1,197 @@
+"""Metrics and events: one line each, cut back for a resume, bounded in size."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.errors import CorruptRecord, DataError, StoreError
+from strop.record import Event, EventKind, EventLog, MetricsLog
+from strop.record.events import MAX_DETAIL_CHARACTERS, MAX_EXAMPLE_IDS
+from strop.record.json_lines import JsonLines
+from tests.fixtures.tiny_disk import tiny_disk
+
+
+def notice(step: int, cause: str = "tested", detail: str = "", num_ids: int = 0) -> Event:
+    ids = tuple(f"id{index}" for index in range(num_ids))
+    return Event(kind=EventKind.NOTICE, step=step, cause=cause, detail=detail, example_ids=ids)
+
+
+def fill(lines: JsonLines) -> None:
+    for step in range(10_000):
+        lines.append({"step": step, "filler": "x" * 1000})
+
+
+# Metrics
+
+
+def test_a_line_holds_its_step_and_only_what_was_computed(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(1, {"reward/mean": 0.5, "loss": 0.0})
+    log.append(2, {})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step":1,"reward/mean":0.5,"loss":0.0}\n{"step":2}\n'
+    assert log.read() == [{"step": 1, "reward/mean": 0.5, "loss": 0.0}, {"step": 2}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True])
+def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, value: float) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    with pytest.raises(DataError, match="metric loss="):
+        log.append(1, {"loss": value})
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_metric_may_not_be_called_step(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="metric step="):
+        MetricsLog(tmp_path / "metrics.jsonl").append(1, {"step": 2.0})
+
+
+@pytest.mark.parametrize("second_step", [2, 1])
+def test_a_step_is_written_once_and_in_order(tmp_path: Path, second_step: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).append(2, {})
+    # A new object stands for the process after a resume that forgot to truncate.
+    with pytest.raises(DataError, match=f"metrics of step {second_step} come after those of step 2"):
+        MetricsLog(path).append(second_step, {})
+
+
+def test_a_resumed_log_continues_without_gap_or_duplicate(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        log.append(step, {"loss": float(step)})
+    assert log.truncate_after(3) == 2
+    assert log.truncate_after(3) == 0
+    log.append(4, {"loss": 40.0})
+    assert [line["loss"] for line in log.read()] == [1.0, 2.0, 3.0, 40.0]
+
+
+@given(kept=st.integers(0, 6), torn_bytes=st.integers(0, 24), cut=st.integers(0, 7))
+def test_a_kill_in_the_middle_of_a_line_costs_that_line_only(kept: int, torn_bytes: int, cut: int) -> None:
+    """Whatever prefix of the next line reached the disk, and wherever the resume starts."""
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "metrics.jsonl"
+        log = MetricsLog(path)
+        for step in range(kept):
+            log.append(step, {"loss": 0.5})
+        log.close()
+        with path.open("ab") as file:
+            file.write(b'{"step":99,"loss":0.1234}'[:torn_bytes])
+        after = MetricsLog(path)
+        assert len(after.read()) == kept
+        after.truncate_after(cut)
+        after.append(cut + 100, {"loss": 1.5})
+        steps = [line["step"] for line in MetricsLog(path).read()]
+        assert steps == [*range(min(kept, cut + 1)), cut + 100]
+
+
+def test_a_torn_end_is_removed_before_the_next_append(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1}\n{"step":2,"lo')
+    log = MetricsLog(path)
+    log.append(2, {"loss": 1.0})
+    log.sync()
+    assert path.read_text() == '{"step":1}\n{"step":2,"loss":1.0}\n'
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"loss":1}', '{"step":"1"}', "\x00\x00", ""])
+def test_a_damaged_line_in_the_middle_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step":1}}\n{line}\n{{"step":3}}\n')
+    with pytest.raises(CorruptRecord, match=r"metrics\.jsonl, line 2, is not a record"):
+        MetricsLog(path).read()
+
+
+def test_a_missing_log_is_empty(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    assert log.read() == []
+    assert log.truncate_after(0) == 0
+    log.sync()
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk") as disk:
+        lines = JsonLines(disk / "events.jsonl")
+        (disk / "filler").write_bytes(b"x" * (1000 << 10))
+        with pytest.raises(StoreError, match="the disk is full"):
+            fill(lines)
+        lines.close()
+        content = (disk / "events.jsonl").read_bytes()
+        assert content.endswith(b"}\n")
+        assert len(lines.read()) == content.count(b"\n")
+
+
+def test_a_log_that_cannot_be_opened_is_a_store_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="could not be written") as raised:
+        JsonLines(tmp_path / "absent" / "x.jsonl").append({"step": 1})
+    assert isinstance(raised.value.__cause__, OSError)
+    assert raised.value.__cause__.errno == errno.ENOENT
+
+
+# Events
+
+
+def test_an_event_comes_back_as_it_was(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", clock=lambda: 12.5)
+    log.append(notice(3, "zero_variance", "a sentence", num_ids=2))
+    (found,) = log.read()
+    assert found == Event(
+        kind=EventKind.NOTICE,
+        step=3,
+        cause="zero_variance",
+        detail="a sentence",
+        example_ids=("id0", "id1"),
+        num_examples=2,
+        at=12.5,
+    )
+
+
+def test_prc_8_an_event_has_a_bounded_size(tmp_path: Path) -> None:
+    """Incident: 694 of 824 MB of a trace were one repeated event."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append(notice(1, detail="x" * 1_000_000, num_ids=10_000))
+    assert path.stat().st_size < MAX_DETAIL_CHARACTERS + 20 * MAX_EXAMPLE_IDS + 500
+    (found,) = log.read()
+    assert found.num_examples == 10_000
+    assert len(found.example_ids) == MAX_EXAMPLE_IDS
+    assert found.detail.endswith("995904 characters cut")
+
+
+def test_prc_8_a_repeated_event_is_thinned_and_counted(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    written = Counter(log.append(notice(step, "timeout")) for step in range(5000))
+    log.append(notice(5000, "other"))
+    # The first 100, then 128, 256, 512, 1024, 2048 and 4096.
+    assert written == {True: 106, False: 5000 - 106}
+    events = log.read()
+    assert [event.occurrence for event in events[-4:]] == [1024, 2048, 4096, 1]
+
+
+def test_events_are_cut_back_like_metrics(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    for step in (1, 3, 2, 5):
+        log.append(notice(step, f"cause{step}"))
+    assert log.truncate_after(2) == 2
+    assert [event.step for event in log.read()] == [1, 2]
+    log.sync()
+    log.close()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"kind": "surprise"}, {"example_ids": 3}, {"unknown": 1}, {"kind": None}]
+)
+def test_a_line_that_is_no_event_is_refused(tmp_path: Path, changed: dict[str, object]) -> None:
+    path = tmp_path / "events.jsonl"
+    line = {"kind": "notice", "step": 1, "cause": "x", "example_ids": [], **changed}
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(CorruptRecord, match="is not an event"):
+        EventLog(path).read()

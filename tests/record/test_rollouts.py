@@ -1,0 +1,193 @@
+"""Rollouts survive Parquet bit by bit, and plain tools can read them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.errors import CorruptRecord, DataError, StoreError
+from strop.record.rollouts import read_rollouts, write_rollouts
+from strop.rollout import (
+    Example,
+    Failure,
+    FailureOwner,
+    FinishReason,
+    Outcome,
+    Rollout,
+    Sampling,
+    Turn,
+    make_example,
+)
+
+texts = st.text(max_size=12)
+numbers = st.floats(allow_nan=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+named_numbers = st.dictionaries(texts, numbers, max_size=3)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
+    logprobs = st.lists(st.floats(-100, 0, width=32), min_size=len(ids), max_size=len(ids))
+    kept = draw(st.none() | logprobs)
+    return Turn(
+        role=draw(texts),
+        text=draw(texts),
+        token_ids=np.array(ids, dtype=np.int32),
+        logprobs=None if kept is None else np.array(kept, dtype=np.float32),
+        policy_version=draw(st.none() | st.integers(0, 2**40)),
+        finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
+    )
+
+
+outcomes = st.builds(
+    Outcome,
+    parts=st.dictionaries(texts, st.none() | numbers, max_size=3),
+    is_correct=st.none() | st.booleans(),
+    format_ok=st.none() | st.booleans(),
+    truncated=st.booleans(),
+    metrics=named_numbers,
+    failure=st.none()
+    | st.builds(Failure, owner=st.sampled_from(FailureOwner), kind=texts, detail=st.text(max_size=30)),
+)
+rollouts = st.builds(
+    Rollout,
+    example=st.builds(
+        make_example, texts, st.dictionaries(texts, json_values, max_size=3), st.none() | texts
+    ),
+    step=st.integers(0, 2**40),
+    sample_index=st.integers(0, 1000),
+    turns=st.lists(turns(), max_size=4).map(tuple),
+    outcome=outcomes,
+    sampling=st.builds(
+        Sampling,
+        temperature=st.floats(0, 2),
+        top_p=st.floats(0.1, 1),
+        top_k=st.none() | st.integers(1, 10**6),
+    ),
+    seconds=named_numbers,
+    isolation=st.none() | texts,
+)
+
+
+def comparable(rollout: Rollout) -> tuple[object, ...]:
+    """Everything a rollout holds, as values that compare; arrays with type and bytes."""
+    shown_turns = [
+        (
+            turn.role,
+            turn.text,
+            turn.token_ids.dtype,
+            turn.token_ids.tobytes(),
+            None if turn.logprobs is None else (turn.logprobs.dtype, turn.logprobs.tobytes()),
+            turn.policy_version,
+            turn.finish_reason,
+        )
+        for turn in rollout.turns
+    ]
+    return (
+        rollout.example,
+        rollout.step,
+        rollout.sample_index,
+        shown_turns,
+        rollout.outcome,
+        list(rollout.outcome.parts),
+        rollout.sampling,
+        rollout.seconds,
+        rollout.isolation,
+    )
+
+
+def make_rollout(parts: dict[str, float | None] | None = None) -> Rollout:
+    return Rollout(
+        example=make_example("arithmetic", {"a": 1, "b": 2}, "3"),
+        step=4,
+        sample_index=1,
+        turns=(
+            Turn(role="user", text="What is 1 + 2?", token_ids=np.arange(5, dtype=np.int32)),
+            Turn(
+                role="assistant",
+                text="3",
+                token_ids=np.array([7, 2], dtype=np.int32),
+                logprobs=np.array([-0.5, -0.25], dtype=np.float32),
+                policy_version=4,
+                finish_reason=FinishReason.EOS,
+            ),
+        ),
+        outcome=Outcome(parts={"correct": 1.0, "format": 0.5} if parts is None else parts),
+        sampling=Sampling(),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(rollouts, max_size=4))
+def test_reading_gives_back_what_was_written(given_rollouts: list[Rollout]) -> None:
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "step-000001.parquet"
+        write_rollouts(path, given_rollouts)
+        found = read_rollouts(path)
+    assert [comparable(rollout) for rollout in found] == [comparable(rollout) for rollout in given_rollouts]
+
+
+def test_a_query_needs_no_strop(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    write_rollouts(path, [make_rollout(), make_rollout(parts={"correct": None})])
+    table = pq.read_table(path)
+    # 1.0 for the right answer and 0.5 for its form; an unscored part leaves no reward, not 0.
+    assert table["reward"].to_pylist() == [1.5, None]
+    assert table["reply_text"].to_pylist() == ["3", "3"]
+    assert table["num_sampled_tokens"].to_pylist() == [2, 2]
+    assert table["turns"].to_pylist()[0][1]["token_ids"] == [7, 2]
+    assert dict(table["reward_parts"].to_pylist()[1]) == {"correct": None}
+
+
+def test_the_size_of_a_step_is_bounded_by_its_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    write_rollouts(path, [make_rollout() for _ in range(64)])
+    assert path.stat().st_size < 20_000
+    assert len(read_rollouts(path)) == 64
+
+
+def test_a_text_that_is_not_unicode_is_refused_and_nothing_stays(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be stored"):
+        write_rollouts(tmp_path / "r.parquet", [make_rollout(parts={"\ud800": 1.0})])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_field_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    example = Example(task="t", example_id="0", fields={"value": {1, 2}}, answer=None)
+    with pytest.raises(DataError, match="cannot be stored"):
+        write_rollouts(tmp_path / "r.parquet", [replace(make_rollout(), example=example)])
+
+
+def test_a_missing_file_says_where_to_look(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="list the run's rollouts/"):
+        read_rollouts(tmp_path / "step-000009.parquet")
+
+
+@pytest.mark.parametrize("damage", ["cut", "footer", "page", "other"])
+def test_a_file_that_holds_no_rollouts_is_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "r.parquet"
+    write_rollouts(path, [make_rollout()])
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage in {"footer", "page"}:
+        # The first column's page follows the magic word; the footer's length ends the file.
+        data[-6 if damage == "footer" else 40] ^= 0xFF
+        path.write_bytes(data)
+    else:
+        pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(CorruptRecord, match="does not hold rollouts"):
+        read_rollouts(path)

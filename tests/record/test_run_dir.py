@@ -1,0 +1,227 @@
+"""One process per run directory; a run is found again, cut back and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
+from strop.record import Event, EventKind, RunDir, find_resumable, list_runs
+from strop.record.run_dir import step_of
+from strop.store import AtomicDirectory
+from tests.fixtures.tiny_disk import tiny_disk
+
+# 2026-11-21 04:05:06 UTC
+NOW = 1_795_233_906.0
+
+
+def create(root: Path, name: str = "demo", digest: str = "d1", now: float = NOW) -> RunDir:
+    return RunDir.create(root, name, 'name = "demo"\n', digest, {"model": "abc"}, now=now)
+
+
+def write_checkpoint(run: RunDir, step: int) -> Path:
+    with AtomicDirectory(run.checkpoint_path(step)) as partial:
+        (partial / "state.bin").write_bytes(b"state")
+    return run.checkpoint_path(step)
+
+
+def test_a_run_is_born_complete_and_locked(tmp_path: Path) -> None:
+    with create(tmp_path) as run:
+        assert run.path == tmp_path / "demo-20261121-040506"
+        assert run.is_locked_here
+        assert run.spec_path.read_text() == 'name = "demo"\n'
+        assert "numpy==" in (run.path / "env.txt").read_text()
+        assert json.loads((run.path / "run.json").read_bytes())["facts"] == {"model": "abc"}
+        assert [path.name for path in tmp_path.iterdir()] == [run.path.name]
+
+
+def test_the_paths_are_those_of_the_plan(tmp_path: Path) -> None:
+    with create(tmp_path) as run:
+        names = [
+            run.rollouts_path(12),
+            run.checkpoint_path(20),
+            run.eval_path("gsm8k", 1_234_567),
+            run.report_path,
+        ]
+    assert [str(path.relative_to(run.path)) for path in names] == [
+        "rollouts/step-000012.parquet",
+        "checkpoints/step-000020",
+        "eval/gsm8k-step-1234567.json",
+        "report.html",
+    ]
+    assert [step_of(path) for path in names] == [12, 20, 1_234_567, None]
+
+
+def test_runs_of_the_same_second_get_numbers(tmp_path: Path) -> None:
+    with create(tmp_path), create(tmp_path) as second, create(tmp_path) as third:
+        assert second.path.name == "demo-20261121-040506-2"
+        assert third.path.name == "demo-20261121-040506-3"
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up", "a b", "x" * 81, "a\n", "a.partial-1"])
+def test_a_name_that_is_no_directory_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be a directory name"):
+        create(tmp_path, name=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_run(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk") as disk:
+        with pytest.raises(StoreError, match="the disk is full"):
+            RunDir.create(disk, "demo", "x" * (2 << 20), "d1", {})
+        assert list(disk.iterdir()) == []
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(StoreError, match="could not be written"):
+        create(tmp_path / "runs")
+
+
+def test_changes_need_the_lock(tmp_path: Path) -> None:
+    create(tmp_path).release()
+    (run,) = list_runs(tmp_path)
+    for change in (run.begin_attempt, run.mark_finished, lambda: run.truncate_after(0)):
+        with pytest.raises(CheckRefused, match="opened for reading only"):
+            change()
+
+
+def test_an_attempt_has_its_directory_and_its_end(tmp_path: Path) -> None:
+    with create(tmp_path) as run:
+        first = run.begin_attempt()
+        run.end_attempt(first, cause="sigterm", exit_code=75, step=7)
+    with RunDir.open(run.path) as again:
+        second = again.begin_attempt({"resumed_at_step": 7})
+        assert (first.index, second.index) == (1, 2)
+        assert second.log_path == run.path / "attempts" / "2" / "train.log"
+        assert (run.path / "latest").readlink() == Path("attempts/2")
+    noted = json.loads((run.path / "latest" / ".." / "1" / "attempt.json").read_bytes())
+    assert (noted["cause"], noted["exit_code"], noted["step"]) == ("sigterm", 75, 7)
+    killed = json.loads((run.path / "latest" / "attempt.json").read_bytes())
+    assert killed["facts"] == {"resumed_at_step": 7}
+    assert "ended_at" not in killed
+
+
+def test_the_newest_unfinished_run_of_the_same_spec_is_resumed(tmp_path: Path) -> None:
+    for digest, age_s in (("d1", 300), ("d1", 200), ("d2", 100)):
+        create(tmp_path, digest=digest, now=NOW - age_s).release()
+    create(tmp_path, name="demo-2", now=NOW).release()
+    found = find_resumable(tmp_path, "demo", "d1")
+    assert found is not None
+    assert found.state.created_at == NOW - 200
+    assert found.is_locked_here
+    # The newest is taken now, so a second process gets the older one, a third none.
+    second = find_resumable(tmp_path, "demo", "d1")
+    assert second is not None
+    assert second.state.created_at == NOW - 300
+    assert find_resumable(tmp_path, "demo", "d1") is None
+    found.mark_finished()
+    found.release()
+    second.release()
+    remaining = find_resumable(tmp_path, "demo", "d1")
+    assert remaining is not None
+    assert remaining.path == second.path
+    remaining.release()
+    assert find_resumable(tmp_path, "demo", "d3") is None
+    assert find_resumable(tmp_path / "absent", "demo", "d1") is None
+
+
+def test_resuming_cuts_back_everything_after_the_checkpoint(tmp_path: Path) -> None:
+    with create(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.metrics.append(step, {"loss": 1.0})
+            run.events.append(Event(kind=EventKind.NOTICE, step=step, cause=f"c{step}"))
+            run.rollouts_path(step).touch()
+            run.eval_path("t", step).touch()
+            write_checkpoint(run, step)
+        (run.path / "rollouts" / "notes.txt").touch()
+        run.sync()
+        run.truncate_after(2)
+        assert [line["step"] for line in run.metrics.read()] == [1, 2]
+        assert [event.step for event in run.events.read()] == [1, 2]
+        left = sorted(path.name for path in (run.path / "rollouts").iterdir())
+        assert left == ["notes.txt", "step-000001.parquet", "step-000002.parquet"]
+        assert not run.eval_path("t", 3).exists()
+        assert run.checkpoint_steps() == [1, 2, 3]
+
+
+def test_old_checkpoints_go_and_the_newest_always_stays(tmp_path: Path) -> None:
+    with create(tmp_path) as run:
+        assert run.latest_checkpoint() is None
+        for step in (5, 10, 15):
+            write_checkpoint(run, step)
+        assert run.keep_checkpoints(2) == [5]
+        assert run.keep_checkpoints(0) == [10]
+        assert run.latest_checkpoint() == (15, run.checkpoint_path(15))
+        assert [path.name for path in run.checkpoints_path.iterdir()] == ["step-000015"]
+
+
+def test_taking_a_run_over_clears_what_its_dead_owner_left(tmp_path: Path) -> None:
+    run = create(tmp_path)
+    run.release()
+    kill_while_writing = (
+        "import os, signal, sys; from pathlib import Path; from strop.store import AtomicDirectory\n"
+        "with AtomicDirectory(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", kill_while_writing, str(run.checkpoint_path(5))], check=False)
+    assert len(list(run.checkpoints_path.iterdir())) == 1
+    with RunDir.open(run.path):
+        assert list(run.checkpoints_path.iterdir()) == []
+
+
+WORK = """
+import sys, time
+from pathlib import Path
+from strop.record import RunDir
+run = RunDir.open(Path(sys.argv[1]))
+run.acquire()
+print("working", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_process_in_the_same_run_is_refused_by_name(tmp_path: Path) -> None:
+    create(tmp_path).release()
+    (run,) = list_runs(tmp_path)
+    worker = subprocess.Popen([sys.executable, "-c", WORK, str(run.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "working\n"
+        with pytest.raises(CheckRefused, match=f"in use by process {worker.pid} on "):
+            run.acquire()
+        assert find_resumable(tmp_path, "demo", "d1") is None
+        RunDir.open(run.path)  # Reading needs no lock.
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+    run.acquire()
+    run.release()
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a run directory"):
+        RunDir.open(tmp_path)
+    assert list_runs(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"name": "x"}', '{"surprise": 1}'])
+def test_a_damaged_state_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    run = create(tmp_path)
+    run.release()
+    (run.path / "run.json").write_text(content)
+    with pytest.raises(CorruptRecord, match=r"run\.json is damaged"):
+        RunDir.open(run.path)
+
+
+def test_the_environment_text_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    with create(tmp_path) as run:
+        written = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
+    assert not any(b"hf_very_secret" in data for data in written)
+    assert os.environ["HF_TOKEN"] == "hf_very_secret"
