@@ -17,9 +17,9 @@ from strop.evaluate import EvalResult, Interval, compare_results, read_result
 from strop.evaluate.result import PROTOCOL_FIELDS
 from strop.record import Event, EventKind, RunDir, RunState
 from strop.rollout import Rollout
+from strop.view.watch import ALARM_KINDS
 
 EXAMPLES_SHOWN = 3
-ALARM_KINDS = frozenset({EventKind.TRIPWIRE, EventKind.ROLLOUT_LOST})
 NOTED_KINDS = frozenset({EventKind.RESUME, EventKind.NOTICE, EventKind.STOP})
 STAGES = ("generate", "verify", "learn", "sync", "other")
 """The parts of a step, in the order they happen; metric `seconds_<stage>` holds each."""
