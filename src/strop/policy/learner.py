@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from strop.errors import CorruptRecord, LearnerError, explain_refusal
@@ -129,7 +130,7 @@ class Learner:
             with torch.no_grad():
                 for name, master in self._masters.items():
                     self._load_parameter(name, master, tensors, version)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise CorruptRecord(
                 explain_refusal(
                     f"the optimizer state in {source} cannot be restored ({type(error).__name__}: {error})",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from strop.errors import StoreError, WeightMismatch, explain_refusal
@@ -47,7 +48,7 @@ def publish_weights(model: LanguageModel, path: Path) -> str:
     try:
         save_file(tensors, partial)
         partial.replace(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise StoreError(
             explain_refusal(
@@ -67,7 +68,7 @@ def load_published(model: LanguageModel, path: Path, *, expected_digest: str) ->
     """
     try:
         tensors = load_file(path)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _mismatch(f"published weights {path} cannot be read ({error})") from error
     actual_digest = tensors_digest(tensors.items())
     if actual_digest != expected_digest:

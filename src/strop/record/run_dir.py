@@ -187,6 +187,21 @@ class RunDir:
         for parent in (self.path, self.path / "rollouts", self.checkpoints_path, self.path / "eval"):
             remove_leftovers(parent)
 
+    def move_to(self, path: Path) -> None:
+        """Give the directory another name, its lock kept. Call it before anything is logged.
+
+        Raises: StoreError if the name is taken or the disk fails.
+        """
+        self._check_locked()
+        try:
+            # An existing run is never empty, so rename cannot replace one.
+            self.path.rename(path)
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+        self.path, self._lock.path = path, path / LOCK_NAME
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self.events = EventLog(path / "events.jsonl")
+
     def release(self) -> None:
         """Close the logs and give the lock back."""
         self.metrics.close()
@@ -395,8 +410,8 @@ def _read_state(path: Path) -> RunState:
         raise StoreError(
             explain_refusal(
                 f"{path} is not a run directory: {STATE_NAME} cannot be read ({error.strerror})",
-                allowed="a directory that `strop train` made",
-                next_step="run `strop ls` to see the runs",
+                allowed="a directory that a training run made",
+                next_step="give the directory that holds run.json and spec.toml",
             )
         ) from error
     except (ValueError, TypeError) as error:

@@ -34,3 +34,9 @@ class TrainSpec(Section):
     keep_checkpoints: int = Field(
         default=2, ge=1, le=10**7, description="Newest complete checkpoints kept; older ones are deleted."
     )
+    accept: str | None = Field(
+        default=None,
+        pattern=r"^\s*[a-z]+\s*:\s*\S[^;]*(;\s*[a-z]+\s*:\s*\S[^;]*)*$",
+        description="Checks of the gate whose refusal is accepted, each with a reason, as"
+        " 'NAME: reason; NAME: reason'. none = every check must pass.",
+    )

@@ -1,0 +1,206 @@
+"""Running a run file on this machine: find or make its directory, compose its parts, train.
+
+The same command again continues a run that did not finish: same name, same spec, newest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strop.errors import CheckRefused, StropError, explain_refusal
+from strop.evaluate import EvalResult, EvalSettings, evaluate_task, write_result
+from strop.hardware import describe_machine
+from strop.record import Event, EventKind, RunDir, find_resumable
+from strop.rollout import Sampling, Split
+from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
+from strop.store import ModelHandle, get_model
+from strop.tasks import Task, build_task
+from strop.train.observer import EvalSummary, Observer
+
+if TYPE_CHECKING:
+    from strop.cluster import Roles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOutcome:
+    """How a run ended."""
+
+    run_path: Path
+    before: EvalResult | None
+    after: EvalResult | None
+
+
+def train_here(
+    resolved: ResolvedSpec, observer: Observer, *, is_new: bool = False, on_run: Callable[[RunDir], None]
+) -> TrainOutcome:
+    """Train a run on this machine, from its last checkpoint if it has one.
+
+    `is_new` starts a new run even where an unfinished one could go on. `on_run` is told the run
+    directory once it is locked, before anything heavy happens.
+
+    Raises: CheckRefused if the directory is in use, finished, or the gate refuses; Interrupted
+        after a signal; StropError for everything else that strop refuses.
+    """
+    spec = resolved.spec
+    threads = set_threads(spec.placement.threads)
+    model = get_model(spec.model.uri)
+    task = build_task(spec.task)
+    facts = {
+        "model_uri": spec.model.uri,
+        "model_digest": model.digest,
+        "model_source": model.source,
+        "task": task.name,
+        "task_version": task.version,
+        "num_threads": threads,
+    }
+    run_dir = open_run(resolved, facts, is_new=is_new)
+    with run_dir:
+        on_run(run_dir)
+        attempt = run_dir.begin_attempt({"machine": describe_machine().cpu_name})
+        for notice in (*resolved.notices, *([model.notice] if model.notice else [])):
+            event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
+            run_dir.events.append(event)
+            observer.on_event(event)
+        cause, exit_code = "done", 0
+        try:
+            outcome = asyncio.run(_train(spec, task, model, run_dir, observer))
+        except BaseException as error:
+            cause = type(error).__name__
+            exit_code = error.exit_code if isinstance(error, StropError) else 1
+            raise
+        finally:
+            steps = [int(line["step"]) for line in run_dir.metrics.read()]
+            run_dir.end_attempt(attempt, cause=cause, exit_code=exit_code, step=max(steps, default=0))
+            observer.on_end(cause=cause)
+        return outcome
+
+
+def set_threads(wanted: int | None) -> int:
+    """Fix the number of compute threads. Returns it.
+
+    None means the physical cores that this process may use.
+    """
+    import torch
+
+    cores = min(describe_machine().num_physical_cores, len(os.sched_getaffinity(0)))
+    threads = wanted or max(cores, 1)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
+    """Return the run's directory with its lock held: an unfinished one, or a new one.
+
+    Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run.
+    """
+    spec, digest = resolved.spec, spec_digest(resolved.spec)
+    if spec.output.dir is not None:
+        path = Path(spec.output.dir)
+        if path.exists():
+            return _open_named_run(path, digest)
+        run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
+        run_dir.move_to(path)
+        return run_dir
+    root = Path(spec.output.root)
+    resumable = None if is_new else find_resumable(root, spec.name, digest)
+    return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
+
+
+def _open_named_run(path: Path, digest: str) -> RunDir:
+    """Open the run in a directory that the run file names."""
+    run_dir = RunDir.open(path)
+    run_dir.acquire()
+    if run_dir.state.spec_digest == digest and not run_dir.is_finished:
+        return run_dir
+    run_dir.release()
+    given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
+    raise CheckRefused(
+        explain_refusal(
+            f"output.dir={path} {given}; nothing is left to do there",
+            allowed="a new directory, or the unfinished run of this very spec",
+            next_step="choose another output.dir, or remove it to get a dated directory",
+        )
+    )
+
+
+async def _train(
+    spec: RunSpec, task: Task, model: ModelHandle, run_dir: RunDir, observer: Observer
+) -> TrainOutcome:
+    """Start the roles, train, and stop them whatever happens."""
+    from strop.cluster import ModelSource
+    from strop.cluster.build import build_placement
+    from strop.train.loop import TrainInput, TrainLoop
+
+    source = ModelSource(path=model.path, digest=model.digest)
+    placement = build_placement(spec, source, run_dir.path / "roles")
+    results: list[EvalResult] = []
+    try:
+        roles = await placement.start()
+        evaluator = Evaluation(spec, task, roles, model.digest, run_dir, results)
+        loop = TrainLoop(
+            TrainInput(
+                spec=spec,
+                task=task,
+                roles=roles,
+                run_dir=run_dir,
+                model_dir=model.path,
+                observer=observer,
+                evaluate=evaluator if spec.eval.every is not None else None,
+            )
+        )
+        await loop.run()
+    finally:
+        await placement.stop()
+    return TrainOutcome(
+        run_path=run_dir.path,
+        before=next((result for result in results if result.step == 0), None),
+        after=next((result for result in results if result.step == spec.train.steps), None),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Evaluates a run's policy on the held-out examples and records the result."""
+
+    spec: RunSpec
+    task: Task
+    roles: Roles
+    model_digest: str
+    run_dir: RunDir
+    results: list[EvalResult]
+
+    async def __call__(self, step: int) -> EvalSummary:
+        """Evaluate the weights after `step` steps."""
+        spec = self.spec
+        settings = EvalSettings(
+            run_seed=spec.seed,
+            step=step,
+            split=Split.HELD_OUT,
+            prompt_format=spec.model.prompt_format,
+            num_examples=spec.eval.num_examples,
+            num_samples=spec.eval.num_samples,
+            sampling=Sampling(**spec.sampling.model_dump()),
+        )
+        result = await evaluate_task(
+            task=self.task,
+            engine=self.roles.engine,
+            tokenizer=self.roles.tokenizer,
+            settings=settings,
+            model_digest=self.model_digest if step == 0 else f"{self.model_digest}+{step}",
+            trained_ids={example.example_id for example in self.task.examples(Split.TRAIN)},
+        )
+        write_result(result, self.run_dir.eval_path(self.task.name, step))
+        self.results.append(result)
+        return EvalSummary(
+            step=step,
+            num_examples=result.num_examples,
+            greedy_accuracy=result.greedy.accuracy,
+            greedy_low=result.greedy.low,
+            greedy_high=result.greedy.high,
+            sampled_accuracy=result.sampled.accuracy if result.sampled is not None else None,
+        )

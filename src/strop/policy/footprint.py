@@ -1,0 +1,128 @@
+"""What a model needs in bytes and FLOP, from its config alone. Imports no torch.
+
+Used before anything is loaded (`strop plan`) and by the gate. Formulas count matrix products and
+the tensors that autograd keeps; norms and elementwise work are not counted as FLOP.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+
+HEAD_WORKSPACE_ROWS = 256
+_STATE_BYTES = {"bfloat16": 18, "float32": 16}
+"""Per parameter: fp32 master 4, moments 8, gradient 4, and a bf16 copy 2 where there is one."""
+_COPY_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """The sizes of a decoder with grouped-query attention and a gated MLP."""
+
+    num_layers: int
+    hidden_width: int
+    mlp_width: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    vocab_size: int
+    max_positions: int
+    is_tied: bool
+
+    @property
+    def body_params(self) -> int:
+        """Parameters in the layers' matrices (N)."""
+        query = self.hidden_width * self.num_heads * self.head_width
+        key_value = self.hidden_width * self.num_kv_heads * self.head_width
+        mlp = 3 * self.hidden_width * self.mlp_width
+        return self.num_layers * (2 * query + 2 * key_value + mlp)
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the LM head (H)."""
+        return self.vocab_size * self.hidden_width
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, norms left out."""
+        return self.body_params + self.head_params * (1 if self.is_tied else 2)
+
+
+def read_model_size(model_dir: Path) -> ModelSize:
+    """Read sizes from a model directory's config.json.
+
+    Raises: ConfigError if the file is missing or lacks a size.
+    """
+    path = model_dir / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        config = config.get("text_config", config)
+        num_heads = int(config["num_attention_heads"])
+        hidden_width = int(config["hidden_size"])
+        return ModelSize(
+            num_layers=int(config["num_hidden_layers"]),
+            hidden_width=hidden_width,
+            mlp_width=int(config["intermediate_size"]),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_width=int(config.get("head_dim") or hidden_width // num_heads),
+            vocab_size=int(config["vocab_size"]),
+            max_positions=int(config["max_position_embeddings"]),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            explain_refusal(
+                f"the sizes of the model in {model_dir} cannot be read ({type(error).__name__}: {error})",
+                allowed="a config.json of a decoder-only language model",
+                next_step="fetch the model anew with `strop model get URI`",
+            )
+        ) from error
+
+
+def state_bytes(size: ModelSize, dtype: str) -> int:
+    """Bytes of weights, gradients and optimizer state."""
+    return size.num_params * _STATE_BYTES[dtype]
+
+
+def activation_bytes(size: ModelSize, dtype: str, num_positions: int) -> int:
+    """Bytes that autograd keeps for one micro-batch, attention and head workspace included."""
+    item = _COPY_BYTES[dtype]
+    # Per layer: two norms keep fp32 inputs and normalised values, attention its projections before
+    # and after rotary embedding, the MLP four tensors of its width.
+    norms = 2 * size.hidden_width * (8 + 2 * item)
+    attention = 6 * (size.num_heads + size.num_kv_heads) * size.head_width * item
+    mlp = 4 * size.mlp_width * item
+    per_position = size.num_layers * (norms + attention + mlp)
+    head = HEAD_WORKSPACE_ROWS * size.vocab_size * (4 + 2 * item)
+    return num_positions * per_position + head
+
+
+def cache_bytes(size: ModelSize, dtype: str, num_rows: int, num_slots: int) -> int:
+    """Bytes of a KV cache."""
+    per_slot = 2 * size.num_layers * size.num_kv_heads * size.head_width * _COPY_BYTES[dtype]
+    return num_rows * num_slots * per_slot
+
+
+def checkpoint_bytes(size: ModelSize, dtype: str) -> int:
+    """Bytes of one checkpoint: export, masters and two moments."""
+    return size.num_params * (_COPY_BYTES[dtype] + 12)
+
+
+def decode_flop(size: ModelSize, num_tokens: float) -> float:
+    """FLOP to generate tokens, attention left out."""
+    return 2.0 * (size.body_params + size.head_params) * num_tokens
+
+
+def prefill_flop(size: ModelSize, num_tokens: float) -> float:
+    """FLOP to feed prompt tokens."""
+    return 2.0 * size.body_params * num_tokens
+
+
+def learn_flop(size: ModelSize, num_positions: float, num_scored: float) -> float:
+    """FLOP of forward and backward: 6 per body parameter and position, 6 per head parameter and score."""
+    return 6.0 * (size.body_params * num_positions + size.head_params * num_scored)

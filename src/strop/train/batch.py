@@ -1,0 +1,61 @@
+"""From judged groups to what the learner packs: credit assigned once, rows built once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from strop.algorithm import Algorithm, Credit, assign_credit
+from strop.policy.packing import PackedGroup, PackedReply
+from strop.rollout import Group, Rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainBatch:
+    """The input of one optimizer step."""
+
+    groups: tuple[PackedGroup, ...]
+    """Only rollouts that are forwarded."""
+    credit: Credit
+
+
+def build_batch(algorithm: Algorithm, groups: Sequence[Group], max_reply_tokens: int) -> TrainBatch:
+    """Assign credit over the complete batch, then pack what is forwarded."""
+    credit = assign_credit(
+        algorithm,
+        [[rollout.outcome.reward for rollout in group.rollouts] for group in groups],
+        [[rollout.num_sampled_tokens for rollout in group.rollouts] for group in groups],
+        [[rollout.outcome.truncated for rollout in group.rollouts] for group in groups],
+        max_reply_tokens,
+    )
+    packed: list[PackedGroup] = []
+    for index, group in enumerate(groups):
+        replies = tuple(
+            pack_reply(rollout, float(advantage), float(weight))
+            for rollout, advantage, weight, is_forwarded in zip(
+                group.rollouts,
+                credit.advantage_P_G[index],
+                credit.weight_P_G[index],
+                credit.is_forwarded_P_G[index],
+                strict=True,
+            )
+            if is_forwarded
+        )
+        if replies:
+            prompt_ids = group.rollouts[0].turns[0].token_ids
+            packed.append(PackedGroup(prompt_ids=prompt_ids, replies=replies))
+    return TrainBatch(groups=tuple(packed), credit=credit)
+
+
+def pack_reply(rollout: Rollout, advantage: float, weight: float) -> PackedReply:
+    """Join everything after the opening prompt; only what the policy sampled is scored."""
+    turns = rollout.turns[1:]
+    return PackedReply(
+        token_ids=np.concatenate([turn.token_ids for turn in turns]),
+        is_scored=np.concatenate([np.full(len(turn.token_ids), turn.is_sampled) for turn in turns]),
+        engine_logprobs=np.concatenate([turn.logprobs for turn in turns if turn.logprobs is not None]),
+        advantage=advantage,
+        weight=weight,
+    )

@@ -1,0 +1,297 @@
+"""The gate: what must hold before the first step, or nothing is trained.
+
+Each check looks for one documented way in which systems of this kind trained silently wrong. All
+checks run, so that one look shows every cause; any failure that the run file does not accept by
+name and reason stops the run with exit code 76.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from strop.cluster import Roles
+from strop.environments import RolloutPlan, SingleTurn, run_group
+from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.hardware import describe_machine, free_disk_bytes
+from strop.policy.footprint import (
+    activation_bytes,
+    cache_bytes,
+    checkpoint_bytes,
+    read_model_size,
+    state_bytes,
+)
+from strop.policy.learner import DEFAULT_MICRO_BATCH_POSITIONS
+from strop.policy.packing import PackedBatch, PackedGroup
+from strop.policy.scoring import score_batch, score_reply
+from strop.rollout import Group, Rollout, Sampling, Split
+from strop.spec.run import RunSpec
+from strop.tasks import Task, render_prompt, self_test
+from strop.train.batch import pack_reply
+
+PARITY_TOLERANCE_NATS = {"bfloat16": 0.06, "float32": 1e-3}
+"""Largest mean abs(engine - trainer) log-probability at equal weights."""
+
+_CANARY = (
+    "The sun rises in the east and sets in the west. Water freezes at zero degrees and boils at one"
+    " hundred. A week has seven days, and a year has twelve months."
+)
+_MAX_CANARY_FRAC = 0.75
+"""Share of ln(vocabulary) that a trained model's loss on plain English stays below; noise is at 1."""
+_NUM_PROBE_PROMPTS = 8
+_NUM_PROBE_ROLLOUTS = 8
+_NUM_SELFTEST_EXAMPLES = 16
+_NUM_MEASURED_PROMPTS = 2000
+_GATE_STEP = 2**31
+"""Step in the names of the gate's random streams; no training step has it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateInput:
+    """What the gate looks at."""
+
+    spec: RunSpec
+    task: Task
+    roles: Roles
+    model_dir: Path
+    run_path: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateCheck:
+    """The verdict of one check."""
+
+    name: str
+    is_passed: bool
+    detail: str
+    """What was seen; for a failure also the cause and what to do."""
+
+
+async def pass_gate(gate: GateInput) -> list[GateCheck]:
+    """Run every check.
+
+    Raises: CheckRefused naming every failed check that the run file does not accept.
+    """
+    accepted = read_accepted(gate.spec.train.accept)
+    checks = [check(gate) for check in _STATIC_CHECKS]
+    # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
+    if all(check.is_passed or check.name in accepted for check in checks):
+        groups = await _probe(gate)
+        checks += [check(gate, groups) for check in _PROBE_CHECKS]
+    refused = [check for check in checks if not check.is_passed and check.name not in accepted]
+    if refused:
+        causes = "; ".join(f"{check.name}: {check.detail}" for check in refused)
+        raise CheckRefused(
+            explain_refusal(
+                f"the gate refused to train: {causes}",
+                allowed="a run whose every check passes, or whose train.accept names the check and a reason",
+                next_step="mend the cause named above; nothing was trained",
+            )
+        )
+    return checks
+
+
+def read_accepted(text: str | None) -> dict[str, str]:
+    """Read `train.accept` into check name and reason.
+
+    Raises: ConfigError if a name is not a check of the gate.
+    """
+    pairs = [entry.split(":", 1) for entry in text.split(";")] if text else []
+    accepted = {name.strip(): reason.strip() for name, reason in pairs}
+    known = [check.__name__.removeprefix("check_") for check in (*_STATIC_CHECKS, *_PROBE_CHECKS)]
+    unknown = sorted(accepted.keys() - set(known))
+    if unknown:
+        raise ConfigError(
+            explain_refusal(
+                f"train.accept names {', '.join(unknown)}",
+                allowed=", ".join(known),
+                next_step="correct the name in the run file",
+            )
+        )
+    return accepted
+
+
+async def _probe(gate: GateInput) -> list[Group]:
+    """Sample a few groups the way training will."""
+    spec, task = gate.spec, gate.task
+    examples = task.examples(Split.TRAIN)[:_NUM_PROBE_PROMPTS]
+    sampling = Sampling(**spec.sampling.model_dump())
+    plans = [
+        [
+            RolloutPlan(
+                example=example,
+                step=_GATE_STEP,
+                sample_index=index,
+                run_seed=spec.seed,
+                sampling=sampling,
+                max_reply_tokens=task.limits.max_reply_tokens,
+                prompt_format=spec.model.prompt_format,
+            )
+            for index in range(_NUM_PROBE_ROLLOUTS)
+        ]
+        for example in examples
+    ]
+    roles = gate.roles
+    runs = [run_group(partial(SingleTurn, task), roles.engine, roles.tokenizer, plan) for plan in plans]
+    return list(await asyncio.gather(*runs))
+
+
+def check_prompt(gate: GateInput) -> GateCheck:
+    """Show the rendered prompt and the stops; refuse prompts that leave no room for a reply."""
+    tokenizer, task = gate.roles.tokenizer, gate.task
+    examples = task.examples(Split.TRAIN)[:_NUM_MEASURED_PROMPTS]
+    text, lengths = "", []
+    for example in examples:
+        rendered, token_ids = render_prompt(tokenizer, task.render(example), gate.spec.model.prompt_format)
+        text = text or rendered
+        lengths.append(len(token_ids))
+    limit = gate.roles.learner.model.shape.max_positions
+    longest = max(lengths) + task.limits.max_reply_tokens
+    stops = [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.stop_token_ids)]
+    detail = f"prompt {text!r}, stops {stops + list(task.limits.stop_strings)}"
+    if longest > limit:
+        detail = (
+            f"the longest prompt has {max(lengths)} tokens and a reply may have"
+            f" {task.limits.max_reply_tokens}, together more than the model's {limit} positions"
+        )
+    return GateCheck(name="prompt", is_passed=longest <= limit, detail=detail)
+
+
+def check_weights(gate: GateInput) -> GateCheck:
+    """Refuse weights that know no language: their loss on plain text is that of noise."""
+    model, tokenizer = gate.roles.learner.model, gate.roles.tokenizer
+    token_ids = tokenizer.encode(_CANARY)
+    loss_nats = -float(score_reply(model, token_ids[:1], token_ids[1:], 1.0).mean())
+    bound_nats = _MAX_CANARY_FRAC * math.log(model.shape.vocab_size)
+    is_passed = loss_nats < bound_nats
+    detail = f"loss {loss_nats:.2f} nats per token on plain English, bound {bound_nats:.2f}"
+    if not is_passed:
+        detail += "; the weights look random: were they loaded, and from the right file?"
+    return GateCheck(name="weights", is_passed=is_passed, detail=detail)
+
+
+def check_verifier(gate: GateInput) -> GateCheck:
+    """Refuse a verifier that rejects gold answers or pays for nonsense."""
+    findings = self_test(gate.task, gate.task.examples(Split.TRAIN)[:_NUM_SELFTEST_EXAMPLES])
+    if findings:
+        shown = "; ".join(finding.describe() for finding in findings[:3])
+        return GateCheck(name="verifier", is_passed=False, detail=f"{len(findings)} findings: {shown}")
+    return GateCheck(name="verifier", is_passed=True, detail="gold earns full marks, nonsense does not")
+
+
+def check_schedule(gate: GateInput) -> GateCheck:
+    """Refuse a schedule that cannot fill a step, or that evaluates what it trains on."""
+    train_ids = {example.example_id for example in gate.task.examples(Split.TRAIN)}
+    held_out_ids = {example.example_id for example in gate.task.examples(Split.HELD_OUT)}
+    wanted = gate.spec.train.prompts_per_step
+    overlap = train_ids & held_out_ids
+    if overlap:
+        detail = f"{len(overlap)} examples are both trained on and held out, the first is {min(overlap)}"
+    elif len(train_ids) < wanted:
+        detail = f"{len(train_ids)} training examples cannot fill train.prompts_per_step={wanted}"
+    else:
+        detail = f"{len(train_ids)} training and {len(held_out_ids)} held-out examples, none in both"
+    return GateCheck(
+        name="schedule", is_passed=not overlap and len(train_ids) >= wanted, detail=detail
+    )
+
+
+def check_room(gate: GateInput) -> GateCheck:
+    """Refuse a run whose estimated memory or disk is not there."""
+    spec, size = gate.spec, read_model_size(gate.model_dir)
+    dtype = spec.model.dtype
+    positions = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
+    memory_bytes = state_bytes(size, dtype) + activation_bytes(size, dtype, positions)
+    memory_bytes += cache_bytes(size, dtype, rows, gate.task.limits.max_reply_tokens + positions // rows)
+    disk_bytes = (spec.train.keep_checkpoints + 1) * checkpoint_bytes(size, dtype)
+    have_memory, have_disk = describe_machine().memory_bytes, free_disk_bytes(gate.run_path)
+    is_on_cpu = gate.roles.learner.model.device.type == "cpu"
+    is_passed = disk_bytes <= have_disk and (memory_bytes <= have_memory or not is_on_cpu)
+    detail = (
+        f"memory about {memory_bytes / 2**30:.1f} of {have_memory / 2**30:.1f} GiB, checkpoints"
+        f" {disk_bytes / 2**30:.1f} of {have_disk / 2**30:.1f} GiB free at {gate.run_path}"
+    )
+    return GateCheck(name="room", is_passed=is_passed, detail=detail)
+
+
+def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
+    """Refuse a batch builder that leaves the sampled terminator out of the loss."""
+    stop_ids = gate.roles.tokenizer.stop_token_ids
+    ended = [
+        rollout
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.reply is not None and int(rollout.reply.token_ids[-1]) in stop_ids
+    ]
+    untrained = []
+    for rollout in ended:
+        reply = pack_reply(rollout, 1.0, 1.0)
+        batch = PackedBatch.of_groups(
+            [PackedGroup(prompt_ids=rollout.turns[0].token_ids, replies=(reply,))], torch.device("cpu")
+        )
+        if int(batch.target_M[-1]) not in stop_ids:
+            untrained.append(rollout)
+    detail = f"{len(ended)} sampled terminators, all inside the loss mask"
+    if untrained:
+        detail = f"{len(untrained)} of {len(ended)} sampled terminators are outside the loss mask"
+    elif not ended:
+        detail = "no probe reply ended by itself; the reply limit may be too small"
+    return GateCheck(name="terminator", is_passed=not untrained, detail=detail)
+
+
+def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
+    """Refuse an engine and a trainer that disagree about the same tokens at equal weights."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.reply is not None]
+    if not rollouts:
+        return GateCheck(name="parity", is_passed=False, detail="the engine gave no reply to compare")
+    tolerance = PARITY_TOLERANCE_NATS[gate.spec.model.dtype]
+    temperature = gate.spec.sampling.temperature
+    gaps = _gaps(gate, rollouts, temperature)
+    mean_nats = float(np.abs(gaps).mean())
+    detail = f"mean gap {mean_nats:.2g} nats over {len(gaps)} tokens, tolerance {tolerance:g}"
+    if not mean_nats <= tolerance:
+        detail += f"; cause: {_name_cause(gate, rollouts, gaps, tolerance)}"
+    return GateCheck(name="parity", is_passed=mean_nats <= tolerance, detail=detail)
+
+
+def _gaps(gate: GateInput, rollouts: Sequence[Rollout], temperature: float) -> np.ndarray:
+    """Return trainer minus engine log-probability of every sampled token."""
+    groups = [
+        PackedGroup(prompt_ids=r.turns[0].token_ids, replies=(pack_reply(r, 0.0, 0.0),)) for r in rollouts
+    ]
+    model = gate.roles.learner.model
+    batch = PackedBatch.of_groups(groups, model.device)
+    gaps: np.ndarray = (score_batch(model, batch, temperature) - batch.engine_logprob_M).cpu().numpy()
+    return gaps
+
+
+def _name_cause(
+    gate: GateInput, rollouts: Sequence[Rollout], gaps: np.ndarray, tolerance: float
+) -> str:
+    """Name the first convention that explains the gap."""
+    if gate.spec.sampling.temperature != 1.0 and np.abs(_gaps(gate, rollouts, 1.0)).mean() <= tolerance:
+        return "temperature (the engine reports log-probabilities before dividing by it)"
+    if gaps.max() <= tolerance:
+        return "support (the engine's values are renormalised over fewer tokens than the trainer's)"
+    return "weights, position ids, template or dtype differ between engine and trainer"
+
+
+_STATIC_CHECKS: tuple[Callable[[GateInput], GateCheck], ...] = (
+    check_prompt,
+    check_weights,
+    check_verifier,
+    check_schedule,
+    check_room,
+)
+_PROBE_CHECKS: tuple[Callable[[GateInput, Sequence[Group]], GateCheck], ...] = (
+    check_terminator,
+    check_parity,
+)

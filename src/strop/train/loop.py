@@ -1,0 +1,295 @@
+"""The loop: examples, rollouts, credit, one optimizer step, publication, record.
+
+One step, in order: take the step's examples, attempt each several times, judge, assign credit over
+the complete batch, move the weights once, publish them to the engine, write everything down, and
+checkpoint where one is due. A record of step k on disk means that step k was trained; what was
+recorded after the last checkpoint is cut off on resume and computed again, to the same values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from strop.algorithm import build_algorithm
+from strop.cluster import Roles
+from strop.environments import RolloutPlan, SingleTurn, run_group
+from strop.errors import Interrupted, LearnerError, RunStopped, WeightMismatch, explain_refusal
+from strop.hardware.memory import peak_rss_bytes
+from strop.policy.learner import StepReport
+from strop.record import Event, EventKind, RunDir
+from strop.record.rollouts import write_rollouts
+from strop.rollout import Group, Sampling, Split
+from strop.spec.run import RunSpec
+from strop.tasks import Task
+from strop.train.batch import TrainBatch, build_batch
+from strop.train.checkpoint import TrainerState, load_checkpoint, save_checkpoint
+from strop.train.gate import GateInput, pass_gate
+from strop.train.measure import (
+    measure_batch,
+    measure_rollouts,
+    measure_time,
+    measure_update,
+    verify_seconds,
+)
+from strop.train.observer import Evaluator, Observer
+from strop.train.schedule import ExampleSchedule
+from strop.train.signals import StopFlag
+from strop.train.tripwires import MAX_REFUSED_IN_A_ROW, find_alarms
+from strop.train.watchdog import Watchdog
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainInput:
+    """Everything that the loop works with, composed by the caller."""
+
+    spec: RunSpec
+    task: Task
+    roles: Roles
+    run_dir: RunDir
+    model_dir: Path
+    """Where the tokenizer's files come from for exports."""
+    observer: Observer
+    evaluate: Evaluator | None
+    """None: the held-out examples are not looked at."""
+
+
+class TrainLoop:
+    """Trains one run to its end, from wherever its last checkpoint left it."""
+
+    def __init__(self, parts: TrainInput) -> None:
+        self._parts = parts
+        self._spec = parts.spec
+        self._roles = parts.roles
+        self._run_dir = parts.run_dir
+        self._algorithm = build_algorithm(parts.spec.algorithm)
+        self._schedule = ExampleSchedule(
+            parts.task.examples(Split.TRAIN),
+            seed=parts.spec.seed,
+            prompts_per_step=parts.spec.train.prompts_per_step,
+        )
+        self._state = TrainerState(
+            step=0, version=0, num_refused_in_a_row=0, num_threads=torch.get_num_threads()
+        )
+        self._stop = StopFlag()
+        self._watchdog = Watchdog(parts.spec.tripwires.max_stall_s, self._on_stall)
+
+    async def run(self) -> None:
+        """Train until every requested step is done.
+
+        Raises: CheckRefused by the gate; Interrupted after a signal, with a checkpoint written;
+            RunStopped by a tripwire; any error of a role, with the last checkpoint intact.
+        """
+        with self._stop, self._watchdog:
+            self._resume()
+            await self._publish()
+            await self._pass_gate()
+            self._parts.observer.on_start(
+                run=str(self._run_dir.path), first_step=self._state.step, num_steps=self._spec.train.steps
+            )
+            if self._state.step == 0:
+                await self._evaluate()
+            while self._state.step < self._spec.train.steps:
+                self._stop_if_asked()
+                await self._step()
+            self._run_dir.mark_finished()
+
+    def _resume(self) -> None:
+        """Go back to the last checkpoint and cut off what was recorded after it."""
+        latest = self._run_dir.latest_checkpoint()
+        if latest is not None:
+            step, path = latest
+            self._state = load_checkpoint(
+                path, self._roles.learner, num_threads=self._state.num_threads
+            )
+            self._run_dir.truncate_after(step)
+            self._event(EventKind.RESUME, "checkpoint", f"training goes on from {path.name}")
+        else:
+            self._run_dir.truncate_after(0)
+
+    async def _publish(self) -> None:
+        """Make the engine serve the learner's weights, and check that it does."""
+        self._watchdog.progress("publish")
+        update = await self._roles.publisher.publish(self._roles.learner)
+        receipt = await self._roles.engine.update(update)
+        if (receipt.version, receipt.digest) != (update.version, update.digest):
+            raise WeightMismatch(
+                explain_refusal(
+                    f"the engine serves version {receipt.version} ({receipt.digest[:12]}) after"
+                    f" version {update.version} ({update.digest[:12]}) was published",
+                    allowed="the published version and digest",
+                    next_step="read the engine's log and start the run again",
+                )
+            )
+
+    async def _pass_gate(self) -> None:
+        self._watchdog.progress("gate")
+        parts = self._parts
+        gate = GateInput(
+            spec=parts.spec,
+            task=parts.task,
+            roles=parts.roles,
+            model_dir=parts.model_dir,
+            run_path=parts.run_dir.path,
+        )
+        for check in await pass_gate(gate):
+            detail = check.detail if check.is_passed else f"accepted although it failed: {check.detail}"
+            self._event(EventKind.GATE, check.name, detail)
+
+    async def _step(self) -> None:
+        """Do one step, from its examples to its checkpoint."""
+        started_at = time.perf_counter()
+        groups = await self._collect()
+        collected_at = time.perf_counter()
+        verify_s = min(verify_seconds(groups), collected_at - started_at)
+        self._watchdog.progress("learn")
+        batch = build_batch(self._algorithm, groups, self._parts.task.limits.max_reply_tokens)
+        report = self._learn(batch)
+        learned_at = time.perf_counter()
+        if report is not None:
+            await self._publish()
+        seconds = {
+            "generate": collected_at - started_at - verify_s,
+            "verify": verify_s,
+            "learn": learned_at - collected_at,
+            "sync": time.perf_counter() - learned_at,
+        }
+        self._advance(is_refused=report is None and batch.credit.num_counted_tokens > 0)
+        write_rollouts(
+            self._run_dir.rollouts_path(self._state.step),
+            [rollout for group in groups for rollout in group.rollouts],
+        )
+        metrics = measure_rollouts(groups) | measure_batch(batch)
+        metrics |= measure_update(report) if report is not None else {}
+        step_s = time.perf_counter() - started_at
+        metrics |= measure_time(seconds, step_s, metrics["num_scored_tokens"])
+        await self._close_step(metrics)
+
+    async def _collect(self) -> list[Group]:
+        """Attempt the step's examples, all at once."""
+        self._watchdog.progress("generate")
+        spec, task = self._spec, self._parts.task
+        sampling = Sampling(**spec.sampling.model_dump())
+        runs = []
+        for example in self._schedule.examples(self._state.step):
+            plans = [
+                RolloutPlan(
+                    example=example,
+                    step=self._state.step,
+                    sample_index=index,
+                    run_seed=spec.seed,
+                    sampling=sampling,
+                    max_reply_tokens=task.limits.max_reply_tokens,
+                    prompt_format=spec.model.prompt_format,
+                )
+                for index in range(spec.train.rollouts_per_prompt)
+            ]
+            runs.append(
+                run_group(partial(SingleTurn, task), self._roles.engine, self._roles.tokenizer, plans)
+            )
+        return list(await asyncio.gather(*runs))
+
+    def _learn(self, batch: TrainBatch) -> StepReport | None:
+        """Take the optimizer step. Returns None where there is nothing to count or it was refused."""
+        if batch.credit.num_counted_tokens == 0:
+            self._event(EventKind.TRIPWIRE, "empty_step", "no rollout of the step could be trained on")
+            return None
+
+        def token_terms(
+            logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            terms = self._algorithm.token_terms(logprob, engine_logprob, advantage)
+            return terms.loss_N, terms.grad_N
+
+        try:
+            return self._roles.learner.step(
+                batch.groups, temperature=self._spec.sampling.temperature, token_terms=token_terms
+            )
+        except LearnerError as error:
+            self._event(EventKind.TRIPWIRE, "non_finite", str(error))
+            return None
+
+    def _advance(self, *, is_refused: bool) -> None:
+        self._state = replace(
+            self._state,
+            step=self._state.step + 1,
+            version=self._roles.learner.version,
+            num_refused_in_a_row=self._state.num_refused_in_a_row + 1 if is_refused else 0,
+        )
+
+    async def _close_step(self, metrics: dict[str, float]) -> None:
+        """Record the step's numbers, checkpoint, evaluate, and stop where a tripwire says so."""
+        step, spec = self._state.step, self._spec
+        metrics["policy_version"] = self._state.version
+        metrics["peak_memory_bytes"] = peak_rss_bytes()
+        self._run_dir.metrics.append(step, metrics)
+        self._parts.observer.on_step({"step": step, **metrics})
+        alarms = find_alarms(spec.tripwires, step, metrics)
+        for alarm in alarms:
+            self._publish_event(alarm)
+        self._stop_on_alarm(alarms)
+        is_last = step == spec.train.steps
+        if spec.eval.every is not None and (is_last or step % spec.eval.every == 0):
+            await self._evaluate()
+        if is_last or step % spec.train.checkpoint_every == 0 or self._stop.cause is not None:
+            self._checkpoint()
+
+    def _stop_on_alarm(self, alarms: Sequence[Event]) -> None:
+        """End the run on repeated refusals, or on any alarm where the run file asks for it."""
+        causes = [alarm.cause for alarm in alarms] if self._spec.tripwires.on_alarm == "stop" else []
+        if self._state.num_refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
+            causes.append("non_finite")
+        if causes:
+            raise RunStopped(
+                explain_refusal(
+                    f"step {self._state.step} raised {', '.join(causes)}",
+                    allowed="steps without alarm, as tripwires.on_alarm='stop' asks",
+                    next_step=f"read {self._run_dir.path}/events.jsonl; the last checkpoint is intact",
+                )
+            )
+
+    def _stop_if_asked(self) -> None:
+        """End after a signal. The step that was under way has been checkpointed."""
+        if self._stop.cause is None:
+            return
+        kept = self._run_dir.latest_checkpoint()
+        where = f"checkpoint {kept[1].name}" if kept else "its start, no step was trained"
+        raise Interrupted(
+            explain_refusal(
+                f"the run was stopped by {self._stop.cause} after step {self._state.step}",
+                allowed=f"the run goes on from {where}",
+                next_step="give the same command again",
+            )
+        )
+
+    def _checkpoint(self) -> None:
+        self._watchdog.progress("checkpoint")
+        path = save_checkpoint(self._run_dir, self._roles.learner, self._parts.model_dir, self._state)
+        self._run_dir.keep_checkpoints(self._spec.train.keep_checkpoints)
+        self._event(EventKind.CHECKPOINT, "written", path.name)
+
+    async def _evaluate(self) -> None:
+        """Look at the held-out examples, where the run file asks for it."""
+        if self._parts.evaluate is None:
+            return
+        self._watchdog.progress("evaluate")
+        summary = await self._parts.evaluate(self._state.step)
+        self._parts.observer.on_eval(summary)
+
+    def _event(self, kind: EventKind, cause: str, detail: str) -> None:
+        self._publish_event(Event(kind=kind, step=self._state.step, cause=cause, detail=detail))
+
+    def _publish_event(self, event: Event) -> None:
+        self._run_dir.events.append(event)
+        self._parts.observer.on_event(event)
+
+    def _on_stall(self, stage: str, stalled_s: float) -> None:
+        """Called by the watchdog's thread, just before it ends the process."""
+        detail = f"stage {stage} has not moved for {stalled_s:.0f} s; stacks follow in the log"
+        self._event(EventKind.TRIPWIRE, "stall", detail)

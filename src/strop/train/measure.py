@@ -1,0 +1,112 @@
+"""The numbers of one step, each from all rollouts or all tokens of the step.
+
+A number that was not computed is absent, never 0. Durations come from one clock and add up to the
+step. Names carry their unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from strop.policy.learner import StepReport
+from strop.rollout import Group, Rollout
+from strop.train.batch import TrainBatch
+
+
+def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
+    """Sum up what was sampled and how it was judged."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = [rollout for rollout in rollouts if rollout.outcome.is_scored]
+    sampled = [rollout for rollout in rollouts if rollout.reply is not None]
+    metrics = {
+        "failed_frac": 1.0 - len(scored) / len(rollouts),
+        "duplicate_frac": _duplicate_frac(groups),
+    }
+    if scored:
+        metrics["reward_mean"] = fmean(rollout.outcome.reward or 0.0 for rollout in scored)
+        metrics["truncated_frac"] = fmean(rollout.outcome.truncated for rollout in scored)
+        _add_mean(metrics, "accuracy", [rollout.outcome.is_correct for rollout in scored])
+        _add_mean(metrics, "format_ok_frac", [rollout.outcome.format_ok for rollout in scored])
+    if sampled:
+        metrics["reply_tokens_mean"] = fmean(rollout.num_sampled_tokens for rollout in sampled)
+        metrics["entropy_nats"] = _surprise(sampled)
+    return metrics
+
+
+def measure_batch(batch: TrainBatch) -> dict[str, float]:
+    """Sum up what credit says about the batch."""
+    credit = batch.credit
+    num_signal = sum(
+        int(reply.is_scored.sum()) for group in batch.groups for reply in group.replies if reply.advantage != 0.0
+    )
+    return {
+        "zero_variance_frac": credit.num_zero_variance_groups / max(credit.num_groups, 1),
+        "num_scored_tokens": float(credit.num_counted_tokens),
+        "num_signal_tokens": float(num_signal),
+        "num_forwarded": float(credit.num_forwarded),
+    }
+
+
+def measure_update(report: StepReport) -> dict[str, float]:
+    """Sum up what the optimizer step did."""
+    metrics = {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "changed_frac": report.changed_frac,
+        "num_positions": float(report.num_positions),
+    }
+    if len(report.drift_M):
+        metrics |= {
+            "drift_mean_nats": float(report.drift_M.mean()),
+            "drift_p99_nats": float(np.quantile(report.drift_M, 0.99)),
+            "drift_max_nats": float(report.drift_M.max()),
+        }
+    return metrics
+
+
+def measure_time(seconds: Mapping[str, float], step_s: float, num_scored_tokens: float) -> dict[str, float]:
+    """Split the step's wall time; what no stage claims is `other`."""
+    other_s = max(step_s - math.fsum(seconds.values()), 0.0)
+    metrics = {f"seconds_{stage}": value for stage, value in seconds.items()}
+    return metrics | {
+        "seconds_other": other_s,
+        "seconds_step": step_s,
+        "scored_tokens_per_s": num_scored_tokens / step_s,
+    }
+
+
+def verify_seconds(groups: Sequence[Group]) -> float:
+    """Return the time spent judging. Judging runs on the loop's own thread, so the parts add up."""
+    return math.fsum(rollout.seconds.get("verify", 0.0) for group in groups for rollout in group.rollouts)
+
+
+def _add_mean(metrics: dict[str, float], name: str, values: Sequence[bool | None]) -> None:
+    """Add the share of True where the task says anything at all."""
+    known = [value for value in values if value is not None]
+    if known:
+        metrics[name] = fmean(known)
+
+
+def _surprise(rollouts: Sequence[Rollout]) -> float:
+    """Estimate the policy's entropy (nats per token) by the mean surprise of what it sampled."""
+    logprobs = [turn.logprobs for r in rollouts for turn in r.turns if turn.logprobs is not None]
+    return float(-np.concatenate(logprobs).mean(dtype=np.float64))
+
+
+def _duplicate_frac(groups: Sequence[Group]) -> float:
+    """Return the share of rollouts whose sampled tokens repeat those of an earlier one in the group."""
+    num_rollouts = num_distinct = 0
+    for group in groups:
+        texts = [
+            b"".join(turn.token_ids.tobytes() for turn in rollout.turns if turn.is_sampled)
+            for rollout in group.rollouts
+            if rollout.reply is not None
+        ]
+        num_rollouts += len(texts)
+        num_distinct += len(set(texts))
+    return 1.0 - num_distinct / num_rollouts if num_rollouts else 0.0

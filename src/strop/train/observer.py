@@ -1,0 +1,70 @@
+"""What a run tells those who watch it. The loop knows nothing of terminals, files or pages."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from strop.record.events import Event
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSummary:
+    """The numbers of one evaluation that a watcher shows."""
+
+    step: int
+    """Optimizer steps behind the evaluated weights."""
+    num_examples: int
+    greedy_accuracy: float
+    greedy_low: float
+    """Lower end of the 95 % interval."""
+    greedy_high: float
+    sampled_accuracy: float | None
+
+
+Evaluator = Callable[[int], Awaitable[EvalSummary]]
+"""Evaluates the policy as it stands after so many steps, records the result and sums it up."""
+
+
+class Observer(Protocol):
+    """Someone who watches a run."""
+
+    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
+        """Begin with the run directory, the steps already done and the steps asked for."""
+        ...
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of one completed step."""
+        ...
+
+    def on_event(self, event: Event) -> None:
+        """Take an event, an alarm or a notice."""
+        ...
+
+    def on_eval(self, summary: EvalSummary) -> None:
+        """Take the result of an evaluation."""
+        ...
+
+    def on_end(self, *, cause: str) -> None:
+        """End, with the cause in a word."""
+        ...
+
+
+class SilentObserver:
+    """Watches and says nothing."""
+
+    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
+        """Say nothing."""
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Say nothing."""
+
+    def on_event(self, event: Event) -> None:
+        """Say nothing."""
+
+    def on_eval(self, summary: EvalSummary) -> None:
+        """Say nothing."""
+
+    def on_end(self, *, cause: str) -> None:
+        """Say nothing."""

@@ -1,0 +1,96 @@
+"""Signs of trouble in the numbers of a step. Each has a name, a bound and an advice.
+
+The bounds are settings (`tripwires.*`); what an alarm does is too: it is recorded and shown, or it
+ends the run with its last checkpoint intact. Three refused updates in a row always end it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from strop.record.events import Event, EventKind
+from strop.spec.tripwires import TripwireSpec
+
+MAX_REFUSED_IN_A_ROW = 3
+"""Updates refused for a non-finite loss or gradient, after which a run ends."""
+
+_MIN_CHANGED_FRAC = 1e-5
+"""Below this share of changed parameters, updates vanish in the rounding of the compute copies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wire:
+    """One bound on one metric."""
+
+    cause: str
+    metric: str
+    setting: str
+    is_upper: bool
+    advice: str
+
+
+_WIRES = (
+    _Wire(
+        cause="zero_variance",
+        metric="zero_variance_frac",
+        setting="max_zero_variance_frac",
+        is_upper=True,
+        advice="almost all groups have equal rewards; make the task harder or easier, or raise temperature",
+    ),
+    _Wire(
+        cause="duplicate_completions",
+        metric="duplicate_frac",
+        setting="max_duplicate_frac",
+        is_upper=True,
+        advice="rollouts of a group repeat each other; look at seeds, temperature and entropy",
+    ),
+    _Wire(
+        cause="truncation",
+        metric="truncated_frac",
+        setting="max_truncated_frac",
+        is_upper=True,
+        advice="replies are cut at their limit; raise task.max_reply_tokens",
+    ),
+    _Wire(
+        cause="verifier_errors",
+        metric="failed_frac",
+        setting="max_failed_frac",
+        is_upper=True,
+        advice="rollouts could not be scored and were masked; their failures are in rollouts/",
+    ),
+    _Wire(
+        cause="logprob_drift",
+        metric="drift_mean_nats",
+        setting="max_drift_nats",
+        is_upper=True,
+        advice="engine and trainer disagree about the same tokens; check weights, dtype and temperature",
+    ),
+    _Wire(
+        cause="entropy_collapse",
+        metric="entropy_nats",
+        setting="min_entropy_nats",
+        is_upper=False,
+        advice="the policy samples almost one reply only; lower the learning rate or stop here",
+    ),
+)
+
+
+def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> list[Event]:
+    """Return the alarms that the numbers of a step raise. An absent number raises none."""
+    alarms = []
+    for wire in _WIRES:
+        bound, value = getattr(spec, wire.setting), metrics.get(wire.metric)
+        if bound is None or value is None:
+            continue
+        if value > bound if wire.is_upper else value < bound:
+            word = "above" if wire.is_upper else "below"
+            detail = f"{wire.metric}={value:.4g} is {word} tripwires.{wire.setting}={bound:g}: {wire.advice}"
+            alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause=wire.cause, detail=detail))
+    if metrics.get("num_signal_tokens") and metrics.get("changed_frac", 1.0) < _MIN_CHANGED_FRAC:
+        detail = (
+            f"changed_frac={metrics['changed_frac']:.3g}: updates vanish in the compute type; raise"
+            " optimizer.lr or set model.dtype=float32"
+        )
+        alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="vanishing_updates", detail=detail))
+    return alarms

@@ -1,0 +1,57 @@
+"""A thread that ends the process when nothing has moved for too long.
+
+A hung wait is worse than a crash: it costs the night. The watchdog says which stage stalled and
+since when, prints the stacks of all threads into the run's log, and ends the process at once, so
+that the children, which die with it, go too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from strop.errors import EXIT_FAILED
+
+
+class Watchdog:
+    """Watches that `progress` is called often enough."""
+
+    def __init__(self, max_stall_s: float | None, on_stall: Callable[[str, float], None]) -> None:
+        self._max_stall_s = max_stall_s
+        self._on_stall = on_stall
+        self._stage = "start"
+        self._moved_at = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        """Begin to watch, unless no bound is set."""
+        self.progress("start")
+        if self._max_stall_s is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def progress(self, stage: str) -> None:
+        """Say that work goes on, and which stage begins."""
+        self._stage = stage
+        self._moved_at = time.monotonic()
+
+    def _watch(self) -> None:
+        assert self._max_stall_s is not None
+        while not self._stopped.wait(min(1.0, self._max_stall_s / 4)):
+            stalled_s = time.monotonic() - self._moved_at
+            if stalled_s > self._max_stall_s:
+                self._on_stall(self._stage, stalled_s)
+                faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                # Not sys.exit: the main thread is the one that hangs.
+                os._exit(EXIT_FAILED)
