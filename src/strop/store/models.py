@@ -131,7 +131,7 @@ def _refuse_uri(uri: str, path: Path) -> ConfigError:
         explain_refusal(
             given,
             allowed=ALLOWED_FORMS,
-            next_step="check the spelling; `strop model ls` lists what is on this machine",
+            next_step="check the spelling; give an existing directory, or a hub id with its organisation",
         )
     )
 
