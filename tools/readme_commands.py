@@ -1,7 +1,8 @@
-"""Run the shell blocks of a document and compare what they print with what the document shows.
+"""Run the code blocks of a document and compare what they print with what the document shows.
 
-A block is fenced as `console`; a line that starts with `$ ` is a command, what follows is its
-output, and a line of `...` stands for any lines. The comment above a block says what happens:
+In a block fenced as `console` a line that starts with `$ ` is a command, what follows is its output,
+and a line of `...` stands for any lines. A block fenced as `python` is one program without shown
+output. The comment above a block says what happens:
 
     <!-- check: run -->                 run it; exit status 0, output as shown where any is shown
     <!-- check: run, numbers vary -->   the same, with every number read as the same number
@@ -28,7 +29,7 @@ from pathlib import Path
 COMMAND_LIMIT_S = 120
 
 _MARKER = re.compile(r"^<!--\s*check:\s*(.+?)\s*-->$")
-_SHELL_FENCE = re.compile(r"^```(console|bash|sh|shell)\s*$")
+_FENCE = re.compile(r"^```(console|bash|sh|shell|python)\s*$")
 _NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 
 
@@ -43,7 +44,7 @@ class Command:
 
 @dataclass(kw_only=True, slots=True)
 class Block:
-    """One shell block with what its comment asks for."""
+    """One code block with what its comment asks for."""
 
     line: int
     marker: str
@@ -52,23 +53,29 @@ class Block:
 
 
 def read_blocks(text: str) -> list[Block]:
-    """Return the shell blocks of a document, in order."""
+    """Return the code blocks of a document, in order."""
     blocks: list[Block] = []
     lines = text.splitlines()
     marker, index = "", 0
     while index < len(lines):
         line = lines[index].strip()
-        if _SHELL_FENCE.match(line):
+        fence = _FENCE.match(line)
+        if fence:
             end = lines.index("```", index + 1)
-            block = Block(line=index + 1, marker=marker)
-            block.commands.extend(_read_commands(lines[index + 1 : end], first_line=index + 2))
-            blocks.append(block)
+            read = _read_program if fence[1] == "python" else _read_commands
+            commands = list(read(lines[index + 1 : end], index + 2))
+            blocks.append(Block(line=index + 1, marker=marker, commands=commands))
             index = end
         found = _MARKER.match(line)
         if line:
             marker = found[1] if found else ""
         index += 1
     return blocks
+
+
+def _read_program(lines: Sequence[str], first_line: int) -> Iterator[Command]:
+    """Yield one command that runs the lines as a Python program."""
+    yield Command(line=first_line, text=f"python -W error -c {shlex.quote(chr(10).join(lines))}")
 
 
 def _read_commands(lines: Sequence[str], first_line: int) -> Iterator[Command]:
@@ -147,7 +154,7 @@ def check_block(block: Block, root: Path) -> Iterator[str]:
                 yield f"line {command.line}: {path} does not run {command.text!r}. Next: name one that does."
     elif block.marker != "test command":
         yield (
-            f"line {block.line}: a shell block marked {block.marker!r}. Allowed: a comment above it, "
+            f"line {block.line}: a code block marked {block.marker!r}. Allowed: a comment above it, "
             "'check: run', 'check: run, numbers vary', 'check: run by PATH' or 'check: test command'. "
             "Next: add one."
         )
@@ -175,7 +182,7 @@ def find_test_command(blocks: Sequence[Block]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check a document's commands, or print its test command; return 1 if one is wrong."""
-    parser = argparse.ArgumentParser(description="Run the shell blocks of a document.")
+    parser = argparse.ArgumentParser(description="Run the code blocks of a document.")
     parser.add_argument("--test-command", action="store_true", help="print the test command and run nothing")
     parser.add_argument("document", nargs="?", type=Path, default=Path("README.md"))
     options = parser.parse_args(arguments)
@@ -188,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for message in wrong:
         print(f"{options.document}: {message}")
     num_run = sum(len(block.commands) for block in blocks if block.marker in ("run", "run, numbers vary"))
-    print(f"commands: {len(blocks)} shell blocks, {num_run} commands run, {len(wrong)} wrong")
+    print(f"commands: {len(blocks)} code blocks, {num_run} commands run, {len(wrong)} wrong")
     return 1 if wrong else 0
 
 

@@ -35,7 +35,7 @@ def test_a_failing_command_is_reported_with_what_it_printed(
 
 def test_a_block_without_a_comment_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(document(tmp_path, "More text.", "$ true"))]) == 1
-    assert "a shell block marked ''" in capsys.readouterr().out
+    assert "a code block marked ''" in capsys.readouterr().out
 
 
 def test_a_comment_belongs_to_the_next_block_only(tmp_path: Path) -> None:
@@ -72,3 +72,12 @@ def test_there_is_exactly_one_test_command(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == "make test\n"
     with pytest.raises(ValueError, match="marks 0 test commands"):
         find_test_command([])
+
+
+def test_a_python_block_is_run_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("<!-- check: run -->\n```python\nword = 'a b'\nassert word == \"a c\"\n```\n")
+    assert main([str(path)]) == 1
+    assert "AssertionError" in capsys.readouterr().out
+    path.write_text(path.read_text().replace("a c", "a b"))
+    assert main([str(path)]) == 0
