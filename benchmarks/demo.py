@@ -15,7 +15,7 @@ from benchmarks.process_memory import run_watched
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic.toml"
-STEP_SECONDS = "seconds/step"
+STEP_SECONDS = "seconds_step"
 """Metric that holds the wall seconds of a training step."""
 
 
