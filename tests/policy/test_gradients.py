@@ -1,0 +1,213 @@
+"""The packed learner's gradients are those of the naive padded computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algorithm import ALGORITHMS, Algorithm
+from strop.algorithm.corrections import CORRECTIONS
+from strop.policy.packing import PackedBatch, PackedGroup, split_by_budget
+from strop.rollout import Group
+from strop.train.batch import build_batch
+from tests.policy.naive import naive_gradients
+from tests.policy.worlds import (
+    REPLY_LIMIT,
+    Gradients,
+    World,
+    build_learner,
+    make_model,
+    ragged_groups,
+    reinforce,
+    relative_error,
+    terms_of,
+)
+
+TOLERANCE = 1e-5
+"""Relative, per parameter tensor, in float32."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama, one query head per key head": {"num_key_value_heads": 4},
+    "llama, two, untied head": {"num_key_value_heads": 2, "tie_word_embeddings": False},
+    "llama, all on one key head": {"num_key_value_heads": 1},
+    "qwen2, with biases": {"family": "qwen2"},
+    "qwen3, with norms on heads": {"family": "qwen3"},
+    "qwen3, untied, heads wider than the model": {
+        "family": "qwen3",
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+    },
+    "mistral": {"family": "mistral", "sliding_window": None},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that writes each model once."""
+    made: dict[str, Path] = {}
+
+    def make(**config: Any) -> Path:
+        name = repr(sorted(config.items()))
+        if name not in made:
+            made[name] = make_model(tmp_path_factory.mktemp("model"), **config)
+        return made[name]
+
+    return make
+
+
+def packed_gradients(
+    path: Path,
+    algorithm: Algorithm,
+    groups: list[Group],
+    *,
+    temperature: float = 1.0,
+    max_positions: int | None = None,
+) -> Gradients:
+    learner = build_learner(path, max_positions=max_positions)
+    batch = build_batch(algorithm, groups, REPLY_LIMIT)
+    return learner.gradients(batch.groups, temperature=temperature, token_terms=terms_of(algorithm))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("correction", ["none", "tis_token"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_every_algorithm_has_the_naive_gradient(
+    model_dir: Callable[..., Path], name: str, correction: str, temperature: float
+) -> None:
+    algorithm = replace(ALGORITHMS[name], correction=CORRECTIONS[correction], correction_cap=2.0)
+    path, groups = model_dir(), ragged_groups()
+    expected = naive_gradients(
+        path,
+        algorithm,
+        groups,
+        temperature=temperature,
+        reply_limit=REPLY_LIMIT,
+        is_corrected=correction == "tis_token",
+    )
+    actual = packed_gradients(path, algorithm, groups, temperature=temperature)
+    assert relative_error(actual, expected.gradients) <= TOLERANCE
+    report = build_learner(path).step(
+        build_batch(algorithm, groups, REPLY_LIMIT).groups,
+        temperature=temperature,
+        token_terms=terms_of(algorithm),
+    )
+    assert report.loss == pytest.approx(expected.loss, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
+def test_every_family_has_the_naive_gradient(
+    model_dir: Callable[..., Path], config: dict[str, Any]
+) -> None:
+    algorithm = replace(ALGORITHMS["dapo"], correction=CORRECTIONS["tis_token"])
+    path, groups = model_dir(**config), ragged_groups(seed=1)
+    expected = naive_gradients(
+        path, algorithm, groups, temperature=0.7, reply_limit=REPLY_LIMIT, is_corrected=True
+    )
+    actual = packed_gradients(path, algorithm, groups, temperature=0.7)
+    assert ("lm_head.weight" in expected.gradients) == (config.get("tie_word_embeddings") is False)
+    assert relative_error(actual, expected.gradients) <= TOLERANCE
+
+
+@pytest.mark.parametrize("max_positions", [1, 9, 17, 30, 10_000])
+def test_no_budget_changes_the_gradient(model_dir: Callable[..., Path], max_positions: int) -> None:
+    algorithm = ALGORITHMS["grpo"]
+    whole = packed_gradients(model_dir(), algorithm, ragged_groups())
+    split = packed_gradients(model_dir(), algorithm, ragged_groups(), max_positions=max_positions)
+    assert relative_error(split, whole) <= TOLERANCE
+
+
+def test_the_order_of_groups_and_members_changes_nothing(model_dir: Callable[..., Path]) -> None:
+    groups = ragged_groups()
+    shuffled = [replace(group, rollouts=group.rollouts[::-1]) for group in groups[::-1]]
+    whole = packed_gradients(model_dir(), ALGORITHMS["rloo"], groups)
+    assert relative_error(packed_gradients(model_dir(), ALGORITHMS["rloo"], shuffled), whole) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_skipping_without_advantage_is_keeping(model_dir: Callable[..., Path], name: str) -> None:
+    algorithm, groups = ALGORITHMS[name], ragged_groups()
+    keeping = replace(algorithm, zero_variance="keep")
+    # Group 3 has three members without difference; the first of group 2 has the mean of its group.
+    skipped, kept = (build_batch(a, groups, REPLY_LIMIT).credit for a in (algorithm, keeping))
+    assert kept.num_forwarded - skipped.num_forwarded == 3 + 1
+    assert kept.num_counted_tokens == skipped.num_counted_tokens
+    expected = packed_gradients(model_dir(), keeping, groups)
+    assert relative_error(packed_gradients(model_dir(), algorithm, groups), expected) <= TOLERANCE
+
+
+def test_each_prompt_is_fed_once_and_no_position_is_a_pad() -> None:
+    groups = [World().packed(5, [1, 2, 7]), World(1).packed(1, [3, 1])]
+    batch = PackedBatch.of_groups(groups, torch.device("cpu"))
+    # Prompts 5 + 1; replies without their last token 0 + 1 + 6 and 2 + 0.
+    assert batch.token_ids_N.numel() == 5 + 1 + 7 + 2
+    fed = [token_id for group in groups for token_id in group.prompt_ids.tolist()]
+    fed += [token_id for g in groups for reply in g.replies for token_id in reply.token_ids[:-1].tolist()]
+    assert batch.token_ids_N.tolist() == fed
+    assert batch.position_ids_N.tolist() == [0, 1, 2, 3, 4, 0, 5, 5, 6, 7, 8, 9, 10, 1, 2]
+
+
+def test_the_last_prompt_position_predicts_every_first_token() -> None:
+    group = World().packed(4, [1, 2, 3])
+    batch = PackedBatch.of_groups([group], torch.device("cpu"))
+    # One head row for the three first tokens, one for each of the three later tokens.
+    assert batch.scored_positions_U.tolist() == [3, 4, 5, 6]
+    assert batch.row_M.tolist() == [0, 0, 0, 1, 2, 3]
+    firsts = [int(reply.token_ids[0]) for reply in group.replies]
+    assert batch.target_M[:3].tolist() == firsts
+    assert batch.reply_M.tolist() == [0, 1, 2, 1, 2, 2]
+
+
+def test_a_stretch_that_the_policy_did_not_speak_is_fed_and_not_scored() -> None:
+    (group,) = build_batch(
+        ALGORITHMS["dr_grpo"], [World().group(2, [[2, 3, 1], [1]], [1.0, 0.0])], REPLY_LIMIT
+    ).groups
+    assert group.replies[0].is_scored.tolist() == [True, True, False, False, False, True]
+    batch = PackedBatch.of_groups([group], torch.device("cpu"))
+    # Prompt at 0-1, the first reply's five fed tokens at 2-6. Its last token is predicted at 6.
+    assert batch.scored_positions_U.tolist() == [1, 2, 6]
+    assert batch.target_M.tolist() == [
+        int(group.replies[0].token_ids[0]),
+        int(group.replies[1].token_ids[0]),
+        int(group.replies[0].token_ids[1]),
+        int(group.replies[0].token_ids[5]),
+    ]
+
+
+def test_replies_of_a_group_do_not_see_each_other(model_dir: Callable[..., Path]) -> None:
+    learner = build_learner(model_dir())
+    group = World().packed(3, [4, 6])
+    alone = [PackedGroup(prompt_ids=group.prompt_ids, replies=(reply,)) for reply in group.replies]
+    together = learner.gradients([group], temperature=1.0, token_terms=reinforce)
+    apart = learner.gradients(alone, temperature=1.0, token_terms=reinforce)
+    assert relative_error(together, apart) <= TOLERANCE
+
+
+@pytest.mark.parametrize("max_positions", [1, 7, 12, 1000])
+def test_a_budget_holds_and_loses_no_reply(max_positions: int) -> None:
+    groups = [World(seed).packed(3, [1, 2, 7, 5]) for seed in range(4)]
+    batches = list(split_by_budget(groups, max_positions))
+    replies = [reply for batch in batches for group in batch for reply in group.replies]
+    assert len(replies) == len({id(reply) for reply in replies}) == 16
+    for batch in batches:
+        num_positions = sum(group.num_positions for group in batch)
+        is_one_reply = len(batch) == len(batch[0].replies) == 1
+        assert num_positions <= max_positions or is_one_reply
+
+
+def test_bf16_gradients_point_where_fp32_points(tmp_path: Path) -> None:
+    path = make_model(tmp_path, dtype="bfloat16")
+    batch = build_batch(ALGORITHMS["dapo"], ragged_groups(), REPLY_LIMIT)
+    gradients = [
+        build_learner(path, dtype=dtype).gradients(
+            batch.groups, temperature=1.0, token_terms=terms_of(ALGORITHMS["dapo"])
+        )
+        for dtype in ("bfloat16", "float32")
+    ]
+    assert all(grad.dtype == torch.float32 for grad in gradients[0].values())
+    low, full = (torch.cat([grad.flatten() for grad in g.values()]) for g in gradients)
+    assert float(torch.cosine_similarity(low, full, dim=0)) >= 0.999

@@ -1,0 +1,167 @@
+"""Ragged batches of judged rollouts, and learners to train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from strop.algorithm import Algorithm
+from strop.policy.language_model import DTYPES, LanguageModel
+from strop.policy.learner import Learner, TokenTermsFn
+from strop.policy.packing import PackedGroup, PackedReply
+from strop.rollout import Example, Group, IntArray, Outcome, Rollout, Sampling, Turn, make_example
+from strop.spec.optimizer import OptimizerSpec
+from tests.fixtures.tiny_model import VOCAB_SIZE, tiny_model
+
+REPLY_LIMIT = 12
+"""Reply limit of these worlds: the constant normaliser of dr_grpo."""
+
+
+class World:
+    """Draws token ids and behaviour log-probabilities from one stream."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def ids(self, length: int) -> IntArray:
+        return self._random.integers(0, VOCAB_SIZE, length).astype(np.int32)
+
+    def spoken(self, length: int, role: str = "assistant") -> Turn:
+        """Make a turn that the policy sampled; its values lie around those of the tiny models."""
+        logprobs = self._random.uniform(-7.0, -1.0, length).astype(np.float32)
+        return Turn(role=role, text="", token_ids=self.ids(length), logprobs=logprobs, policy_version=0)
+
+    def told(self, ids: IntArray) -> Turn:
+        return Turn(role="prompt", text="", token_ids=ids)
+
+    def group(
+        self,
+        prompt_length: int,
+        replies: Sequence[Sequence[int]],
+        rewards: Sequence[float | None],
+        truncated: Sequence[int] = (),
+    ) -> Group:
+        """Make a group. A reply is a list of lengths: sampled, told, sampled, ..."""
+        prompt, name = self.ids(prompt_length), str(self._random.random())
+        example = make_example("world", {"name": name}, None)
+        rollouts = [
+            self._rollout(example, index, prompt, lengths, rewards[index], index in truncated)
+            for index, lengths in enumerate(replies)
+        ]
+        return Group(example=example, rollouts=tuple(rollouts))
+
+    def _rollout(
+        self,
+        example: Example,
+        index: int,
+        prompt: IntArray,
+        lengths: Sequence[int],
+        reward: float | None,
+        is_cut: bool,
+    ) -> Rollout:
+        turns = [
+            self.spoken(length) if place % 2 == 0 else self.told(self.ids(length))
+            for place, length in enumerate(lengths)
+        ]
+        return Rollout(
+            example=example,
+            step=0,
+            sample_index=index,
+            turns=(self.told(prompt), *turns),
+            outcome=Outcome(parts={"score": reward}, truncated=is_cut),
+            sampling=Sampling(),
+        )
+
+    def packed(
+        self, prompt_length: int, reply_lengths: Sequence[int], *, advantage: float = 1.0, weight: float = 0.1
+    ) -> PackedGroup:
+        """Make a packed group whose replies are all scored."""
+        replies = [self.spoken(length) for length in reply_lengths]
+        return PackedGroup(
+            prompt_ids=self.ids(prompt_length),
+            replies=tuple(
+                PackedReply(
+                    token_ids=turn.token_ids,
+                    is_scored=np.ones(len(turn.token_ids), dtype=np.bool_),
+                    engine_logprobs=turn.logprobs if turn.logprobs is not None else np.zeros(0, np.float32),
+                    advantage=advantage,
+                    weight=weight,
+                )
+                for turn in replies
+            ),
+        )
+
+
+def ragged_groups(seed: int = 0) -> list[Group]:
+    """Return groups of 2, 3, 5, 3, 2 and 2 with every irregularity that a batch may have."""
+    world = World(seed)
+    return [
+        # A prompt of one token; a reply of one token, which feeds nothing.
+        world.group(1, [[1], [2]], [1.0, 0.0]),
+        # A member without a score takes no part, not even in the normaliser.
+        world.group(5, [[7], [3], [1]], [1.0, None, 0.0]),
+        # A reply without any token still is one of the batch's rollouts.
+        world.group(3, [[2], [7], [4], [0], [9]], [0.5, 0.0, 1.0, 1.0, 0.0]),
+        # Equal rewards: nothing to learn, but counted.
+        world.group(4, [[3], [6], [1]], [1.0, 1.0, 1.0]),
+        # Turns that the policy did not speak stand between those that it did, once at the end.
+        world.group(6, [[3, 2, 4], [1, 3, 2, 2]], [0.0, 1.0]),
+        # One scored member only: dropped from batch and normaliser.
+        world.group(2, [[2], [5]], [1.0, None]),
+    ]
+
+
+def load_model(path: Path, dtype: str = "float32") -> LanguageModel:
+    return LanguageModel.load(path, dtype=DTYPES[dtype])
+
+
+def build_learner(
+    path: Path, *, dtype: str = "float32", max_positions: int | None = None, **spec: Any
+) -> Learner:
+    """Load a tiny model and give it an optimizer; `spec` overrides the optimizer's settings."""
+    return Learner(load_model(path, dtype), OptimizerSpec(**spec), micro_batch_positions=max_positions)
+
+
+def make_model(path: Path, **config: Any) -> Path:
+    """Write a tiny model of width 32, small enough for hundreds of gradients."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    return tiny_model(path, **(sizes | config))
+
+
+def terms_of(algorithm: Algorithm) -> TokenTermsFn:
+    """Give the learner an algorithm's closed-form loss, as the loop does."""
+
+    def token_terms(
+        logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        terms = algorithm.token_terms(logprob, engine_logprob, advantage)
+        return terms.loss_N, terms.grad_N
+
+    return token_terms
+
+
+def reinforce(
+    logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return -A logp and -A, the simplest token loss."""
+    return -advantage * logprob, -advantage
+
+
+Gradients = dict[str, torch.Tensor]
+ModelMaker = Callable[..., Path]
+
+
+def relative_error(actual: Gradients, expected: Gradients) -> float:
+    """Return the worst error over tensors, of norms and of largest entries, relative to the tensor."""
+    assert actual.keys() == expected.keys()
+    worst = 0.0
+    for name, reference in expected.items():
+        difference = actual[name].double() - reference.double()
+        assert float(reference.norm()) > 0.0, f"{name} has no gradient, the comparison would say nothing"
+        worst = max(worst, float(difference.norm() / reference.double().norm()))
+        worst = max(worst, float(difference.abs().max() / reference.double().abs().max()))
+    return worst
