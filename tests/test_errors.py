@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,8 +32,7 @@ def test_an_error_survives_pickling_with_text_and_attributes(error_class: type[S
 
 
 @pytest.mark.parametrize("error_class", list(all_classes()), ids=lambda c: c.__name__)
-def test_an_error_is_documented_and_lives_in_the_one_file(error_class: type[StropError]) -> None:
-    assert error_class.__module__ == "strop.errors"
+def test_an_error_is_documented_and_stands_in_the_tree(error_class: type[StropError]) -> None:
     assert error_class.__doc__
     assert errors.__doc__
     assert error_class.__name__ in errors.__doc__, "the tree in the docstring of errors.py lacks it"
@@ -42,6 +43,23 @@ def test_an_error_is_also_the_standard_class_it_stands_for(error_class: type[Str
     assert issubclass(error_class, ValueError | RuntimeError)
     # str(KeyError("a\nb")) is "'a\\nb'": a message of several lines would be unreadable.
     assert not issubclass(error_class, KeyError)
+
+
+def test_no_other_file_defines_an_error() -> None:
+    names = {error_class.__name__ for error_class in all_classes()} | {
+        "Exception",
+        "ValueError",
+        "RuntimeError",
+    }
+    elsewhere = [
+        f"{path.name}: {node.name}"
+        for path in Path(errors.__file__).parent.rglob("*.py")
+        if path.name != "errors.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(base, ast.Name) and base.id in names for base in node.bases)
+    ]
+    assert elsewhere == []
 
 
 def test_exit_codes_by_hand() -> None:

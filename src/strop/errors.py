@@ -12,7 +12,8 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |   `-- WeightMismatch                the engine does not serve the published weights
     |-- LearnerError    (RuntimeError)  an update was refused, for example a non-finite loss
     |-- StoreError      (RuntimeError)  a record is missing, partial or unwritable
-    |   `-- CorruptRecord                 a record's bytes are not the ones its manifest promises
+    |   |-- CorruptRecord                 a record's bytes are not the ones its manifest promises
+    |   `-- HubUnreachable                a model hub gave no answer
     |-- RunStopped      (RuntimeError)  a tripwire ended the run
     `-- Interrupted     (RuntimeError)  a signal ended the run; it can be resumed
 
@@ -78,6 +79,10 @@ class StoreError(StropError, RuntimeError):
 
 class CorruptRecord(StoreError):
     """Raised when stored bytes differ from their manifest; resume refuses the record by name."""
+
+
+class HubUnreachable(StoreError):
+    """Raised when a model hub gave no answer; the caller may know another source."""
 
 
 class RunStopped(StropError, RuntimeError):

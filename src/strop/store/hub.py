@@ -15,17 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, HubUnreachable, explain_refusal
 
 PROBE_LIMIT_S = 4.0
 # Text of legal files and pickled weights are not needed; pickled weights are never loaded.
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _UNWANTED_FILES = ["*/*"]
 _TRUE_WORDS = frozenset({"1", "ON", "YES", "TRUE"})
-
-
-class HubUnreachable(StoreError):
-    """Raised when the hub gave no answer; the caller may know another source."""
 
 
 def is_offline_asked() -> bool:

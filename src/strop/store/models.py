@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strop.errors import ConfigError, CorruptRecord, StoreError, explain_refusal
+from strop.errors import ConfigError, CorruptRecord, HubUnreachable, StoreError, explain_refusal
 from strop.store.atomic import (
     AtomicDirectory,
     is_complete,
@@ -20,7 +20,7 @@ from strop.store.atomic import (
     write_bytes_atomically,
 )
 from strop.store.cache import user_cache_dir
-from strop.store.hub import HubUnreachable, download_snapshot, find_cached_snapshot, is_offline_asked
+from strop.store.hub import download_snapshot, find_cached_snapshot, is_offline_asked
 from strop.store.leftovers import remove_leftovers
 from strop.store.lock import FileLock
 from strop.store.model_files import check_model_dir, digest_model
