@@ -46,11 +46,8 @@ def test_an_error_is_also_the_standard_class_it_stands_for(error_class: type[Str
 
 
 def test_no_other_file_defines_an_error() -> None:
-    names = {error_class.__name__ for error_class in all_classes()} | {
-        "Exception",
-        "ValueError",
-        "RuntimeError",
-    }
+    # Signals inside a room (a ValueError for pydantic) are not in the tree: nobody outside catches them.
+    names = {error_class.__name__ for error_class in all_classes()}
     elsewhere = [
         f"{path.name}: {node.name}"
         for path in Path(errors.__file__).parent.rglob("*.py")
