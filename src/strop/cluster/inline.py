@@ -39,9 +39,7 @@ class InlinePlacement:
         learner = build_learner(self._spec, self._source)
         tokenizer = Tokenizer.load(self._source.path)
         engine = NativeEngine(learner.model, tokenizer, max_rows=self._spec.engine.max_rows)
-        self._roles = Roles(
-            learner=learner, engine=engine, publisher=SharedPublisher(), tokenizer=tokenizer
-        )
+        self._roles = Roles(learner=learner, engine=engine, publisher=SharedPublisher(), tokenizer=tokenizer)
         return self._roles
 
     async def stop(self) -> None:

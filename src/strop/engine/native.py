@@ -10,15 +10,18 @@ Weights arrive by reference (the policy's own tensors) or as a safetensors file 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from strop.engine.contract import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
 from strop.engine.decoding import DecodeBatch
+from strop.engine.settling import settle
 from strop.errors import EngineError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
 from strop.policy.scoring import score_reply
@@ -52,6 +55,7 @@ class NativeEngine:
         self._runner: asyncio.Task[None] | None = None
         self._update_lock = asyncio.Lock()
         self._batch: DecodeBatch | None = None
+        self._is_closed = False
 
     @property
     def version(self) -> int:
@@ -60,6 +64,7 @@ class NativeEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one reply. See `Engine.generate`."""
+        self._require_open()
         self._check(request)
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._inbox.append(waiting)
@@ -69,11 +74,13 @@ class NativeEngine:
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> FloatArray:
         """Return the log-probability of each reply token. See `Engine.score`."""
+        self._require_open()
         await self._wait_until_idle()
         return score_reply(self._model, prompt_ids, reply_ids, temperature)
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`. Updates are applied one at a time."""
+        self._require_open()
         async with self._update_lock:
             await self._wait_until_idle()
             if update.transport is WeightTransport.FILE:
@@ -82,10 +89,12 @@ class NativeEngine:
             return WeightReceipt(version=update.version, digest=update.digest)
 
     async def close(self) -> None:
-        """Stop decoding; waiting requests get an EngineError."""
+        """Stop decoding; waiting requests get an EngineError, and later ones too."""
+        self._is_closed = True
         if self._runner is not None and not self._runner.done():
             self._runner.cancel()
             await asyncio.gather(self._runner, return_exceptions=True)
+        self._fail_all({}, None)  # A runner that had not begun has told nobody.
         self._batch = None
 
     async def _wait_until_idle(self) -> None:
@@ -108,43 +117,50 @@ class NativeEngine:
         """Refuse what cannot be generated, before anything else waits on it."""
         total = len(request.prompt_ids) + request.max_tokens
         limit = self._model.shape.max_positions
-        if len(request.prompt_ids) == 0 or request.max_tokens < 1 or total > limit:
+        num_prompt = len(request.prompt_ids)
+        if num_prompt == 0 or request.max_tokens < 1 or total > limit:
             raise EngineError(
                 explain_refusal(
-                    f"a request has {len(request.prompt_ids)} prompt tokens and asks for {request.max_tokens}",
+                    f"a request has {num_prompt} prompt tokens and asks for {request.max_tokens}",
                     allowed=f"at least one of each, and together at most {limit} positions",
                     next_step="shorten the prompt or lower task.max_reply_tokens",
+                )
+            )
+        lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+        if lowest < 0 or highest >= self._model.shape.vocab_size:
+            raise EngineError(
+                explain_refusal(
+                    f"a prompt holds token ids from {lowest} to {highest}",
+                    allowed=f"ids from 0 to {self._model.shape.vocab_size - 1}",
+                    next_step="check that the tokenizer is the model's own",
                 )
             )
 
     async def _run(self) -> None:
         """Decode until nothing is asked for any more."""
-        await self._let_requests_gather()
         waiting: dict[int, _Waiting] = {}
         try:
-            batch = self._fitting_batch([entry.request for entry in self._inbox])
-            with torch.inference_mode():
-                while self._inbox or batch.num_live:
-                    self._admit(batch, waiting)
-                    for ticket, completion in batch.step(self._version):
-                        _answer(waiting.pop(ticket).reply, completion)
-                    await asyncio.sleep(0)
-        except (RuntimeError, MemoryError, asyncio.CancelledError) as error:
-            self._batch = None
+            await self._decode(waiting)
+        except (RuntimeError, MemoryError) as error:
             self._fail_all(waiting, error)
-            if isinstance(error, asyncio.CancelledError):
-                raise
+        finally:
+            # After a cancellation or a bug too: nobody may wait for a reply that never comes.
+            self._fail_all(waiting, sys.exception())
 
-    async def _let_requests_gather(self) -> None:
-        """Give coroutines that were started together the time to ask, so they share a batch.
-
-        This also makes batch composition, and with it every rounded value, the same in each run.
-        """
-        previous = -1
-        while previous != len(self._inbox):
-            previous = len(self._inbox)
-            for _ in range(4):
-                await asyncio.sleep(0)
+    async def _decode(self, waiting: dict[int, _Waiting]) -> None:
+        await settle(lambda: len(self._inbox))
+        batch = self._fitting_batch([entry.request for entry in self._inbox])
+        while self._inbox or waiting:
+            if not waiting and not batch.fits(self._inbox[0].request):
+                await settle(lambda: len(self._inbox))
+                batch = self._fitting_batch([entry.request for entry in self._inbox])
+            # Left before giving way: the mode is the thread's, and others train in this thread.
+            with torch.inference_mode():
+                self._admit(batch, waiting)
+                completions = batch.step(self._version)
+            for ticket, completion in completions:
+                _answer(waiting.pop(ticket).reply, completion)
+            await asyncio.sleep(0)
 
     def _fitting_batch(self, requests: Sequence[GenerationRequest]) -> DecodeBatch:
         """Return a batch for these requests, the previous one where its cache is the same."""
@@ -158,28 +174,42 @@ class NativeEngine:
     def _admit(self, batch: DecodeBatch, waiting: dict[int, _Waiting]) -> None:
         """Move requests from the inbox into free rows, in the order asked."""
         chosen: list[_Waiting] = []
-        for _ in range(batch.num_admissible(len(self._inbox))):
-            if not batch.fits(self._inbox[0].request):
+        for entry in islice(self._inbox, batch.num_admissible(len(self._inbox))):
+            if not batch.fits(entry.request):
                 break  # Waits until the batch is empty, when a larger cache is built.
-            chosen.append(self._inbox.popleft())
-        if not chosen and batch.num_live == 0 and self._inbox:
-            raise EngineError(
-                explain_refusal(
-                    "a request outgrew the running batch's cache",
-                    allowed="requests as long as the longest that started the batch",
-                    next_step="ask again; a larger cache is built then",
-                )
-            )
+            chosen.append(entry)
         tickets = batch.admit([entry.request for entry in chosen])
-        waiting.update(zip(tickets, chosen, strict=True))
+        # Only now: whoever is in neither place when a prefill fails would wait for ever.
+        for ticket, entry in zip(tickets, chosen, strict=True):
+            waiting[ticket] = entry
+            self._inbox.popleft()
 
-    def _fail_all(self, waiting: dict[int, _Waiting], error: BaseException) -> None:
+    def _fail_all(self, waiting: dict[int, _Waiting], error: BaseException | None) -> None:
         """Tell every waiting coroutine that its reply will not come."""
-        failure = EngineError(f"generation failed: {type(error).__name__}: {error}")
-        for entry in [*waiting.values(), *self._inbox]:
+        entries = [*waiting.values(), *self._inbox]
+        if not entries:
+            return
+        self._batch = None  # Its rows belong to nobody now.
+        failure = _closed() if self._is_closed else EngineError(f"generation failed: {error!r}")
+        for entry in entries:
             if not entry.reply.done():
                 entry.reply.set_exception(failure)
+        waiting.clear()
         self._inbox.clear()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise _closed()
+
+
+def _closed() -> EngineError:
+    return EngineError(
+        explain_refusal(
+            "a request to an engine that is closed",
+            allowed="requests before close",
+            next_step="build a new engine",
+        )
+    )
 
 
 def _answer(reply: asyncio.Future[Completion], completion: Completion) -> None:

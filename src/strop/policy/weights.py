@@ -32,7 +32,7 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().view(-1)
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

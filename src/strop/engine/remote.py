@@ -1,0 +1,313 @@
+"""The client of an engine in another process.
+
+Calls of `generate` that are issued together travel as one batch in the order they were made, by the
+rule of the engine in this process, so the other engine forms the same batch and gives the same bits.
+
+Every wait ends: with the answer, with the server's death, when the server gives no sign of life for
+`silence_limit_s`, or after `reply_limit_s` in all. Nothing is retried: a reply asked for twice could be
+of another policy version, and the rollout worker knows better what to do.
+
+Weights go by file; both processes see the same disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import ValidationError
+
+from strop.engine.contract import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
+from strop.engine.settling import settle
+from strop.engine.wire import (
+    ErrorForm,
+    Form,
+    GenerateAnswer,
+    GenerateCall,
+    HealthForm,
+    ReceiptForm,
+    ReplyForm,
+    RequestForm,
+    ScoreAnswer,
+    ScoreCall,
+    UpdateForm,
+    read_floats,
+    require_server_part,
+)
+from strop.errors import EngineError, StropError, WeightMismatch, explain_refusal
+from strop.rollout import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    import httpx
+
+# How long a dead connection may precede the news of the server's death.
+_OBITUARY_S = 2.0
+_OBITUARY_LOOKS = 40
+
+Answer = TypeVar("Answer", bound=Form)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitLimits:
+    """Deadlines of a remote engine."""
+
+    silence_limit_s: float = 120.0
+    """A server that does not answer /health for so long counts as hung. Longer than its longest
+    uninterrupted work: one prefill, or reading one publication of weights."""
+    reply_limit_s: float = 3600.0
+    """One batch of replies or one update takes no longer."""
+    poll_s: float = 0.25
+    """Between two looks at the server's process; /health is asked at every tenth."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request and the coroutine that waits for it."""
+
+    request: GenerationRequest
+    reply: asyncio.Future[Completion]
+
+
+class RemoteEngine:
+    """An `Engine` over HTTP. One instance serves one event loop at a time.
+
+    `find_death` says how the server's process ended, or None while it runs; `read_log` returns its
+    last log lines. Without them only silence is noticed.
+
+    Raises: ConfigError if the server extra is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        *,
+        find_death: Callable[[], str | None] | None = None,
+        read_log: Callable[[], str] | None = None,
+        limits: WaitLimits | None = None,
+    ) -> None:
+        require_server_part("httpx")
+        import httpx
+
+        self._url = url
+        self._find_death = find_death or (lambda: None)
+        self._read_log = read_log or (lambda: "")
+        self._limits = limits or WaitLimits()
+        # The environment's proxies and passwords are not for a server on this machine.
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            trust_env=False,
+            timeout=httpx.Timeout(None, connect=self._limits.silence_limit_s),
+            # A connection per message: on one machine it costs nothing, and a kept one could be closed
+            # by the server just when it is used again.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+        self._inbox: list[_Waiting] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._posts: set[asyncio.Task[None]] = set()
+        self._version: int | None = None
+        self._is_closed = False
+
+    @property
+    def version(self) -> int | None:
+        """Version of the last weights that the server acknowledged, None before the first."""
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one reply. See `Engine.generate`."""
+        self._require_open()
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        self._inbox.append(waiting)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send_inbox())
+        return await waiting.reply
+
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> FloatArray:
+        """Return the log-probability of each reply token. See `Engine.score`."""
+        self._require_open()
+        call = ScoreCall(
+            prompt_ids=prompt_ids.tolist(), reply_ids=reply_ids.tolist(), temperature=temperature
+        )
+        answer = await self._ask("/v1/score", call, ScoreAnswer)
+        return read_floats(answer.logprobs, len(reply_ids))
+
+    async def update(self, update: WeightUpdate) -> WeightReceipt:
+        """Serve new weights. See `Engine.update`.
+
+        Raises: WeightMismatch also if the receipt names another version or digest than was published.
+        """
+        self._require_open()
+        if update.transport is not WeightTransport.FILE:
+            raise WeightMismatch(
+                explain_refusal(
+                    f"weight update {update.version} is by {update.transport}, and the engine is elsewhere",
+                    allowed="updates by file for an engine in another process",
+                    next_step="use the publisher that belongs to this placement",
+                )
+            )
+        receipt = (await self._ask("/v1/weights", UpdateForm.of(update), ReceiptForm)).read()
+        if (receipt.version, receipt.digest) != (update.version, update.digest):
+            raise WeightMismatch(
+                explain_refusal(
+                    f"the engine acknowledged version {receipt.version} with digest {receipt.digest}",
+                    allowed=f"version {update.version} with digest {update.digest}, as published",
+                    next_step="start the run again; it resumes at its last checkpoint",
+                )
+            )
+        self._version = receipt.version
+        return receipt
+
+    async def health(self) -> HealthForm:
+        """Ask the server what it is and what it serves. Raises: EngineError."""
+        self._require_open()
+        return await self._ask("/health", None, HealthForm)
+
+    async def close(self) -> None:
+        """Drop every connection; waiting requests get an EngineError, and later ones too."""
+        self._is_closed = True
+        tasks = [task for task in (self._sender, *self._posts) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fail(self._inbox, _closed())
+        await self._client.aclose()
+
+    async def _send_inbox(self) -> None:
+        """Send what has gathered as one batch; requests that come later make the next one."""
+        await settle(lambda: len(self._inbox))
+        batch, self._inbox = self._inbox, []
+        post = asyncio.create_task(self._post_batch(batch))
+        self._posts.add(post)
+        post.add_done_callback(self._posts.discard)
+
+    async def _post_batch(self, batch: Sequence[_Waiting]) -> None:
+        call = GenerateCall(requests=[RequestForm.of(waiting.request) for waiting in batch])
+        try:
+            answer = await self._ask("/v1/generate", call, GenerateAnswer)
+            if len(answer.replies) != len(batch):
+                raise _unreadable("/v1/generate", f"{len(answer.replies)} replies to {len(batch)} requests")
+            for waiting, form in zip(batch, answer.replies, strict=True):
+                _settle_reply(waiting.reply, form)
+        except StropError as error:
+            self._fail(batch, error)
+        finally:
+            # After a cancellation or a bug too: nobody may wait for a reply that never comes.
+            self._fail(batch, _closed() if self._is_closed else EngineError("the batch was abandoned"))
+
+    def _fail(self, batch: Sequence[_Waiting], error: StropError) -> None:
+        for waiting in batch:
+            if not waiting.reply.done():
+                waiting.reply.set_exception(error)
+
+    async def _ask(self, path: str, call: Form | None, answer: type[Answer]) -> Answer:
+        """Exchange one message, and stop waiting when the server is dead, silent or too slow."""
+        exchange = asyncio.create_task(self._exchange(path, call))
+        trouble = asyncio.create_task(self._await_trouble())
+        limit_s = self._limits.reply_limit_s
+        try:
+            await asyncio.wait({exchange, trouble}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if exchange.done():
+                return _read_answer(path, await exchange, answer)
+            cause = trouble.result() if trouble.done() else f"no answer within {limit_s:g} s"
+            raise self._lost(path, cause)
+        finally:
+            exchange.cancel()
+            trouble.cancel()
+            await asyncio.gather(exchange, trouble, return_exceptions=True)
+
+    async def _exchange(self, path: str, call: Form | None) -> httpx.Response:
+        import httpx
+
+        try:
+            if call is None:
+                return await self._client.get(path)
+            headers = {"Content-Type": "application/json"}
+            return await self._client.post(path, content=call.model_dump_json(), headers=headers)
+        except httpx.TransportError as error:
+            raise self._lost(path, await self._await_obituary() or repr(error)) from error
+
+    async def _await_trouble(self) -> str:
+        """Return once the server is dead or silent, and say which."""
+        import httpx
+
+        while True:
+            for _ in range(10):
+                await asyncio.sleep(self._limits.poll_s)
+                cause = self._find_death()
+                if cause is not None:
+                    return cause
+            try:
+                await self._client.get("/health", timeout=self._limits.silence_limit_s)
+            except httpx.TimeoutException:
+                return f"no sign of life for {self._limits.silence_limit_s:g} s"
+            except httpx.TransportError:
+                continue  # Broken connections are reported by the exchange itself.
+
+    async def _await_obituary(self) -> str | None:
+        """Give the news of a death the time to follow the broken connection."""
+        for _ in range(_OBITUARY_LOOKS):
+            cause = self._find_death()
+            if cause is not None:
+                return cause
+            await asyncio.sleep(_OBITUARY_S / _OBITUARY_LOOKS)
+        return None
+
+    def _lost(self, path: str, cause: str) -> EngineError:
+        log = self._read_log()
+        return EngineError(
+            explain_refusal(
+                f"the engine at {self._url} did not answer {path}: {cause}"
+                + (f"\nIts last log lines:\n{log}\n" if log else ""),
+                allowed="a server that runs and answers",
+                next_step="read its log, mend the cause and start the run again; it resumes",
+            )
+        )
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise _closed()
+
+
+def _settle_reply(reply: asyncio.Future[Completion], form: ReplyForm) -> None:
+    """Deliver what became of one request, unless the one who asked has gone."""
+    if reply.done():
+        return
+    if form.error is not None:
+        reply.set_exception(form.error.read())
+    elif form.completion is not None:
+        reply.set_result(form.completion.read())
+    else:
+        reply.set_exception(_unreadable("/v1/generate", "neither a completion nor an error"))
+
+
+def _read_answer(path: str, response: httpx.Response, answer: type[Answer]) -> Answer:
+    """Return an answer, or raise the error that the server answered with."""
+    try:
+        if response.is_success:
+            return answer.model_validate_json(response.content)
+        raise ErrorForm.model_validate_json(response.content).read()
+    except ValidationError as error:
+        raise _unreadable(path, f"status {response.status_code}: {response.text[:500]}") from error
+
+
+def _unreadable(path: str, found: str) -> EngineError:
+    return EngineError(
+        explain_refusal(
+            f"the engine's answer to {path} cannot be used ({found})",
+            allowed="the answers of the server of the same version of strop",
+            next_step="read the engine's log; the rollouts of this batch are masked",
+        )
+    )
+
+
+def _closed() -> EngineError:
+    return EngineError(
+        explain_refusal(
+            "a request to an engine that is closed",
+            allowed="requests before close",
+            next_step="build a new engine",
+        )
+    )

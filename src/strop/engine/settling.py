@@ -1,0 +1,22 @@
+"""When a batch is complete: the rule by which engines wait for requests that belong together.
+
+Both the engine in this process and the client of one in another process follow it, so they form the
+same batches, and with them every rounded value is the same in each run and in either place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+_CYCLES = 4
+"""Turns of the event loop without a new request, after which nobody is about to ask."""
+
+
+async def settle(count_waiting: Callable[[], int]) -> None:
+    """Give way to the event loop until the number of waiting requests stays the same."""
+    previous = -1
+    while previous != (current := count_waiting()):
+        previous = current
+        for _ in range(_CYCLES):
+            await asyncio.sleep(0)

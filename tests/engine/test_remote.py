@@ -1,0 +1,500 @@
+"""The engine in another process is the engine in this one, bit for bit, and its failures are told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from strop.engine import Completion, Engine, GenerationRequest, WeightTransport, WeightUpdate
+from strop.engine.native import NativeEngine
+from strop.engine.remote import RemoteEngine, WaitLimits
+from strop.engine.wire import (
+    CompletionForm,
+    ErrorForm,
+    GenerateAnswer,
+    HealthForm,
+    ReceiptForm,
+    ReplyForm,
+    RequestForm,
+)
+from strop.errors import ConfigError, DataError, EngineError, StropError, WeightMismatch
+from strop.policy.language_model import DTYPES, LanguageModel
+from strop.policy.weights import publish_weights, tensors_digest, weights_digest
+from strop.rollout import FinishReason
+from strop.tokenizer import Tokenizer
+from tests.engine.contract_suite import EngineContract, run
+from tests.engine.requests import ask, assert_same_bits, generate_all, mixed_requests
+from tests.fixtures.engine_server import KEY, RunningServer, canned_server, engine_server
+from tests.fixtures.tiny_model import tiny_model
+
+MAX_ROWS = 16
+QUICK = WaitLimits(silence_limit_s=0.3, poll_s=0.01)
+HEALTHY = HealthForm(pid=1, version=0, digest="d", model_digest="d")
+_versions = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server for all tests that leave it running; each gives its updates fresh versions."""
+    work_dir = tmp_path_factory.mktemp("server")
+    with engine_server(model_dir, work_dir, dtype="float32", max_rows=MAX_ROWS) as running:
+        yield running
+
+
+@pytest.fixture
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.load(model_dir)
+
+
+def load(model_dir: Path, dtype: str = "float32") -> LanguageModel:
+    return LanguageModel.load(model_dir, dtype=DTYPES[dtype])
+
+
+def by_file(path: Path, digest: str) -> WeightUpdate:
+    return WeightUpdate(
+        version=next(_versions), digest=digest, transport=WeightTransport.FILE, path=str(path)
+    )
+
+
+def publish(model: LanguageModel, path: Path) -> WeightUpdate:
+    return by_file(path, publish_weights(model, path))
+
+
+def nudge(model: LanguageModel) -> None:
+    """Change every weight, so that old and new weights give other replies."""
+    for _, parameter in model.named_parameters():
+        parameter.data.mul_(1.3)
+
+
+class Closing:
+    """Runs coroutines on a remote engine in one event loop and closes it there."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self.engine = engine
+
+    def run(self, waiting: Coroutine[Any, Any, Any]) -> Any:
+        async def act() -> Any:
+            try:
+                return await waiting
+            finally:
+                await self.engine.close()
+
+        return asyncio.run(act())
+
+
+class TestRemoteEngine(EngineContract):
+    @pytest.fixture
+    def tokenizer(self, model_dir: Path) -> Tokenizer:
+        return Tokenizer.load(model_dir)
+
+    @pytest.fixture
+    def engine(self, server: RunningServer) -> Engine:
+        return server.connect()
+
+    @pytest.fixture
+    def shared_update(self, model_dir: Path, tmp_path: Path) -> WeightUpdate:
+        return publish(load(model_dir), tmp_path / "w.safetensors")
+
+    @pytest.fixture
+    def broken_update(self, model_dir: Path, tmp_path: Path) -> WeightUpdate:
+        update = publish(load(model_dir), tmp_path / "w.safetensors")
+        return replace(update, digest="0" * 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replies_equal_those_of_the_engine_in_this_process(
+    dtype: str, model_dir: Path, tmp_path: Path
+) -> None:
+    """Three rounds: at first, with the cache kept from before, and after an update by file."""
+    tokenizer, model = Tokenizer.load(model_dir), load(model_dir, dtype)
+    requests = mixed_requests(tokenizer)
+    path = tmp_path / "v000001.safetensors"
+
+    async def rounds(engine: Engine, *, is_remote: bool) -> list[Completion]:
+        first = await generate_all(engine, requests)
+        second = await generate_all(engine, requests[::2])
+        if is_remote:
+            await engine.update(by_file(path, weights_digest(model)))
+        else:
+            nudge(model)
+        return [*first, *second, *await generate_all(engine, requests)]
+
+    here = asyncio.run(rounds(NativeEngine(model, tokenizer, max_rows=MAX_ROWS), is_remote=False))
+    publish_weights(model, path)
+    with engine_server(model_dir, tmp_path / "server", dtype=dtype, max_rows=MAX_ROWS) as running:
+        engine = running.connect()
+        there = Closing(engine).run(rounds(engine, is_remote=True))
+    assert_same_bits(here, there)
+    reasons = {completion.finish_reason for completion in here}
+    assert {FinishReason.LENGTH, FinishReason.STOP_STRING} <= reasons
+    # The update changed something, so equality after it is not equality of untouched weights.
+    late = here[-len(requests) :]
+    assert [c.token_ids.tolist() for c in late] != [c.token_ids.tolist() for c in here[: len(requests)]]
+
+
+def test_scores_equal_those_of_the_engine_in_this_process(
+    server: RunningServer, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = load(model_dir)
+    prompt, reply = tokenizer.encode("1 + 2 ="), tokenizer.encode(" 3, as we all know")
+    update = publish(model, tmp_path / "w.safetensors")
+    engine = server.connect()
+
+    async def act() -> Any:
+        await engine.update(update)
+        return await engine.score(prompt, reply, 0.7)
+
+    here = run(NativeEngine(model, tokenizer).score(prompt, reply, 0.7))
+    assert Closing(engine).run(act()).tobytes() == here.tobytes()
+
+
+def tampered(kind: str, good: Path) -> WeightUpdate:
+    """Damage a publication the way it happened to others."""
+    tensors = load_file(good)
+    promised = tensors_digest(tensors.items())
+    name = sorted(tensors)[0]
+    if kind == "truncated":
+        good.write_bytes(good.read_bytes()[:-100])
+        return by_file(good, promised)
+    if kind == "absent":
+        good.unlink()
+        return by_file(good, promised)
+    if kind == "other bytes":
+        tensors[name] = tensors[name] + 1
+        save_file(tensors, good)
+        return by_file(good, promised)
+    # The rest is wrong although the digest is that of the file.
+    if kind == "dropped":
+        del tensors[name]
+    elif kind == "cast":
+        tensors = {key: tensor.half() for key, tensor in tensors.items()}
+    elif kind == "reshaped":
+        tensors[name] = tensors[name].flatten()
+    elif kind == "extra":
+        tensors["adapter"] = tensors[name].clone()
+    save_file(tensors, good)
+    return by_file(good, tensors_digest(tensors.items()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("truncated", "cannot be read"),
+        ("absent", "cannot be read"),
+        ("other bytes", "have digest"),
+        ("dropped", "is missing"),
+        ("cast", "float16"),
+        ("reshaped", "do not fit the model"),
+        ("extra", "adapter is unknown to the model"),
+    ],
+)
+def test_smp_6_damaged_weights_are_refused_over_the_wire(
+    kind: str, message: str, server: RunningServer, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Incident: engines served weights that nobody had published. Old ones stay served here."""
+    other = load(model_dir)
+    nudge(other)
+    publish_weights(other, tmp_path / "w.safetensors")
+    update = tampered(kind, tmp_path / "w.safetensors")
+    engine, request = server.connect(), ask(tokenizer, sampling=None)
+
+    async def act() -> tuple[Completion, HealthForm, Completion, HealthForm]:
+        before, health = await engine.generate(request), await engine.health()
+        with pytest.raises(WeightMismatch, match=message):
+            await engine.update(update)
+        return before, health, await engine.generate(request), await engine.health()
+
+    before, health, after, later_health = Closing(engine).run(act())
+    assert_same_bits([before], [after])
+    assert before.policy_version == after.policy_version
+    assert health == later_health
+    assert engine.version is None
+
+
+def test_health_tells_what_is_served(server: RunningServer, model_dir: Path, tmp_path: Path) -> None:
+    model = load(model_dir)
+    loaded_digest = weights_digest(model)
+    nudge(model)
+    update = publish(model, tmp_path / "w.safetensors")
+    engine = server.connect()
+
+    async def act() -> HealthForm:
+        await engine.update(update)
+        return await engine.health()
+
+    health = Closing(engine).run(act())
+    assert health == HealthForm(
+        pid=server.child.pid, version=update.version, digest=update.digest, model_digest=loaded_digest
+    )
+    assert engine.version == update.version
+
+
+def test_one_bad_request_leaves_the_others_of_its_batch_alone(
+    server: RunningServer, tokenizer: Tokenizer
+) -> None:
+    engine = server.connect()
+    requests = [ask(tokenizer), ask(tokenizer, max_tokens=10_000), ask(tokenizer, seed=12)]
+
+    async def act() -> list[Completion | BaseException]:
+        return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+
+    good, bad, fine = Closing(engine).run(act())
+    assert isinstance(bad, EngineError)
+    assert "asks for 10000. Allowed: at least one of each, and together at most 512" in str(bad)
+    assert len(good.token_ids) == len(fine.token_ids) == 12
+
+
+# ---------------------------------------------------------------- death, silence, lies
+
+
+@pytest.mark.slow
+def test_prc_5_a_killed_server_is_told_with_its_cause(
+    model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Incident: an engine ended and its partner idled for hours."""
+    with engine_server(model_dir, tmp_path, dtype="float32", max_rows=4) as running:
+        engine = running.connect(WaitLimits(poll_s=0.01))
+        requests = [ask(tokenizer, seed=seed, max_tokens=500) for seed in range(64)]
+
+        async def act() -> list[Completion | BaseException]:
+            waiting = asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+            await asyncio.sleep(0.3)
+            os.kill(running.child.pid, signal.SIGKILL)
+            return await waiting
+
+        started = time.monotonic()
+        failures = Closing(engine).run(act())
+        assert time.monotonic() - started < 10
+        for failure in failures:
+            assert isinstance(failure, EngineError)
+            assert "did not answer /v1/generate: ended with -9" in str(failure)
+            assert "listening on http://127.0.0.1:" in str(failure)
+
+
+@pytest.mark.parametrize("stage", ["/v1/generate", "/v1/weights", "/v1/score", "/health"])
+def test_prc_1_a_stopped_server_meets_the_deadline(
+    stage: str, server: RunningServer, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Incident: weight transfer and generation waited for ever on an engine that hung."""
+    update = publish(load(model_dir), tmp_path / "w.safetensors")
+    engine, request = server.connect(QUICK), ask(tokenizer)
+    waits: dict[str, Coroutine[Any, Any, Any]] = {
+        "/v1/generate": engine.generate(request),
+        "/v1/weights": engine.update(update),
+        "/v1/score": engine.score(request.prompt_ids, request.prompt_ids, 1.0),
+        "/health": engine.health(),
+    }
+    for other in waits.keys() - {stage}:
+        waits[other].close()
+    os.kill(server.child.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        with pytest.raises(EngineError, match=rf"did not answer {stage}: no sign of life for 0\.3 s"):
+            Closing(engine).run(waits[stage])
+    finally:
+        os.kill(server.child.pid, signal.SIGCONT)
+    assert time.monotonic() - started < 5
+
+
+def test_prc_1_an_answer_that_takes_too_long_ends_the_wait(
+    server: RunningServer, tokenizer: Tokenizer
+) -> None:
+    engine = server.connect(WaitLimits(reply_limit_s=0.05))
+    requests = [ask(tokenizer, seed=seed, max_tokens=500) for seed in range(64)]
+    with pytest.raises(EngineError, match=r"no answer within 0\.05 s"):
+        Closing(engine).run(generate_all(engine, requests))
+
+
+def test_a_wrong_key_is_refused_by_the_real_server(server: RunningServer, tokenizer: Tokenizer) -> None:
+    engine = RemoteEngine(server.url, server.key + "x")
+    with pytest.raises(EngineError, match="POST /v1/generate came without the key of this server"):
+        Closing(engine).run(engine.generate(ask(tokenizer)))
+
+
+def test_sec_4_the_key_is_in_no_argument_and_no_log(server: RunningServer) -> None:
+    """Incident: tokens in process lists and logs."""
+    words = Path(f"/proc/{server.child.pid}/cmdline").read_bytes().decode().split("\0")
+    environment = Path(f"/proc/{server.child.pid}/environ").read_bytes().decode()
+    assert "--key-file" in words
+    assert server.key not in " ".join(words) + environment + server.child.tail(1000)
+
+
+def test_nobody_listening_is_told() -> None:
+    engine = RemoteEngine("http://127.0.0.1:9", KEY, find_death=lambda: "it was never started")
+    with pytest.raises(EngineError, match="did not answer /health: it was never started"):
+        Closing(engine).run(engine.health())
+
+
+def test_closing_answers_those_who_wait(server: RunningServer, tokenizer: Tokenizer) -> None:
+    request = ask(tokenizer, max_tokens=500)
+
+    async def act(engine: RemoteEngine, pause_s: float) -> Completion | BaseException:
+        waiting = asyncio.gather(engine.generate(request), return_exceptions=True)
+        await asyncio.sleep(pause_s)
+        await engine.close()
+        return (await waiting)[0]
+
+    # Before the batch is sent, and while it is under way.
+    for pause_s in (0.0, 0.2):
+        failure = asyncio.run(act(server.connect(), pause_s))
+        assert isinstance(failure, EngineError)
+        assert "closed" in str(failure)
+
+
+@pytest.mark.parametrize(("version", "digest"), [(2, "promised"), (1, "of the old weights")])
+def test_smp_6_a_receipt_for_other_weights_is_refused(version: int, digest: str) -> None:
+    """Incident: an engine acknowledged an update that it had ignored."""
+    update = WeightUpdate(version=1, digest="promised", transport=WeightTransport.FILE, path="w")
+
+    async def act() -> None:
+        async with canned_server({"/v1/weights": ReceiptForm(version=version, digest=digest)}) as url:
+            engine = RemoteEngine(url, KEY)
+            try:
+                await engine.update(update)
+            finally:
+                assert engine.version is None
+                await engine.close()
+
+    with pytest.raises(WeightMismatch, match=f"acknowledged version {version} with digest {digest}"):
+        asyncio.run(act())
+
+
+def test_an_update_without_a_file_is_refused() -> None:
+    engine = RemoteEngine("http://127.0.0.1:9", KEY)
+    update = WeightUpdate(version=1, digest="d", transport=WeightTransport.SHARED)
+    with pytest.raises(WeightMismatch, match="weight update 1 is by shared, and the engine is elsewhere"):
+        Closing(engine).run(engine.update(update))
+
+
+GOOD = CompletionForm(
+    token_ids=[5], logprobs="AACAvw==", text="x", finish_reason=FinishReason.LENGTH, policy_version=3
+)
+UNSTAMPED = GOOD.model_dump_json().replace(',"policy_version":3', "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        # SMP-4: the loop never guesses which version spoke.
+        ((200, '{"replies":[{"completion":' + UNSTAMPED + ',"error":null}]}'), "cannot be used"),
+        (GenerateAnswer(replies=[]), "0 replies to 1 requests"),
+        (GenerateAnswer(replies=[ReplyForm()]), "neither a completion nor an error"),
+        (
+            GenerateAnswer(replies=[ReplyForm(completion=GOOD.model_copy(update={"token_ids": [5, 6]}))]),
+            "1 log-probabilities came for 2 tokens",
+        ),
+        (
+            GenerateAnswer(replies=[ReplyForm(completion=GOOD.model_copy(update={"logprobs": "%"}))]),
+            "log-probabilities are unreadable",
+        ),
+        ((500, "Internal Server Error"), "status 500: Internal Server Error"),
+        ((401, ErrorForm(kind="EngineError", message="no key").model_dump_json()), "no key"),
+    ],
+)
+def test_an_unusable_answer_is_an_engine_error(answer: Any, message: str, tokenizer: Tokenizer) -> None:
+    async def act() -> None:
+        async with canned_server({"/v1/generate": answer, "/health": HEALTHY}) as url:
+            engine = RemoteEngine(url, KEY)
+            try:
+                await engine.generate(ask(tokenizer))
+            finally:
+                await engine.close()
+
+    with pytest.raises(EngineError, match=message):
+        asyncio.run(act())
+
+
+def test_a_good_canned_answer_is_a_completion(tokenizer: Tokenizer) -> None:
+    """The twin of the unusable ones, so that they are refused for what they say."""
+
+    async def act() -> Completion:
+        async with canned_server(
+            {"/v1/generate": GenerateAnswer(replies=[ReplyForm(completion=GOOD)])}
+        ) as url:
+            engine = RemoteEngine(url, KEY)
+            try:
+                return await engine.generate(ask(tokenizer))
+            finally:
+                await engine.close()
+
+    completion = asyncio.run(act())
+    # 0xbf800000 is -1.0 in float32.
+    assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([5], [-1.0])
+    assert completion.policy_version == 3
+
+
+# ---------------------------------------------------------------- wire form
+
+
+def test_requests_cross_the_wire_unchanged(tokenizer: Tokenizer) -> None:
+    for request in mixed_requests(tokenizer):
+        sent = replace(request, seed=2**64 - 1)
+        came = RequestForm.model_validate_json(RequestForm.of(sent).model_dump_json()).read()
+        assert came.prompt_ids.tolist() == sent.prompt_ids.tolist()
+        assert came.prompt_ids.dtype == sent.prompt_ids.dtype
+        for name in ("seed", "sampling", "max_tokens", "stop_token_ids", "stop_strings"):
+            assert getattr(came, name) == getattr(sent, name)
+
+
+def test_log_probabilities_cross_the_wire_bit_for_bit() -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
+    values = bits.view(np.float32)
+    completion = Completion(
+        token_ids=np.arange(4096, dtype=np.int32),
+        logprobs=values,
+        text='a "quoted"\n line, ö and \ufffd',
+        finish_reason=FinishReason.ABORT,
+        policy_version=7,
+    )
+    came = CompletionForm.model_validate_json(CompletionForm.of(completion).model_dump_json()).read()
+    assert came.logprobs.tobytes() == values.tobytes()
+    assert (came.text, came.finish_reason) == (completion.text, completion.finish_reason)
+    assert (came.policy_version, came.token_ids.tolist()) == (7, list(range(4096)))
+
+
+@pytest.mark.parametrize("kind", [EngineError, WeightMismatch, ConfigError, DataError])
+def test_errors_come_home_as_their_class(kind: type[StropError]) -> None:
+    came = ErrorForm.model_validate_json(ErrorForm.of(kind("what\nwhy")).model_dump_json()).read()
+    assert type(came) is kind
+    assert str(came) == "what\nwhy"
+
+
+def test_an_error_of_an_unknown_class_is_an_engine_error() -> None:
+    assert type(ErrorForm(kind="SystemExit", message="m").read()) is EngineError
+
+
+def test_a_request_with_unknown_or_missing_fields_is_refused(tokenizer: Tokenizer) -> None:
+    good: GenerationRequest = ask(tokenizer)
+    fields = RequestForm.of(good).model_dump()
+    for bad in (
+        fields | {"beams": 4},
+        {k: v for k, v in fields.items() if k != "seed"},
+        fields | {"seed": -1},
+    ):
+        with pytest.raises(ValueError, match="validation error"):
+            RequestForm.model_validate(bad)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in sys.modules is how Python itself marks a module that cannot be imported.
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ConfigError, match=r"module 'httpx', which is missing.*pip install strop\[server\]"):
+        RemoteEngine("http://127.0.0.1:9", KEY)

@@ -1,0 +1,216 @@
+"""The server's face: its key, its socket, its ready file, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from strop.engine import WeightTransport, WeightUpdate
+from strop.engine.dummy import DummyEngine, ScriptedReply
+from strop.engine.server import announce, build_app, listen, main, read_key
+from strop.engine.wire import GenerateCall, ReadyForm, RequestForm, ScoreCall, UpdateForm
+from strop.errors import ConfigError, StoreError
+from strop.tokenizer import Tokenizer
+from tests.engine.requests import ask
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+KEY = "0123456789abcdef-secret"
+UPDATE = WeightUpdate(version=4, digest="d4", transport=WeightTransport.FILE, path="w")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
+
+
+def talk(engine: DummyEngine, speak: Callable[[httpx.AsyncClient], Awaitable[Any]], **headers: str) -> Any:
+    """Talk to the application without a socket."""
+
+    async def act() -> Any:
+        transport = httpx.ASGITransport(app=build_app(engine, key=KEY, model_digest="m0"))
+        json = {"Content-Type": "application/json", **headers}
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", headers=json) as client:
+            return await speak(client)
+
+    return asyncio.run(act())
+
+
+def messages(tokenizer: Tokenizer) -> dict[str, str]:
+    request = ask(tokenizer)
+    ids = request.prompt_ids.tolist()
+    return {
+        "/v1/generate": GenerateCall(requests=[RequestForm.of(request)]).model_dump_json(),
+        "/v1/score": ScoreCall(prompt_ids=ids, reply_ids=ids, temperature=1.0).model_dump_json(),
+        "/v1/weights": UpdateForm.of(UPDATE).model_dump_json(),
+    }
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": KEY},
+        {"Authorization": "Basic " + KEY},
+        {"Authorization": f"Bearer {KEY} "[:-2]},
+        {"Authorization": "Bearer "},
+    ],
+)
+def test_sec_3_without_the_key_every_path_but_health_is_refused(
+    headers: dict[str, str], tokenizer: Tokenizer
+) -> None:
+    """Incident: services answered anyone, some with authentication switched off after a mismatch."""
+    engine = DummyEngine(tokenizer, ["said"] * 9)
+    paths = [*messages(tokenizer), "/", "/docs", "/openapi.json", "/health/", "//health"]
+
+    async def speak(client: httpx.AsyncClient) -> list[httpx.Response]:
+        return [await client.post(path, content=messages(tokenizer).get(path, "")) for path in paths]
+
+    for answer in talk(engine, speak, **headers):
+        assert answer.status_code == 401, answer.url
+        assert "without the key of this server. Allowed" in answer.json()["message"]
+    assert not engine.requests
+    assert not engine.receipts
+
+
+def test_with_the_key_every_path_answers(tokenizer: Tokenizer) -> None:
+    engine = DummyEngine(tokenizer, ["said"])
+    bodies = messages(tokenizer)
+
+    async def speak(client: httpx.AsyncClient) -> dict[str, Any]:
+        return {path: (await client.post(path, content=body)).json() for path, body in bodies.items()}
+
+    answers = talk(engine, speak, Authorization=f"Bearer {KEY}")
+    assert answers["/v1/generate"]["replies"][0]["completion"]["text"] == "said"
+    assert answers["/v1/weights"] == {"version": 4, "digest": "d4"}
+    assert set(answers["/v1/score"]) == {"logprobs"}
+
+
+def test_health_needs_no_key_and_tells_no_secret(tokenizer: Tokenizer) -> None:
+    engine = DummyEngine(tokenizer, [])
+
+    async def speak(client: httpx.AsyncClient) -> list[httpx.Response]:
+        before = await client.get("/health")
+        key = {"Authorization": f"Bearer {KEY}"}
+        await client.post("/v1/weights", content=UpdateForm.of(UPDATE).model_dump_json(), headers=key)
+        return [before, await client.get("/health")]
+
+    before, after = talk(engine, speak)
+    assert before.json() == {"pid": os.getpid(), "version": 0, "digest": "m0", "model_digest": "m0"}
+    assert after.json() == {"pid": os.getpid(), "version": 4, "digest": "d4", "model_digest": "m0"}
+
+
+def test_a_batch_is_answered_in_its_order(tokenizer: Tokenizer) -> None:
+    # A reply of many tokens next to short ones: order is that of the requests, not of the endings.
+    engine = DummyEngine(tokenizer, [ScriptedReply(text="a long one"), "b", "c"])
+    forms = [RequestForm.of(ask(tokenizer, seed=seed)) for seed in range(3)]
+
+    async def speak(client: httpx.AsyncClient) -> Any:
+        body = GenerateCall(requests=forms).model_dump_json()
+        return (await client.post("/v1/generate", content=body)).json()
+
+    answer = talk(engine, speak, Authorization=f"Bearer {KEY}")
+    assert [reply["completion"]["text"] for reply in answer["replies"]] == ["a long one", "b", "c"]
+    assert [request.seed for request in engine.requests] == [0, 1, 2]
+
+
+def test_errors_are_answered_by_their_class(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    engine = DummyEngine(tokenizer, [], found_digest="other")
+
+    async def speak(client: httpx.AsyncClient) -> list[httpx.Response]:
+        bodies = messages(tokenizer)
+        return [await client.post(path, content=bodies[path]) for path in ("/v1/weights", "/v1/generate")]
+
+    weights, generate = talk(engine, speak, Authorization=f"Bearer {KEY}")
+    assert weights.status_code == 500
+    assert weights.json()["kind"] == "WeightMismatch"
+    # One failed request is no failed batch.
+    assert generate.status_code == 200
+    assert generate.json()["replies"][0]["error"]["kind"] == "EngineError"
+    assert "WeightMismatch: weights of version 4 have digest other" in caplog.text
+
+
+def test_a_malformed_message_is_refused(tokenizer: Tokenizer) -> None:
+    async def speak(client: httpx.AsyncClient) -> list[httpx.Response]:
+        bodies = ["", "{}", '{"requests": [{}]}', '{"requests": [], "more": 1}']
+        return [await client.post("/v1/generate", content=body) for body in bodies]
+
+    answers = talk(DummyEngine(tokenizer, []), speak, Authorization=f"Bearer {KEY}")
+    assert [answer.status_code for answer in answers] == [422] * 4
+
+
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY + "\n")
+    for mode in (0o640, 0o604, 0o644, 0o660):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=f"has mode {mode:04o}, so others can read it"):
+            read_key(path)
+    path.chmod(0o600)
+    assert read_key(path) == KEY
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("short", "has 5 characters")])
+def test_a_missing_or_weak_key_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.touch(mode=0o600)
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_key(path)
+
+
+def test_prc_6_the_socket_is_held_from_its_choice_on_and_bound_to_loopback(tmp_path: Path) -> None:
+    """Incident: a port was found free, released, and taken by another run before it was used."""
+    listeners = [listen() for _ in range(20)]
+    try:
+        addresses = {listener.getsockname() for listener in listeners}
+        assert {host for host, _ in addresses} == {"127.0.0.1"}
+        assert len({port for _, port in addresses}) == 20
+        ready_path = tmp_path / "ready"
+        url = announce(listeners[0], ready_path)
+        ready = ReadyForm.model_validate_json(ready_path.read_bytes())
+        assert (ready.url, ready.pid) == (url, os.getpid())
+        # It answers the connection before anyone accepts it: nothing lies between choice and use.
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{url}/health", timeout=0.1, trust_env=False)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["ready"]
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_a_ready_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    listener = listen()
+    try:
+        with pytest.raises(StoreError, match="could not be written"):
+            announce(listener, tmp_path / "absent" / "ready")
+    finally:
+        listener.close()
+
+
+def start_arguments(tmp_path: Path, model: str) -> list[str]:
+    key_path = tmp_path / "key"
+    key_path.touch(mode=0o600)
+    key_path.write_text(KEY)
+    assert stat.S_IMODE(key_path.stat().st_mode) == 0o600
+    args = ["--model", str(tmp_path / model), "--dtype", "float32", "--threads", "1"]
+    return [*args, "--key-file", str(key_path), "--ready-file", str(tmp_path / "ready")]
+
+
+def test_a_model_that_cannot_be_loaded_ends_with_its_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert main(start_arguments(tmp_path, "absent")) == ConfigError.exit_code
+    assert "cannot be loaded as a causal language model" in caplog.text
+    assert not (tmp_path / "ready").exists()
+    assert KEY not in caplog.text
