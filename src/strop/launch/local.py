@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.errors import CheckRefused, StropError, explain_refusal
-from strop.evaluate import EvalResult, EvalSettings, evaluate_task, write_result
+from strop.errors import CheckRefused, RunStopped, StropError, explain_refusal
+from strop.evaluate import EvalResult, EvalSettings, evaluate_task, read_result, write_result
 from strop.hardware import describe_machine
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.rollout import Sampling, Split
@@ -138,10 +138,9 @@ async def _train(
 
     source = ModelSource(path=model.path, digest=model.digest)
     placement = build_placement(spec, source, run_dir.path / "roles")
-    results: list[EvalResult] = []
     try:
         roles = await placement.start()
-        evaluator = Evaluation(spec, task, roles, model.digest, run_dir, results)
+        evaluator = Evaluation(spec, task, roles, model.digest, run_dir)
         loop = TrainLoop(
             TrainInput(
                 spec=spec,
@@ -150,7 +149,7 @@ async def _train(
                 run_dir=run_dir,
                 model_dir=model.path,
                 observer=observer,
-                evaluate=evaluator if spec.eval.every is not None else None,
+                evaluate=evaluator,
             )
         )
         await loop.run()
@@ -158,9 +157,14 @@ async def _train(
         await placement.stop()
     return TrainOutcome(
         run_path=run_dir.path,
-        before=next((result for result in results if result.step == 0), None),
-        after=next((result for result in results if result.step == spec.train.steps), None),
+        # From the record: an earlier attempt may have made them.
+        before=_find_result(run_dir.eval_path(task.name, 0)),
+        after=_find_result(run_dir.eval_path(task.name, spec.train.steps)),
     )
+
+
+def _find_result(path: Path) -> EvalResult | None:
+    return read_result(path) if path.exists() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,6 @@ class Evaluation:
     roles: Roles
     model_digest: str
     run_dir: RunDir
-    results: list[EvalResult]
 
     async def __call__(self, step: int) -> EvalSummary:
         """Evaluate the weights after `step` steps."""
@@ -194,8 +197,16 @@ class Evaluation:
             model_digest=self.model_digest if step == 0 else f"{self.model_digest}+{step}",
             trained_ids={example.example_id for example in self.task.examples(Split.TRAIN)},
         )
-        write_result(result, self.run_dir.eval_path(self.task.name, step))
-        self.results.append(result)
+        path = self.run_dir.eval_path(self.task.name, step)
+        write_result(result, path)
+        if result.greedy.accuracy is None:
+            raise RunStopped(
+                explain_refusal(
+                    f"none of {result.greedy.num_rollouts} held-out replies at step {step} could be judged",
+                    allowed="an engine that answers and a task that can say right or wrong",
+                    next_step=f"read {path} and mend the task; the last checkpoint is intact",
+                )
+            )
         return EvalSummary(
             step=step,
             num_examples=result.num_examples,

@@ -30,7 +30,7 @@ class TrainerState:
     version: int
     """Optimizer steps taken; smaller than `step` where updates were refused."""
     num_refused_in_a_row: int
-    """Updates refused since the last good one."""
+    """Steps without an update since the last good one."""
     num_threads: int
     """Threads that the numbers were computed with; another count rounds differently."""
 

@@ -198,9 +198,7 @@ def check_schedule(gate: GateInput) -> GateCheck:
         detail = f"{len(train_ids)} training examples cannot fill train.prompts_per_step={wanted}"
     else:
         detail = f"{len(train_ids)} training and {len(held_out_ids)} held-out examples, none in both"
-    return GateCheck(
-        name="schedule", is_passed=not overlap and len(train_ids) >= wanted, detail=detail
-    )
+    return GateCheck(name="schedule", is_passed=not overlap and len(train_ids) >= wanted, detail=detail)
 
 
 def check_room(gate: GateInput) -> GateCheck:
@@ -214,11 +212,13 @@ def check_room(gate: GateInput) -> GateCheck:
     disk_bytes = (spec.train.keep_checkpoints + 1) * checkpoint_bytes(size, dtype)
     have_memory, have_disk = describe_machine().memory_bytes, free_disk_bytes(gate.run_path)
     is_on_cpu = gate.roles.learner.model.device.type == "cpu"
-    is_passed = disk_bytes <= have_disk and (memory_bytes <= have_memory or not is_on_cpu)
+    has_memory = have_memory is None or memory_bytes <= have_memory or not is_on_cpu
+    known = "an unknown amount" if have_memory is None else f"{have_memory / 2**30:.1f} GiB"
     detail = (
-        f"memory about {memory_bytes / 2**30:.1f} of {have_memory / 2**30:.1f} GiB, checkpoints"
+        f"memory about {memory_bytes / 2**30:.1f} GiB of {known}, checkpoints"
         f" {disk_bytes / 2**30:.1f} of {have_disk / 2**30:.1f} GiB free at {gate.run_path}"
     )
+    is_passed = disk_bytes <= have_disk and has_memory
     return GateCheck(name="room", is_passed=is_passed, detail=detail)
 
 
@@ -237,7 +237,7 @@ def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
         batch = PackedBatch.of_groups(
             [PackedGroup(prompt_ids=rollout.turns[0].token_ids, replies=(reply,))], torch.device("cpu")
         )
-        if int(batch.target_M[-1]) not in stop_ids:
+        if not len(batch.target_M) or int(batch.target_M[-1]) not in stop_ids:
             untrained.append(rollout)
     detail = f"{len(ended)} sampled terminators, all inside the loss mask"
     if untrained:
@@ -273,9 +273,7 @@ def _gaps(gate: GateInput, rollouts: Sequence[Rollout], temperature: float) -> n
     return gaps
 
 
-def _name_cause(
-    gate: GateInput, rollouts: Sequence[Rollout], gaps: np.ndarray, tolerance: float
-) -> str:
+def _name_cause(gate: GateInput, rollouts: Sequence[Rollout], gaps: np.ndarray, tolerance: float) -> str:
     """Name the first convention that explains the gap."""
     if gate.spec.sampling.temperature != 1.0 and np.abs(_gaps(gate, rollouts, 1.0)).mean() <= tolerance:
         return "temperature (the engine reports log-probabilities before dividing by it)"

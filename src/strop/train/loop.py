@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -105,9 +106,7 @@ class TrainLoop:
         latest = self._run_dir.latest_checkpoint()
         if latest is not None:
             step, path = latest
-            self._state = load_checkpoint(
-                path, self._roles.learner, num_threads=self._state.num_threads
-            )
+            self._state = load_checkpoint(path, self._roles.learner, num_threads=self._state.num_threads)
             self._run_dir.truncate_after(step)
             self._event(EventKind.RESUME, "checkpoint", f"training goes on from {path.name}")
         else:
@@ -146,6 +145,7 @@ class TrainLoop:
         """Do one step, from its examples to its checkpoint."""
         started_at = time.perf_counter()
         groups = await self._collect()
+        self._stop_if_all_failed(groups)
         collected_at = time.perf_counter()
         verify_s = min(verify_seconds(groups), collected_at - started_at)
         self._watchdog.progress("learn")
@@ -160,7 +160,7 @@ class TrainLoop:
             "learn": learned_at - collected_at,
             "sync": time.perf_counter() - learned_at,
         }
-        self._advance(is_refused=report is None and batch.credit.num_counted_tokens > 0)
+        self._advance(is_refused=report is None)
         write_rollouts(
             self._run_dir.rollouts_path(self._state.step),
             [rollout for group in groups for rollout in group.rollouts],
@@ -235,24 +235,48 @@ class TrainLoop:
             self._publish_event(alarm)
         self._stop_on_alarm(alarms)
         is_last = step == spec.train.steps
-        if spec.eval.every is not None and (is_last or step % spec.eval.every == 0):
+        if is_last or (spec.eval.every is not None and step % spec.eval.every == 0):
             await self._evaluate()
         if is_last or step % spec.train.checkpoint_every == 0 or self._stop.cause is not None:
             self._checkpoint()
 
     def _stop_on_alarm(self, alarms: Sequence[Event]) -> None:
-        """End the run on repeated refusals, or on any alarm where the run file asks for it."""
-        causes = [alarm.cause for alarm in alarms] if self._spec.tripwires.on_alarm == "stop" else []
-        if self._state.num_refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
-            causes.append("non_finite")
-        if causes:
-            raise RunStopped(
-                explain_refusal(
-                    f"step {self._state.step} raised {', '.join(causes)}",
-                    allowed="steps without alarm, as tripwires.on_alarm='stop' asks",
-                    next_step=f"read {self._run_dir.path}/events.jsonl; the last checkpoint is intact",
-                )
+        """End the run where updates keep failing, or on any alarm where the run file asks for it."""
+        step, num_refused = self._state.step, self._state.num_refused_in_a_row
+        if num_refused >= MAX_REFUSED_IN_A_ROW:
+            self._stop_run(
+                f"step {step} is the {num_refused}th in a row without an update",
+                f"fewer than {MAX_REFUSED_IN_A_ROW} steps in a row whose update is empty or not finite",
             )
+        if alarms and self._spec.tripwires.on_alarm == "stop":
+            causes = ", ".join(alarm.cause for alarm in alarms)
+            self._stop_run(f"step {step} raised {causes}", "steps without alarm, as tripwires.on_alarm asks")
+
+    def _stop_if_all_failed(self, groups: Sequence[Group]) -> None:
+        """End the run where nothing could be scored: what breaks every rollout heals by no next step."""
+        outcomes = [rollout.outcome for group in groups for rollout in group.rollouts]
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        kinds = {(failure.owner, failure.kind) for failure in failures}
+        if len(failures) == len(outcomes) and len(kinds) == 1:
+            first = failures[0]
+            self._stop_run(
+                f"all {len(outcomes)} rollouts of step {self._state.step + 1} failed alike:"
+                f" {first.owner}, {first.kind}\n{first.detail}\n",
+                "steps in which some rollout can be scored",
+            )
+
+    def _stop_run(self, given: str, allowed: str) -> NoReturn:
+        """End the run as a tripwire does: the cause on record, the last checkpoint offered."""
+        self._event(EventKind.STOP, "tripwire", given)
+        kept = self._run_dir.latest_checkpoint()
+        where = f"the same command goes on from checkpoint {kept[1].name}" if kept else "no checkpoint yet"
+        raise RunStopped(
+            explain_refusal(
+                given,
+                allowed=allowed,
+                next_step=f"read {self._run_dir.path}/events.jsonl and mend the cause; {where}",
+            )
+        )
 
     def _stop_if_asked(self) -> None:
         """End after a signal. The step that was under way has been checkpointed."""

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
-from types import TracebackType
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+# What a second signal of the kind does: end the process at once.
+_SECOND: dict[signal.Signals, _Handler] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
 
 
 class StopFlag:
-    """Set by the first signal. A second Ctrl-C interrupts at once, without a checkpoint."""
+    """Set by the first signal. A second one ends the process at once, without a checkpoint.
+
+    Not the event loop's own handlers: those run when the loop next looks, which is after the step
+    that follows an optimizer step under way.
+    """
 
     def __init__(self) -> None:
         self.cause: str | None = None
         """Name of the signal in lower case, for example 'sigterm'; None while there was none."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._previous: dict[signal.Signals, _Handler] = {}
 
     def __enter__(self) -> StopFlag:
-        """Install the handlers on the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._on_signal, number)
+        """Install the handlers; only the main thread may."""
+        self._previous = {number: signal.signal(number, self._on_signal) for number in _SECOND}
         return self
 
     def __exit__(
@@ -30,15 +39,12 @@ class StopFlag:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give the signals back to their defaults."""
-        self._remove_handlers()
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
-    def _on_signal(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.cause = signal.Signals(number).name.lower()
-        self._remove_handlers()
-
-    def _remove_handlers(self) -> None:
-        if self._loop is not None:
-            for number in _SIGNALS:
-                self._loop.remove_signal_handler(number)
-            self._loop = None
+        for known, handler in _SECOND.items():
+            signal.signal(known, handler)

@@ -51,7 +51,10 @@ class Watchdog:
         while not self._stopped.wait(min(1.0, self._max_stall_s / 4)):
             stalled_s = time.monotonic() - self._moved_at
             if stalled_s > self._max_stall_s:
-                self._on_stall(self._stage, stalled_s)
-                faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-                # Not sys.exit: the main thread is the one that hangs.
-                os._exit(EXIT_FAILED)
+                try:
+                    self._on_stall(self._stage, stalled_s)
+                finally:
+                    # Whoever is told may fail too, for example on the disk that everything waits for.
+                    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                    # Not sys.exit: the main thread is the one that hangs.
+                    os._exit(EXIT_FAILED)
