@@ -1,0 +1,276 @@
+"""The engine's process starts with the learner's weights, ends with its parent, and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from strop.cluster import ModelSource, Roles
+from strop.cluster.build import build_placement
+from strop.cluster.inline import InlinePlacement
+from strop.cluster.process import FilePublisher, ProcessPlacement
+from strop.engine.remote import RemoteEngine
+from strop.engine.wire import HealthForm
+from strop.errors import ConfigError, EngineError, StoreError
+from strop.policy.language_model import LanguageModel
+from strop.policy.learner import Learner
+from strop.policy.weights import tensors_digest, weights_digest
+from strop.spec import RunSpec
+from tests.fixtures.tiny_disk import tiny_disk
+from tests.fixtures.tiny_run import tiny_spec
+
+PARENT = """
+import asyncio, sys, time
+from pathlib import Path
+from strop.cluster import ModelSource
+from strop.cluster.process import ProcessPlacement
+from tests.fixtures.tiny_run import tiny_spec
+
+async def act():
+    source = ModelSource(path=Path(sys.argv[1]), digest="unused")
+    placement = ProcessPlacement(tiny_spec(), source, Path(sys.argv[2]))
+    await placement.start()
+    print(placement.engine_pid, flush=True)
+    time.sleep(120)
+
+asyncio.run(act())
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def read_arguments(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+def process_spec() -> RunSpec:
+    return tiny_spec(placement={"kind": "process"}, engine={"max_rows": 4})
+
+
+def make_placement(model_dir: Path, work_dir: Path) -> ProcessPlacement:
+    return ProcessPlacement(process_spec(), ModelSource(path=model_dir, digest="unused"), work_dir)
+
+
+def make_learner(model_dir: Path) -> Learner:
+    return Learner(LanguageModel.load(model_dir, dtype=torch.float32), tiny_spec().optimizer)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+
+
+# ---------------------------------------------------------------- publisher
+
+
+def test_a_publication_names_version_digest_and_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_model_dir)
+    learner.version = 12
+    update = asyncio.run(FilePublisher(tmp_path / "w", lambda: None).publish(learner))
+    assert update.path == str(tmp_path / "w" / "v000012.safetensors")
+    assert (update.version, update.digest) == (12, weights_digest(learner.model))
+    assert tensors_digest(load_file(update.path).items()) == update.digest
+    assert names(tmp_path / "w") == ["v000012.safetensors"]
+
+
+def test_publishing_twice_is_publishing_once(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner, publisher = make_learner(tiny_model_dir), FilePublisher(tmp_path, lambda: None)
+    assert asyncio.run(publisher.publish(learner)) == asyncio.run(publisher.publish(learner))
+    assert names(tmp_path) == ["v000000.safetensors"]
+
+
+def test_files_older_than_the_served_version_are_removed(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner, served = make_learner(tiny_model_dir), [0]
+    publisher = FilePublisher(tmp_path, lambda: served[0])
+    seen = []
+    for version, acknowledged in ((0, 0), (1, 0), (2, 1), (3, 2)):
+        learner.version, served[0] = version, acknowledged
+        asyncio.run(publisher.publish(learner))
+        seen.append([int(name[1:7]) for name in names(tmp_path)])
+    # What is served stays until the next version is; version 1 goes when 2 is served.
+    assert seen == [[0], [0, 1], [1, 2], [2, 3]]
+    publisher.clear()
+    assert not tmp_path.exists()
+
+
+def test_a_full_disk_is_told_and_leaves_no_partial_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_model_dir)
+    with tiny_disk(tmp_path / "disk") as disk:
+        (disk / "ballast").write_bytes(b"x" * 1_000_000)
+        with pytest.raises(StoreError, match=r"the weights could not be written to .*v000000"):
+            asyncio.run(FilePublisher(disk / "w", lambda: None).publish(learner))
+        assert names(disk / "w") == []
+
+
+def test_a_directory_that_cannot_be_made_is_told(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "w").write_text("a file")
+    with pytest.raises(StoreError, match="could not be written"):
+        asyncio.run(FilePublisher(tmp_path / "w", lambda: None).publish(make_learner(tiny_model_dir)))
+
+
+# ---------------------------------------------------------------- placement
+
+
+def test_the_word_in_the_spec_chooses_the_placement(tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = ModelSource(path=tiny_model_dir, digest="unused")
+    assert isinstance(build_placement(tiny_spec(), source, tmp_path / "w"), InlinePlacement)
+    assert isinstance(build_placement(process_spec(), source, tmp_path / "w"), ProcessPlacement)
+    assert not (tmp_path / "w").exists()
+
+
+def test_stop_before_start_does_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
+    asyncio.run(make_placement(tiny_model_dir, tmp_path / "w").stop())
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.slow
+def test_a_started_engine_serves_the_learners_weights_and_leaves_only_its_log(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    work_dir = tmp_path / "a 'quoted' dir"
+    placement = make_placement(tiny_model_dir, work_dir)
+    # What a killed attempt left: its key, its address, its weights.
+    (work_dir / "weights").mkdir(parents=True)
+    for name in ("engine.key", "engine.ready", "weights/v000040.safetensors", "weights/v000041.partial"):
+        (work_dir / name).write_text("stale")
+
+    async def act() -> tuple[Roles, HealthForm, list[str], list[str]]:
+        try:
+            roles = await placement.start()
+            assert isinstance(roles.engine, RemoteEngine)
+            health = await roles.engine.health()
+            roles.learner.version = 3
+            update = await roles.publisher.publish(roles.learner)
+            receipt = await roles.engine.update(update)
+            assert (receipt.version, receipt.digest) == (3, update.digest)
+            return roles, health, names(work_dir), names(work_dir / "weights")
+        finally:
+            await placement.stop()
+
+    roles, health, files, weights = asyncio.run(act())
+    assert health.digest == health.model_digest == weights_digest(roles.learner.model)
+    assert health.version == 0
+    assert files == ["engine.log", "weights"]
+    # Version 0 was served when 3 was published, so it stays until the next publication.
+    assert weights == ["v000000.safetensors", "v000003.safetensors"]
+    assert not is_running(health.pid)
+    assert placement.engine_pid is None
+    assert names(work_dir) == ["engine.log"]
+    asyncio.run(placement.stop())
+
+
+@contextmanager
+def killing(placement: ProcessPlacement) -> Iterator[list[int]]:
+    """Kill the engine as soon as there is one, from another thread. Yields its process id."""
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_until(lambda: placement.engine_pid is not None)
+        assert placement.engine_pid is not None
+        killed.append(placement.engine_pid)
+        os.kill(placement.engine_pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield killed
+    thread.join()
+
+
+def test_prc_5_an_engine_that_dies_at_its_start_is_told_with_its_log(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Incident: a role ended before anything was logged, and the others waited."""
+    placement = make_placement(tiny_model_dir, tmp_path)
+    with killing(placement) as killed, pytest.raises(EngineError, match="the engine did not start") as caught:
+        asyncio.run(placement.start())
+    assert f"its process {killed[0]} ended with signal 9\nIts last log lines:" in str(caught.value)
+    assert placement.engine_pid is None
+    assert names(tmp_path) == ["engine.log"]
+
+
+def test_a_model_that_the_learner_refuses_leaves_no_process(tmp_path: Path) -> None:
+    placement = make_placement(tmp_path / "absent", tmp_path / "w")
+    with pytest.raises(ConfigError, match="cannot be loaded as a causal language model"):
+        asyncio.run(placement.start())
+    assert placement.engine_pid is None
+    assert names(tmp_path / "w") == ["engine.log"]
+
+
+def test_a_work_directory_that_cannot_be_written_is_told(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "w").write_text("a file")
+    with pytest.raises(StoreError, match=r"Allowed: .*Next: "):
+        asyncio.run(make_placement(tiny_model_dir, tmp_path / "w" / "roles").start())
+
+
+@pytest.mark.slow
+def test_sec_4_the_key_is_for_this_user_only_and_gone_once_handed_over(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Incident: keys in files that every user of the machine could read."""
+    placement = make_placement(tiny_model_dir, tmp_path)
+    modes: list[int] = []
+    keys: list[str] = []
+
+    def look() -> None:
+        path = tmp_path / "engine.key"
+        wait_until(lambda: path.exists() and path.stat().st_size > 0)
+        modes.append(stat.S_IMODE(path.stat().st_mode))
+        keys.append(path.read_text())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+
+    async def act() -> str:
+        try:
+            await placement.start()
+            assert placement.engine_pid is not None
+            return read_arguments(placement.engine_pid)
+        finally:
+            await placement.stop()
+
+    words = asyncio.run(act())
+    thread.join()
+    assert modes == [0o600]
+    assert keys[0] not in words
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and keys[0] in path.read_text()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+def test_prc_4_the_engine_dies_with_a_run_that_is_killed(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Incident: orphaned engines held memory and GPUs after their run was killed."""
+    args = [sys.executable, "-c", PARENT, str(tiny_model_dir), str(tmp_path)]
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "."])}
+    parent = subprocess.Popen(args, stdout=subprocess.PIPE, text=True, cwd=root, env=environment)
+    assert parent.stdout is not None
+    engine_pid = int(parent.stdout.readline())
+    assert is_running(engine_pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    wait_until(lambda: not is_running(engine_pid))
