@@ -44,6 +44,8 @@ def test_a_finished_run_shows_before_and_after(tmp_path: Path) -> None:
     assert "40 of 40 steps" in text
     assert "finished on" in text
     assert "No alarm was raised." in text
+    assert "At the start (after 1 step)" in text
+    assert "At the end (after 40 steps)" in text
     assert [p.name for p in run.path.iterdir() if "partial" in p.name] == []
 
 
