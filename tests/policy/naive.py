@@ -41,7 +41,7 @@ def naive_gradients(
 ) -> NaiveResult:
     """Compute what the packed learner must agree with, in float32 with transformers' own attention."""
     module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    module.eval()
+    module.eval()  # type: ignore[no-untyped-call]
     members = _credited_members(algorithm, groups, reply_limit)
     rollouts = [rollout for rollout, _, _ in members]
     logprobs_S_T = _padded_logprobs(module, rollouts, temperature)
@@ -54,7 +54,7 @@ def naive_gradients(
             correction = min(math.exp(float(old) - engine_logprob), _CORRECTION_CAP) if is_corrected else 1.0
             loss = loss + weight * correction * value
     loss.backward()  # type: ignore[no-untyped-call]
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return NaiveResult(loss=float(loss.detach()), gradients=gradients)
 
 

@@ -100,9 +100,7 @@ def test_every_algorithm_has_the_naive_gradient(
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
-def test_every_family_has_the_naive_gradient(
-    model_dir: Callable[..., Path], config: dict[str, Any]
-) -> None:
+def test_every_family_has_the_naive_gradient(model_dir: Callable[..., Path], config: dict[str, Any]) -> None:
     algorithm = replace(ALGORITHMS["dapo"], correction=CORRECTIONS["tis_token"])
     path, groups = model_dir(**config), ragged_groups(seed=1)
     expected = naive_gradients(

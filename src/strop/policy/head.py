@@ -43,9 +43,9 @@ class HeadResult:
     grad_hidden_U_D: torch.Tensor
 
 
-def _chunks(row_M: torch.Tensor, num_rows: int) -> Iterator[tuple[slice, slice]]:
+def _chunks(row_M: torch.Tensor, num_rows: int, chunk_rows: int) -> Iterator[tuple[slice, slice]]:
     """Yield (rows, tokens) slices that cover the batch; tokens are sorted by row."""
-    starts = torch.arange(0, num_rows + CHUNK_ROWS, CHUNK_ROWS, device=row_M.device).clamp(max=num_rows)
+    starts = torch.arange(0, num_rows + chunk_rows, chunk_rows, device=row_M.device).clamp(max=num_rows)
     cuts = torch.searchsorted(row_M, starts).tolist()
     bounds = starts.tolist()
     for index in range(len(bounds) - 1):
@@ -63,11 +63,16 @@ def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float)
 
 @torch.no_grad()
 def token_logprobs(
-    hidden_U_D: torch.Tensor, head_weight: torch.Tensor, batch: PackedBatch, temperature: float
+    hidden_U_D: torch.Tensor,
+    head_weight: torch.Tensor,
+    batch: PackedBatch,
+    temperature: float,
+    *,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> torch.Tensor:
     """Return the log-probability (nats) of every scored token. Shapes: (M,), fp32."""
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
-    for rows, tokens in _chunks(batch.row_M, hidden_U_D.shape[0]):
+    for rows, tokens in _chunks(batch.row_M, hidden_U_D.shape[0], chunk_rows):
         all_logprobs = _log_softmax(hidden_U_D[rows], head_weight, temperature)
         logprob_M[tokens] = all_logprobs[batch.row_M[tokens] - rows.start, batch.target_M[tokens]]
     return logprob_M
@@ -82,6 +87,7 @@ def loss_and_gradients(
     temperature: float,
     rule: TokenRule,
     grad_weight: torch.Tensor,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> HeadResult:
     """Compute loss and gradients of the scored tokens; add the head's own into `grad_weight`.
 
@@ -90,7 +96,7 @@ def loss_and_gradients(
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
     grad_hidden = torch.empty_like(hidden_U_D)
     losses: list[float] = []
-    for rows, tokens in _chunks(batch.row_M, hidden_U_D.shape[0]):
+    for rows, tokens in _chunks(batch.row_M, hidden_U_D.shape[0], chunk_rows):
         hidden = hidden_U_D[rows]
         all_logprobs = _log_softmax(hidden, head_weight, temperature)
         row, target = batch.row_M[tokens] - rows.start, batch.target_M[tokens]

@@ -123,10 +123,10 @@ class LanguageModel:
 def _load_module(path: Path, dtype: torch.dtype) -> Any:
     """Load with transformers, and refuse a directory whose tensors do not fill the model exactly."""
     previous = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, attn_implementation="eager", output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -139,7 +139,10 @@ def _load_module(path: Path, dtype: torch.dtype) -> Any:
         ) from error
     finally:
         transformers_logging.set_verbosity(previous)
-    flaws = {name: sorted(info[name]) for name in ("missing_keys", "mismatched_keys") if info.get(name)}
+    module, info = loaded
+    # Tensors without a place count too: a bias that the config forgot would be left out silently.
+    kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
+    flaws = {kind: sorted(info[kind]) for kind in kinds if info.get(kind)}
     if flaws:
         raise ConfigError(
             explain_refusal(

@@ -8,7 +8,7 @@ split, so nothing is divided here. A non-finite gradient never reaches the weigh
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ DEFAULT_MICRO_BATCH_POSITIONS = 4096
 _CHANGED_STRIDE = 97
 """Every so many parameters are compared to tell which share a step has changed."""
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 TokenTermsFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Maps (logprob, engine logprob, advantage) of m tokens to their (loss, d loss / d logprob)."""
 
@@ -44,7 +46,10 @@ class StepReport:
     """L2 norm of the whole gradient before clipping."""
     lr: float
     changed_frac: float
-    """Share of compute copies that the step changed; near 0 means that updates vanish."""
+    """Share of compute copies that the step changed. Small steps change few bf16 copies at a time."""
+    master_changed_frac: float | None
+    """Share of masters with a gradient that the step changed: near 1, unless updates vanish in the
+    rounding of the masters. None if no sampled master has a gradient."""
     drift_M: FloatArray
     """abs(trainer - engine) log-probability (nats) of every trained token."""
     num_positions: int
@@ -86,12 +91,13 @@ class Learner:
             num_positions += batch.layout.num_positions
             drifts.append((result.logprob_M - batch.engine_logprob_M).abs().cpu().numpy())
         grad_norm = self._clip(loss)
-        changed_frac = self._apply()
+        master_changed_frac, changed_frac = self._apply()
         return StepReport(
             loss=loss,
             grad_norm=grad_norm,
             lr=float(self._optimizer.param_groups[0]["lr"]),
             changed_frac=changed_frac,
+            master_changed_frac=master_changed_frac,
             drift_M=np.concatenate(drifts),
             num_positions=num_positions,
             num_micro_batches=len(batches),
@@ -113,24 +119,22 @@ class Learner:
         for name, master in self._masters.items():
             state = self._optimizer.state[master]
             tensors[f"master/{name}"] = master.detach()
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in _MOMENTS:
                 tensors[f"{key}/{name}"] = state[key] if state else torch.zeros_like(master)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, target / "optimizer.safetensors")
+        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(stored, target / "optimizer.safetensors")
         (target / "learner.json").write_text(json.dumps({"version": self.version}))
 
     def load_state(self, source: Path) -> None:
-        """Restore what `save_state` wrote.
+        """Restore what `save_state` wrote, all of it or nothing.
 
         Raises: CorruptRecord if a part is missing or does not fit the model.
         """
         try:
-            counters = json.loads((source / "learner.json").read_text())
+            version = int(json.loads((source / "learner.json").read_text())["version"])
             tensors = load_file(source / "optimizer.safetensors")
-            version = int(counters["version"])
-            with torch.no_grad():
-                for name, master in self._masters.items():
-                    self._load_parameter(name, master, tensors, version)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            self._check_state(tensors)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CorruptRecord(
                 explain_refusal(
                     f"the optimizer state in {source} cannot be restored ({type(error).__name__}: {error})",
@@ -138,21 +142,27 @@ class Learner:
                     next_step="remove this checkpoint; the run then resumes from the one before",
                 )
             ) from error
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(tensors[f"master/{name}"])
+                if master is not self._copies[name]:
+                    self._copies[name].copy_(master)
+                state = self._optimizer.state[master]
+                # On the master's device: the fused step reads it there.
+                state["step"] = torch.tensor(float(version), device=master.device)
+                for key in _MOMENTS:
+                    # Copied: what safetensors returns is a view of the checkpoint's file.
+                    state[key] = torch.empty_like(master).copy_(tensors[f"{key}/{name}"])
         self.version = version
 
-    def _load_parameter(
-        self, name: str, master: torch.Tensor, tensors: dict[str, torch.Tensor], version: int
-    ) -> None:
-        master.copy_(tensors[f"master/{name}"])
-        if master is not self._copies[name]:
-            self._copies[name].copy_(master)
-        state = self._optimizer.state[master]
-        state["step"] = torch.tensor(float(version))
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = tensors[f"{key}/{name}"]
-            if moment.shape != master.shape:
-                raise ValueError(f"{key} of {name} has shape {tuple(moment.shape)}")
-            state[key] = moment.to(master.device)
+    def _check_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Compare stored tensors with the masters. Raises: KeyError, ValueError naming the tensor."""
+        for name, master in self._masters.items():
+            for key in ("master", *_MOMENTS):
+                stored = tensors[f"{key}/{name}"]
+                # Compared, because `copy_` would broadcast a smaller tensor without a word.
+                if stored.shape != master.shape or stored.dtype != torch.float32:
+                    raise ValueError(f"{key} of {name} is {stored.dtype} {tuple(stored.shape)}")
 
     def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
         """Return the fp32 master of a compute copy, with a gradient buffer of its own."""
@@ -168,7 +178,7 @@ class Learner:
             grad.add_(parameter.grad)
             parameter.grad = None
 
-        copy.register_post_accumulate_grad_hook(add_in_fp32)
+        copy.register_post_accumulate_grad_hook(add_in_fp32)  # type: ignore[no-untyped-call]
         return master
 
     def _build_optimizer(self) -> torch.optim.AdamW:
@@ -193,9 +203,7 @@ class Learner:
         assert grad is not None
         return grad
 
-    def _accumulate(
-        self, batch: PackedBatch, temperature: float, token_terms: TokenTermsFn
-    ) -> HeadResult:
+    def _accumulate(self, batch: PackedBatch, temperature: float, token_terms: TokenTermsFn) -> HeadResult:
         """Add one micro-batch's gradient to the buffers."""
         attention = PrefixSharedAttention(batch.layout, self.model.device)
         hidden = self.model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
@@ -238,20 +246,21 @@ class Learner:
             torch._foreach_mul_(grads, self._spec.max_grad_norm / (float(norm) + 1e-6))
         return float(norm)
 
-    def _apply(self) -> float:
-        """Move masters, refresh compute copies, clear gradients. Returns the share that changed."""
+    def _apply(self) -> tuple[float | None, float]:
+        """Move masters, refresh compute copies, clear gradients. Returns the shares that changed."""
         self._set_lr()
-        before = [copy.detach().view(-1)[::_CHANGED_STRIDE].clone() for copy in self._copies.values()]
+        masters, copies = _sample(self._masters.values()), _sample(self._copies.values())
+        has_gradient = _sample(map(self._grad, self._masters)) != 0.0
         self._optimizer.step()
         with torch.no_grad():
             for name, copy in self._copies.items():
                 if self._masters[name] is not copy:
                     copy.copy_(self._masters[name])
-        after = [copy.detach().view(-1)[::_CHANGED_STRIDE] for copy in self._copies.values()]
         self._zero_gradients()
         self.version += 1
-        num_changed = sum(int((old != new).sum()) for old, new in zip(before, after, strict=True))
-        return num_changed / sum(old.numel() for old in before)
+        is_moved = (_sample(self._masters.values()) != masters)[has_gradient]
+        is_changed = _sample(self._copies.values()) != copies
+        return float(is_moved.float().mean()) if len(is_moved) else None, float(is_changed.float().mean())
 
     def _set_lr(self) -> None:
         """Warm up linearly over the first steps, then stay."""
@@ -261,3 +270,8 @@ class Learner:
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([self._grad(name) for name in self._masters])
+
+
+def _sample(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Copy every so many entries of all tensors into one row."""
+    return torch.cat([tensor.detach().view(-1)[::_CHANGED_STRIDE] for tensor in tensors])

@@ -141,7 +141,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Repeat each prompt's keys or values for its replies; the backward sums them in fp32."""
+    """Repeat each prompt's keys or values for its replies; the backward sums them in fp32 or wider."""
 
     @staticmethod
     def forward(ctx: Any, prompts: torch.Tensor, group_of_S: torch.Tensor) -> torch.Tensor:
@@ -153,8 +153,8 @@ class _Share(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (group_of_S,) = ctx.saved_tensors
         grad = grads[0]
-        total = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
-        total.index_add_(0, group_of_S, grad.float())
+        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        total.index_add_(0, group_of_S, grad.to(total.dtype))
         return total.to(grad.dtype), None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from strop.errors import StoreError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
+from strop.tokenizer import Tokenizer
 
-_TOKENIZER_FILES = (
+# Besides the tokenizer's: the stop settings, verbatim, so that the export ends where the policy did.
+_COPIED_FILES = (
+    "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -106,22 +110,16 @@ def _mismatch(given: str) -> WeightMismatch:
 def export_model(model: LanguageModel, tokenizer_dir: Path, target: Path) -> None:
     """Write a Hugging Face model directory that transformers and vLLM load as it stands.
 
-    The exported tensors are the compute copies. The file is read back and compared, so that an
-    export which is not the live policy never counts as one.
+    The exported tensors are the compute copies. The files are read back and compared, so that an
+    export which is not the live policy, or ends elsewhere, never counts as one.
 
     Raises: StoreError if what was written is not what the policy holds.
     """
-    model.module.save_pretrained(target, safe_serialization=True)
-    for name in _TOKENIZER_FILES:
+    model.module.save_pretrained(target)
+    for name in _COPIED_FILES:
         if (tokenizer_dir / name).exists():
             shutil.copyfile(tokenizer_dir / name, target / name)
-    stored: dict[str, torch.Tensor] = {}
-    for shard in sorted(target.glob("*.safetensors")):
-        stored |= load_file(shard)
-    live = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    flaw = _find_difference(live, {name: tensor for name, tensor in stored.items() if name in live})
-    if flaw is None:
-        flaw = next((name for name in live if not torch.equal(live[name].cpu(), stored[name])), None)
+    flaw = _find_export_flaw(model, tokenizer_dir, target)
     if flaw is not None:
         raise StoreError(
             explain_refusal(
@@ -130,3 +128,32 @@ def export_model(model: LanguageModel, tokenizer_dir: Path, target: Path) -> Non
                 next_step="check the disk; the previous checkpoint is intact",
             )
         )
+
+
+def _find_export_flaw(model: LanguageModel, tokenizer_dir: Path, target: Path) -> str | None:
+    """Read an export back and name the first thing in which it is not the live policy."""
+    try:
+        stored: dict[str, torch.Tensor] = {}
+        for shard in _listed_shards(target):
+            stored |= load_file(target / shard)
+        exported, own = Tokenizer.load(target), Tokenizer.load(tokenizer_dir)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        return f"it cannot be read back ({type(error).__name__}: {error})"
+    live = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    flaw = _find_difference(live, {name: tensor for name, tensor in stored.items() if name in live})
+    if flaw is not None:
+        return flaw
+    changed = next((name for name in live if not torch.equal(live[name], stored[name])), None)
+    if changed is not None:
+        return f"{changed} has other values"
+    if exported.stop_token_ids != own.stop_token_ids:
+        return f"it stops at {sorted(exported.stop_token_ids)}, not at {sorted(own.stop_token_ids)}"
+    return None
+
+
+def _listed_shards(target: Path) -> list[str]:
+    """Name the files that a loader would read: those of the index where there is one."""
+    index = target / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    return sorted(set(json.loads(index.read_text())["weight_map"].values()))

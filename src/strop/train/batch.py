@@ -9,7 +9,7 @@ import numpy as np
 
 from strop.algorithm import Algorithm, Credit, assign_credit
 from strop.policy.packing import PackedGroup, PackedReply
-from strop.rollout import Group, Rollout
+from strop.rollout import Group, IntArray, Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,8 +32,8 @@ def build_batch(algorithm: Algorithm, groups: Sequence[Group], max_reply_tokens:
     )
     packed: list[PackedGroup] = []
     for index, group in enumerate(groups):
-        replies = tuple(
-            pack_reply(rollout, float(advantage), float(weight))
+        replies = [
+            (rollout.turns[0].token_ids, pack_reply(rollout, float(advantage), float(weight)))
             for rollout, advantage, weight, is_forwarded in zip(
                 group.rollouts,
                 credit.advantage_P_G[index],
@@ -42,11 +42,20 @@ def build_batch(algorithm: Algorithm, groups: Sequence[Group], max_reply_tokens:
                 strict=True,
             )
             if is_forwarded
-        )
-        if replies:
-            prompt_ids = group.rollouts[0].turns[0].token_ids
-            packed.append(PackedGroup(prompt_ids=prompt_ids, replies=replies))
+        ]
+        packed += _share_prompts(replies)
     return TrainBatch(groups=tuple(packed), credit=credit)
+
+
+def _share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[PackedGroup]:
+    """Hold each distinct prompt of a group once, in order of appearance.
+
+    A group usually has one, but a world may open differently; compared are the ids themselves.
+    """
+    by_prompt: dict[bytes, tuple[IntArray, list[PackedReply]]] = {}
+    for prompt_ids, reply in replies:
+        by_prompt.setdefault(prompt_ids.tobytes(), (prompt_ids, []))[1].append(reply)
+    return [PackedGroup(prompt_ids=ids, replies=tuple(members)) for ids, members in by_prompt.values()]
 
 
 def pack_reply(rollout: Rollout, advantage: float, weight: float) -> PackedReply:

@@ -41,7 +41,10 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
     """Sum up what credit says about the batch."""
     credit = batch.credit
     num_signal = sum(
-        int(reply.is_scored.sum()) for group in batch.groups for reply in group.replies if reply.advantage != 0.0
+        int(reply.is_scored.sum())
+        for group in batch.groups
+        for reply in group.replies
+        if reply.advantage != 0.0
     )
     return {
         "zero_variance_frac": credit.num_zero_variance_groups / max(credit.num_groups, 1),
@@ -60,6 +63,8 @@ def measure_update(report: StepReport) -> dict[str, float]:
         "changed_frac": report.changed_frac,
         "num_positions": float(report.num_positions),
     }
+    if report.master_changed_frac is not None:
+        metrics["master_changed_frac"] = report.master_changed_frac
     if len(report.drift_M):
         metrics |= {
             "drift_mean_nats": float(report.drift_M.mean()),

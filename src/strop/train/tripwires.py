@@ -1,7 +1,7 @@
 """Signs of trouble in the numbers of a step. Each has a name, a bound and an advice.
 
 The bounds are settings (`tripwires.*`); what an alarm does is too: it is recorded and shown, or it
-ends the run with its last checkpoint intact. Three refused updates in a row always end it.
+ends the run with its last checkpoint intact. Three steps in a row without an update always end it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from strop.record.events import Event, EventKind
 from strop.spec.tripwires import TripwireSpec
 
 MAX_REFUSED_IN_A_ROW = 3
-"""Updates refused for a non-finite loss or gradient, after which a run ends."""
+"""Steps without an update, because it was not finite or had nothing to count, after which a run ends."""
 
-_MIN_CHANGED_FRAC = 1e-5
-"""Below this share of changed parameters, updates vanish in the rounding of the compute copies."""
+_MIN_MASTER_CHANGED_FRAC = 0.1
+"""Below this share of changed masters, updates vanish in rounding. fp32 masters are near 1. The
+share of changed bf16 copies tells nothing: at small learning rates it is near 0 in healthy runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +88,11 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
             word = "above" if wire.is_upper else "below"
             detail = f"{wire.metric}={value:.4g} is {word} tripwires.{wire.setting}={bound:g}: {wire.advice}"
             alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause=wire.cause, detail=detail))
-    if metrics.get("num_signal_tokens") and metrics.get("changed_frac", 1.0) < _MIN_CHANGED_FRAC:
+    changed_frac = metrics.get("master_changed_frac", 1.0)
+    if metrics.get("num_signal_tokens") and changed_frac < _MIN_MASTER_CHANGED_FRAC:
         detail = (
-            f"changed_frac={metrics['changed_frac']:.3g}: updates vanish in the compute type; raise"
-            " optimizer.lr or set model.dtype=float32"
+            f"master_changed_frac={changed_frac:.3g}: updates vanish in the rounding of the weights; raise"
+            " optimizer.lr, and check that masters are float32"
         )
         alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="vanishing_updates", detail=detail))
     return alarms

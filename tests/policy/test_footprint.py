@@ -1,0 +1,172 @@
+"""Estimates from a config alone agree with what a model really takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from strop.engine.kv_cache import KVCache
+from strop.errors import ConfigError
+from strop.policy.footprint import (
+    ModelSize,
+    activation_bytes,
+    cache_bytes,
+    checkpoint_bytes,
+    decode_flop,
+    learn_flop,
+    prefill_flop,
+    read_model_size,
+    state_bytes,
+)
+from strop.policy.language_model import DTYPES
+from strop.policy.packing import PackedBatch, PrefixSharedAttention
+from strop.policy.weights import export_model
+from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": False, "num_key_value_heads": 1},
+    {"family": "qwen3", "head_dim": 16},
+    {"num_key_value_heads": 4, "num_hidden_layers": 3},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_all_matrices_are_counted(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = make_model(tmp_path, **config)
+    size = read_model_size(path)
+    parameters = dict(load_model(path).named_parameters())
+    assert size.num_params == sum(p.numel() for p in parameters.values() if p.dim() == 2)
+
+
+def test_sizes_by_hand() -> None:
+    size = ModelSize(
+        num_layers=2,
+        hidden_width=8,
+        mlp_width=10,
+        num_heads=4,
+        num_kv_heads=2,
+        head_width=2,
+        vocab_size=100,
+        max_positions=64,
+        is_tied=True,
+    )
+    # A layer: q and o 8 x 8 each, k and v 8 x 4 each, three of 8 x 10: 128 + 64 + 240 = 432.
+    assert (size.body_params, size.head_params, size.num_params) == (864, 800, 1664)
+    assert state_bytes(size, "bfloat16") == 1664 * 18
+    assert state_bytes(size, "float32") == 1664 * 16
+    # Export in the compute type, masters and two moments in fp32.
+    assert checkpoint_bytes(size, "bfloat16") == 1664 * 14
+    # Keys and values of 2 layers, 2 heads of width 2, 2 bytes: 32 a slot.
+    assert cache_bytes(size, "bfloat16", 3, 5) == 3 * 5 * 32
+    assert decode_flop(size, 10) == 2 * (864 + 800) * 10
+    assert prefill_flop(size, 10) == 2 * 864 * 10
+    assert learn_flop(size, 10, 5) == 6 * (864 * 10 + 800 * 5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_holds_the_estimated_state(tmp_path: Path, dtype: str) -> None:
+    path = make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    learner = build_learner(path, dtype=dtype)
+    learner.step([World().packed(3, [4])], temperature=1.0, token_terms=reinforce)
+    learner.save_state(tmp_path)
+    stored = load_file(tmp_path / "optimizer.safetensors")
+    kept = sum(tensor.nbytes for tensor in stored.values())  # Master and two moments.
+    copies = 0 if dtype == "float32" else sum(p.nbytes for _, p in learner.model.named_parameters())
+    gradients = learner.gradients([World().packed(3, [4])], temperature=1.0, token_terms=reinforce)
+    held = kept + copies + sum(gradient.nbytes for gradient in gradients.values())
+    # Norms are not counted; in a model this small they are almost a percent.
+    assert state_bytes(read_model_size(path), dtype) == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_has_the_estimated_bytes(tmp_path: Path, dtype: str) -> None:
+    path = make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    learner = build_learner(path, dtype=dtype)
+    export_model(learner.model, path, tmp_path / "export")
+    learner.save_state(tmp_path)
+    files = (tmp_path / "export" / "model.safetensors", tmp_path / "optimizer.safetensors")
+    num_bytes = sum(file.stat().st_size for file in files)
+    assert checkpoint_bytes(read_model_size(path), dtype) == pytest.approx(num_bytes, rel=0.06)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_has_the_estimated_bytes(tmp_path: Path, dtype: str) -> None:
+    path = make_model(tmp_path)
+    model = load_model(path, dtype)
+    slot_bytes = KVCache.bytes_per_slot(model.shape, DTYPES[dtype])
+    assert cache_bytes(read_model_size(path), dtype, 7, 30) == 7 * 30 * slot_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_what_autograd_keeps(tmp_path: Path, dtype: str) -> None:
+    path = make_model(
+        tmp_path, hidden_size=256, intermediate_size=768, num_attention_heads=4, head_dim=64, vocab_size=262
+    )
+    model = load_model(path, dtype)
+    batch = PackedBatch.of_groups([World(seed).packed(20, [40] * 4) for seed in range(3)], model.device)
+    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for _, p in model.named_parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention = PrefixSharedAttention(batch.layout, model.device)
+        hidden = model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
+    size, num_positions = read_model_size(path), batch.layout.num_positions
+    estimate = activation_bytes(size, dtype, num_positions) - activation_bytes(size, dtype, 0)
+    assert hidden.shape[0] == num_positions == 3 * (20 + 4 * 39)
+    assert 0.7 <= estimate / sum(kept.values()) <= 1.5
+
+
+def test_learning_costs_the_estimated_flop(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    learner = build_learner(path)
+    groups = [World(seed).packed(4, [12] * 3) for seed in range(2)]
+    with FlopCounterMode(display=False) as counter:
+        learner.gradients(groups, temperature=1.0, token_terms=reinforce)
+    size = read_model_size(path)
+    # Attention is left out of the estimate; in a sequence this short it is little.
+    num_positions = 2 * (4 + 3 * 11)
+    estimate = learn_flop(size, num_positions, 2 * (1 + 3 * 11))
+    assert counter.get_total_flops() == pytest.approx(estimate, rel=0.15)
+
+
+def _damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (Path.unlink, "FileNotFoundError"),
+        (lambda path: path.write_text("{"), "JSONDecodeError"),
+        (_damage(lambda config: config.__delitem__("hidden_size")), "hidden_size"),
+        (_damage(lambda config: config.__setitem__("vocab_size", None)), "TypeError"),
+        (_damage(lambda config: config.__setitem__("num_hidden_layers", "many")), "ValueError"),
+    ],
+    ids=["absent", "torn", "without width", "null", "not a number"],
+)
+def test_a_config_without_sizes_is_refused(
+    tmp_path: Path, damage: Callable[[Path], None], named: str
+) -> None:
+    make_model(tmp_path)
+    damage(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=rf"sizes of the model in .* cannot be read.*{named}.*Next: fetch"):
+        read_model_size(tmp_path)

@@ -1,0 +1,117 @@
+"""A model directory is loaded whole and computed as its authors meant, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from strop.errors import ConfigError
+from strop.policy.scoring import score_reply
+from tests.fixtures.tiny_model import tiny_model
+from tests.policy.worlds import load_model, make_model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_compute_copies_have_the_asked_type(tmp_path: Path, dtype: str) -> None:
+    model = load_model(make_model(tmp_path), dtype)
+    assert {str(parameter.dtype) for _, parameter in model.named_parameters()} == {f"torch.{dtype}"}
+    assert not model.module.training
+
+
+def test_a_tied_head_is_the_embedding_and_listed_once(tmp_path: Path) -> None:
+    model = load_model(make_model(tmp_path))
+    names = [name for name, parameter in model.named_parameters() if parameter is model.head_weight]
+    assert names == ["model.embed_tokens.weight"]
+
+
+def test_an_untied_head_is_its_own_tensor(tmp_path: Path) -> None:
+    model = load_model(make_model(tmp_path, tie_word_embeddings=False))
+    names = [name for name, parameter in model.named_parameters() if parameter is model.head_weight]
+    assert names == ["lm_head.weight"]
+
+
+def test_sizes_are_read_from_the_config(tmp_path: Path) -> None:
+    shape = load_model(make_model(tmp_path, num_key_value_heads=1)).shape
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_width) == (2, 4, 1, 8)
+    assert (shape.hidden_width, shape.vocab_size, shape.max_positions) == (32, 262, 512)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"family": "gemma2"}, "softcap|sliding_window"),
+        ({"family": "gemma2", "layer_types": ["full_attention"] * 2}, "softcap"),
+        ({"family": "mistral", "sliding_window": 8}, "sliding_window=8"),
+        (
+            {"family": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "sliding_window=8",
+        ),
+    ],
+    ids=repr,
+)
+def test_attention_that_strop_does_not_compute_is_refused(
+    tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"attention uses ({named}).*Allowed: full causal attention"):
+        load_model(tiny_model(tmp_path, **config))
+
+
+def test_capped_logits_are_refused_by_the_probe(tmp_path: Path) -> None:
+    """Gemma2 without its attention's cap still caps its logits, which strop's head does not."""
+    path = tiny_model(
+        tmp_path,
+        family="gemma2",
+        sliding_window=512,
+        layer_types=["full_attention"] * 2,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=0.5,
+    )
+    with pytest.raises(ConfigError, match=r"computed by strop differ from the model's own by 0?\.?\d"):
+        load_model(path)
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="differ from the model's own by nan"):
+        load_model(path)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded as a causal language model.*Next: fetch it"):
+        load_model(tmp_path)
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "no-such-model"}))
+    with pytest.raises(ConfigError, match="no-such-model"):
+        load_model(path)
+
+
+def test_a_reply_is_scored_token_by_token(tmp_path: Path) -> None:
+    model = load_model(make_model(tmp_path))
+    plain_ids = np.array([3, 260, 0, 7], dtype=np.int32)
+    prompt_ids = np.array([100, 50], dtype=np.int32)
+    actual = score_reply(model, prompt_ids, plain_ids, 0.7)
+    model.module.set_attn_implementation("eager")
+    token_ids = torch.tensor([*prompt_ids.tolist(), *plain_ids.tolist()])
+    with torch.no_grad():
+        logits = model.module(input_ids=token_ids[None], use_cache=False).logits[0] / 0.7
+    expected = torch.log_softmax(logits, dim=-1)[torch.arange(1, 5), token_ids[2:]]
+    assert actual.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_greedy_replies_are_scored_at_temperature_one(tmp_path: Path) -> None:
+    model = load_model(make_model(tmp_path))
+    ids = np.array([3, 4], dtype=np.int32)
+    assert score_reply(model, ids, ids, 0.0).tolist() == score_reply(model, ids, ids, 1.0).tolist()

@@ -1,0 +1,313 @@
+"""Optimizer steps are AdamW on fp32 masters; what is refused changes nothing; state goes on bit-equal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from strop.errors import CorruptRecord, DataError, LearnerError
+from strop.policy.learner import Learner, StepReport
+from strop.policy.packing import PackedGroup, PackedReply
+from tests.policy.worlds import World, build_learner, make_model, reinforce
+
+LR = 3e-3
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), dtype="bfloat16")
+
+
+def signal(seed: int = 0) -> list[PackedGroup]:
+    return [World(seed).packed(3, [4, 2]), World(seed + 50).packed(1, [3], advantage=-1.0)]
+
+
+def take(learner: Learner, groups: list[PackedGroup]) -> StepReport:
+    return learner.step(groups, temperature=1.0, token_terms=reinforce)
+
+
+def state_of(learner: Learner, target: Path) -> Tensors:
+    """Return masters and moments by name, as a checkpoint holds them."""
+    target.mkdir(exist_ok=True)
+    learner.save_state(target)
+    # Cloned: a loaded tensor is a view of the file, and tests damage the file.
+    return {name: tensor.clone() for name, tensor in load_file(target / "optimizer.safetensors").items()}
+
+
+def copies_of(learner: Learner) -> Tensors:
+    return {name: copy.detach().clone() for name, copy in learner.model.named_parameters()}
+
+
+def assert_equal(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_are_those_of_adamw_on_float32(model_dir: Path, tmp_path: Path, dtype: str) -> None:
+    learner = build_learner(model_dir, dtype=dtype, lr=LR, max_grad_norm=1e9)
+    masters = {name: copy.float() for name, copy in copies_of(learner).items()}
+    reference = torch.optim.AdamW(masters.values(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    for step in range(3):
+        gradients = learner.gradients(signal(step), temperature=1.0, token_terms=reinforce)
+        for name, master in masters.items():
+            master.grad = gradients[name]
+        reference.step()
+        take(learner, signal(step))
+    state = state_of(learner, tmp_path)
+    for name, master in masters.items():
+        torch.testing.assert_close(state[f"master/{name}"], master, rtol=1e-6, atol=1e-7)
+        own = reference.state[master]
+        torch.testing.assert_close(state[f"exp_avg/{name}"], own["exp_avg"], rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(state[f"exp_avg_sq/{name}"], own["exp_avg_sq"], rtol=1e-5, atol=1e-12)
+
+
+def test_compute_copies_are_the_rounded_masters(model_dir: Path, tmp_path: Path) -> None:
+    learner = build_learner(model_dir, dtype="bfloat16", lr=LR)
+    before = copies_of(learner)
+    take(learner, signal())
+    state, after = state_of(learner, tmp_path), copies_of(learner)
+    for name, copy in after.items():
+        assert copy.dtype == torch.bfloat16
+        assert torch.equal(copy, state[f"master/{name}"].bfloat16())
+        assert not torch.equal(copy, before[name])
+
+
+def test_gradients_change_nothing(model_dir: Path, tmp_path: Path) -> None:
+    learner = build_learner(model_dir, lr=LR)
+    take(learner, signal())
+    before = state_of(learner, tmp_path / "before")
+    learner.gradients(signal(1), temperature=1.0, token_terms=reinforce)
+    assert_equal(state_of(learner, tmp_path / "after"), before)
+    # Nothing is left behind for the next step either: it is the step of a learner that never asked.
+    other = build_learner(model_dir, lr=LR)
+    take(other, signal())
+    assert take(learner, signal(2)).grad_norm == take(other, signal(2)).grad_norm
+
+
+def test_an_empty_batch_is_a_step_with_zero_gradient(model_dir: Path, tmp_path: Path) -> None:
+    learner = build_learner(model_dir, lr=LR)
+    take(learner, signal())
+    before = state_of(learner, tmp_path / "before")
+    report = take(learner, [])
+    after = state_of(learner, tmp_path / "after")
+    assert learner.version == 2
+    assert (report.loss, report.grad_norm, report.num_positions, len(report.drift_M)) == (0, 0, 0, 0)
+    assert report.master_changed_frac is None
+    for name, moment in before.items():
+        decay = {"exp_avg": 0.9, "exp_avg_sq": 0.999}.get(name.split("/")[0])
+        if decay is not None:
+            torch.testing.assert_close(after[name], decay * moment, rtol=1e-6, atol=0.0)
+    name = "master/model.norm.weight"
+    # The first moment still pushes: step 2 with m = 0.9 * 0.1 g and v = 0.999 * 0.001 g^2 moves by
+    # lr * (0.09 g / (1 - 0.81)) / (|g| sqrt(0.000999 / (1 - 0.998001))) = 0.670 lr.
+    moved = (after[name] - before[name]).abs()
+    assert float(moved.median()) == pytest.approx(0.670 * LR, rel=0.01)
+
+
+def test_no_advantage_is_an_empty_batch(model_dir: Path, tmp_path: Path) -> None:
+    states = []
+    for name, groups in (("zero", [World().packed(3, [4, 2], advantage=0.0)]), ("empty", [])):
+        learner = build_learner(model_dir, lr=LR)
+        take(learner, signal())
+        assert take(learner, groups).grad_norm == 0.0
+        states.append(state_of(learner, tmp_path / name))
+    assert_equal(states[0], states[1])
+
+
+def test_gradients_are_scaled_down_to_the_bound(model_dir: Path, tmp_path: Path) -> None:
+    free = build_learner(model_dir, lr=LR, max_grad_norm=1e9)
+    norm = take(free, signal()).grad_norm
+    own = free.gradients(signal(), temperature=1.0, token_terms=reinforce)
+    assert own.keys() == dict(free.model.named_parameters()).keys()
+    bound = norm / 4
+    bounded = build_learner(model_dir, lr=LR, max_grad_norm=bound)
+    assert take(bounded, signal()).grad_norm == pytest.approx(norm)  # Reported before scaling.
+    full, quarter = state_of(free, tmp_path / "free"), state_of(bounded, tmp_path / "bounded")
+    for name in own:
+        # After one step the first moment is 0.1 g.
+        torch.testing.assert_close(quarter[f"exp_avg/{name}"], full[f"exp_avg/{name}"] / 4, rtol=1e-4, atol=0)
+    squares = sum(float(quarter[f"exp_avg/{name}"].double().square().sum()) for name in own)
+    assert 10 * math.sqrt(squares) == pytest.approx(bound, rel=1e-4)
+
+
+def test_the_learning_rate_warms_up_linearly(model_dir: Path) -> None:
+    learner = build_learner(model_dir, lr=0.008, warmup_steps=3)
+    rates = [take(learner, signal()).lr for _ in range(5)]
+    # Three steps of warm-up, so the fourth is the first at full rate.
+    assert rates == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.008])
+
+
+def test_weight_decay_acts_on_matrices_only(model_dir: Path, tmp_path: Path) -> None:
+    learner = build_learner(model_dir, lr=0.01, weight_decay=0.5)
+    before = copies_of(learner)
+    take(learner, [])
+    for name, copy in copies_of(learner).items():
+        # A zero gradient without moments moves nothing; decay takes lr * 0.5 of a matrix.
+        share = 1 - 0.01 * 0.5 if copy.dim() >= 2 else 1.0
+        torch.testing.assert_close(copy, before[name] * share, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restored_learner_goes_on_bit_equal(model_dir: Path, tmp_path: Path, dtype: str) -> None:
+    whole = build_learner(model_dir, dtype=dtype, lr=LR, warmup_steps=3)
+    reports = [take(whole, signal(step)) for step in range(4)]
+    first = build_learner(model_dir, dtype=dtype, lr=LR, warmup_steps=3)
+    for step in range(2):
+        take(first, signal(step))
+    state_of(first, tmp_path / "kept")
+    second = build_learner(model_dir, dtype=dtype, lr=LR, warmup_steps=3)
+    second.load_state(tmp_path / "kept")
+    assert second.version == 2
+    resumed = [take(second, signal(step)) for step in range(2, 4)]
+    assert [(r.loss, r.grad_norm, r.lr) for r in resumed] == [
+        (r.loss, r.grad_norm, r.lr) for r in reports[2:]
+    ]
+    assert_equal(state_of(second, tmp_path / "second"), state_of(whole, tmp_path / "whole"))
+    assert_equal(copies_of(second), copies_of(whole))
+
+
+def test_a_restored_learner_does_not_live_in_the_checkpoint_file(model_dir: Path, tmp_path: Path) -> None:
+    first = build_learner(model_dir, lr=LR)
+    take(first, signal())
+    state_of(first, tmp_path / "kept")
+    second = build_learner(model_dir, lr=LR)
+    second.load_state(tmp_path / "kept")
+    path = tmp_path / "kept" / "optimizer.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    take(first, signal(1))
+    take(second, signal(1))
+    assert_equal(copies_of(second), copies_of(first))
+
+
+def test_a_learner_that_never_stepped_can_be_kept(model_dir: Path, tmp_path: Path) -> None:
+    fresh = build_learner(model_dir, lr=LR)
+    state_of(fresh, tmp_path / "kept")
+    restored = build_learner(model_dir, lr=LR)
+    restored.load_state(tmp_path / "kept")
+    take(fresh, signal())
+    take(restored, signal())
+    assert_equal(copies_of(restored), copies_of(fresh))
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda state: (state / name).unlink()
+
+
+def _edit(change: Callable[[Tensors], None]) -> Callable[[Path], None]:
+    def edit(state: Path) -> None:
+        tensors = load_file(state / "optimizer.safetensors")
+        change(tensors)
+        save_file(tensors, state / "optimizer.safetensors")
+
+    return edit
+
+
+def _cut(state: Path) -> None:
+    path = state / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+NORM = "model.norm.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no tensors": (_remove("optimizer.safetensors"), "optimizer.safetensors"),
+    "no counters": (_remove("learner.json"), "learner.json"),
+    "counters that are a list": (lambda state: _write(state, "[]"), "TypeError"),
+    "counters without version": (lambda state: _write(state, "{}"), "version"),
+    "torn counters": (lambda state: _write(state, '{"ver'), "JSONDecodeError"),
+    "torn tensors": (_cut, "SafetensorError"),
+    "a missing moment": (_edit(lambda t: _drop(t, f"exp_avg_sq/{NORM}")), f"exp_avg_sq/{NORM}"),
+    "a missing master": (_edit(lambda t: _drop(t, f"master/{NORM}")), f"master/{NORM}"),
+    # One element would fit every shape if it were broadcast.
+    "a short master": (_edit(lambda t: _shorten(t, f"master/{NORM}")), rf"master of {NORM} is .* \(1,\)"),
+    "a short moment": (_edit(lambda t: _shorten(t, f"exp_avg/{NORM}")), rf"exp_avg of {NORM} is .* \(1,\)"),
+    "a bf16 moment": (_edit(lambda t: _round(t, f"exp_avg/{NORM}")), f"exp_avg of {NORM} is torch.bfloat16"),
+}
+
+
+def _write(state: Path, text: str) -> None:
+    (state / "learner.json").write_text(text)
+
+
+def _drop(tensors: Tensors, name: str) -> None:
+    del tensors[name]
+
+
+def _shorten(tensors: Tensors, name: str) -> None:
+    tensors[name] = tensors[name][:1].clone()
+
+
+def _round(tensors: Tensors, name: str) -> None:
+    tensors[name] = tensors[name].bfloat16()
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_state_is_refused_and_changes_nothing(
+    model_dir: Path, tmp_path: Path, damage: Callable[[Path], None], named: str
+) -> None:
+    learner = build_learner(model_dir, lr=LR)
+    take(learner, signal())
+    kept = tmp_path / "kept"
+    before = state_of(learner, kept)
+    damage(kept)
+    other = build_learner(model_dir, lr=LR)
+    take(other, signal())
+    with pytest.raises(CorruptRecord, match=named) as caught:
+        other.load_state(kept)
+    assert "kept cannot be restored" in str(caught.value)
+    assert other.version == 1
+    assert_equal(state_of(other, tmp_path / "after"), before)
+
+
+def test_a_non_finite_gradient_is_refused_and_the_next_step_is_clean(model_dir: Path, tmp_path: Path) -> None:
+    def broken(
+        logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(logprob), torch.full_like(logprob, math.inf)
+
+    learner, other = build_learner(model_dir, lr=LR), build_learner(model_dir, lr=LR)
+    with pytest.raises(LearnerError, match=r"step 1 has loss .* norm nan\. Allowed: finite values"):
+        learner.step(signal(), temperature=1.0, token_terms=broken)
+    assert learner.version == 0
+    take(learner, signal())
+    take(other, signal())
+    assert_equal(state_of(learner, tmp_path / "one"), state_of(other, tmp_path / "other"))
+
+
+def test_the_report_counts_every_micro_batch(model_dir: Path) -> None:
+    groups = [World(seed).packed(3, [4, 2]) for seed in range(4)]
+    whole = take(build_learner(model_dir), groups)
+    split = take(build_learner(model_dir, max_positions=8), groups)
+    # A group feeds 3 + 3 + 1 = 7 positions.
+    assert (whole.num_micro_batches, whole.num_positions) == (1, 28)
+    assert (split.num_micro_batches, split.num_positions) == (4, 28)
+    assert split.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert split.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+    assert len(split.drift_M) == len(whole.drift_M) == 4 * 6
+    assert sorted(split.drift_M.tolist()) == pytest.approx(sorted(whole.drift_M.tolist()), rel=1e-4)
+
+
+def test_streams_of_one_reply_that_differ_in_length_are_refused() -> None:
+    reply = World().packed(1, [3]).replies[0]
+    with pytest.raises(DataError, match=r"3 tokens, 3 marks, 3 of them scored, and 2 log-probabilities"):
+        PackedReply(
+            token_ids=reply.token_ids,
+            is_scored=reply.is_scored,
+            engine_logprobs=reply.engine_logprobs[:2],
+            advantage=1.0,
+            weight=1.0,
+        )
+
+
+def test_counters_are_plain_json(model_dir: Path, tmp_path: Path) -> None:
+    learner = build_learner(model_dir)
+    take(learner, signal())
+    learner.save_state(tmp_path)
+    assert json.loads((tmp_path / "learner.json").read_text()) == {"version": 1}

@@ -1,0 +1,186 @@
+"""Weights are the same bytes wherever they go, or are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+from strop.errors import StoreError, WeightMismatch
+from strop.policy.language_model import LanguageModel
+from strop.policy.packing import PackedLayout, PrefixSharedAttention
+from strop.policy.weights import (
+    export_model,
+    load_published,
+    publish_weights,
+    tensors_digest,
+    weights_digest,
+)
+from strop.tokenizer import Tokenizer
+from tests.policy.worlds import load_model, make_model
+
+Tensors = dict[str, torch.Tensor]
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def move(model: LanguageModel, seed: int = 1) -> LanguageModel:
+    """Change every weight, so that the directory loaded from is no help."""
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            random = torch.Generator().manual_seed(seed)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=random).to(parameter.dtype))
+    return model
+
+
+def _rename(tensors: Tensors) -> None:
+    tensors["other"] = tensors.pop("a")
+
+
+def _swap(tensors: Tensors) -> None:
+    tensors["a"], tensors["b"] = tensors["b"], tensors["a"]
+
+
+def _cast(tensors: Tensors) -> None:
+    tensors["a"] = tensors["a"].bfloat16()
+
+
+def _reshape(tensors: Tensors) -> None:
+    tensors["a"] = tensors["a"].view(3, 2)
+
+
+def _drop(tensors: Tensors) -> None:
+    del tensors["b"]
+
+
+def _nudge(tensors: Tensors) -> None:
+    tensors["b"][1, 2] = torch.nextafter(tensors["b"][1, 2], torch.tensor(9.0))
+
+
+@pytest.mark.parametrize("change", [_rename, _swap, _cast, _reshape, _drop, _nudge])
+def test_every_change_changes_the_digest(change: Callable[[Tensors], None]) -> None:
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3)}
+    before = tensors_digest(tensors.items())
+    assert tensors_digest(reversed(tensors.items())) == before  # The order of listing is no change.
+    change(tensors)
+    assert tensors_digest(tensors.items()) != before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_published_weights_arrive_bit_by_bit(model_dir: Path, tmp_path: Path, dtype: str) -> None:
+    policy, engine = move(load_model(model_dir, dtype)), load_model(model_dir, dtype)
+    digest = publish_weights(policy, tmp_path / "v1.safetensors")
+    assert digest == weights_digest(policy) != weights_digest(engine)
+    load_published(engine, tmp_path / "v1.safetensors", expected_digest=digest)
+    assert weights_digest(engine) == digest
+    assert [path.name for path in tmp_path.iterdir()] == ["v1.safetensors"]
+
+
+def _edit(change: Callable[[Tensors], None]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return edit
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+@pytest.mark.parametrize("damage", [_cut, Path.unlink])
+def test_unreadable_weights_are_refused_and_change_nothing(
+    model_dir: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    policy, engine = move(load_model(model_dir)), load_model(model_dir)
+    digest, before = publish_weights(policy, tmp_path / "v1.safetensors"), weights_digest(engine)
+    damage(tmp_path / "v1.safetensors")
+    with pytest.raises(WeightMismatch, match=r"v1\.safetensors cannot be read"):
+        load_published(engine, tmp_path / "v1.safetensors", expected_digest=digest)
+    assert weights_digest(engine) == before
+
+
+FLAWS: dict[str, tuple[Callable[[Tensors], None], str]] = {
+    "missing": (lambda t: t.__delitem__(NORM), f"{NORM} is missing"),
+    "left over": (lambda t: t.__setitem__("extra", torch.ones(1)), "extra is unknown to the model"),
+    "cast": (lambda t: t.__setitem__(NORM, t[NORM].half()), rf"{NORM} is torch\.float16"),
+    "mis-shaped": (lambda t: t.__setitem__(NORM, t[NORM][:1].clone()), rf"{NORM} is .* \(1,\)"),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), FLAWS.values(), ids=list(FLAWS))
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(
+    model_dir: Path, tmp_path: Path, change: Callable[[Tensors], None], named: str
+) -> None:
+    policy, engine = move(load_model(model_dir)), load_model(model_dir)
+    path, before = tmp_path / "v1.safetensors", weights_digest(engine)
+    promised = publish_weights(policy, path)
+    _edit(change)(path)
+    with pytest.raises(WeightMismatch, match=rf"have digest [0-9a-f]+, not {promised}"):
+        load_published(engine, path, expected_digest=promised)
+    # Even with the digest of the wrong bytes, the tensors must be the model's.
+    with pytest.raises(WeightMismatch, match=rf"do not fit the model: {named}"):
+        load_published(engine, path, expected_digest=tensors_digest(load_file(path).items()))
+    assert weights_digest(engine) == before
+
+
+def test_a_publication_that_cannot_be_written_leaves_nothing(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"could not be written"):
+        publish_weights(load_model(model_dir), tmp_path / "no such folder" / "v1.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"family": "qwen2"}, {"family": "qwen3", "tie_word_embeddings": False}], ids=repr
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_is_a_plain_model_with_the_same_logits(
+    tmp_path: Path, config: dict[str, object], dtype: str
+) -> None:
+    source, target = make_model(tmp_path / "source", **config), tmp_path / "target"
+    model = move(load_model(source, dtype))
+    export_model(model, source, target)
+    assert "strop" not in (target / "config.json").read_text()
+    plain = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
+    assert str(plain.dtype) == f"torch.{dtype}"
+    token_ids = torch.tensor([5, 200, 0, 17, 99])
+    with torch.no_grad():
+        expected = plain(input_ids=token_ids[None]).logits[0].float()
+        attention = PrefixSharedAttention(PackedLayout.of_prompts([5]), torch.device("cpu"))
+        actual = model.logits(model.trunk(token_ids, torch.arange(5), attention)).float()
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    assert float((actual - expected).abs().max() / expected.abs().max()) <= tolerance
+    # Bit-equal where nothing is computed: the tensors themselves.
+    assert tensors_digest(plain.named_parameters()) == weights_digest(model)
+
+
+def test_an_export_speaks_and_stops_like_its_source(model_dir: Path, tmp_path: Path) -> None:
+    export_model(load_model(model_dir), model_dir, tmp_path)
+    theirs, own = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
+    text = "the answer is 7"
+    assert theirs.encode(text, add_special_tokens=False) == own.encode(text).tolist()
+    chat = theirs.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == f"<|start|>user\n{text}<|end|>\n<|start|>assistant\n"
+    assert own.digest == Tokenizer.load(model_dir).digest
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 260
+
+
+def test_an_export_can_be_trained_and_exported_again(model_dir: Path, tmp_path: Path) -> None:
+    model = move(load_model(model_dir))
+    export_model(model, model_dir, tmp_path / "one")
+    again = load_model(tmp_path / "one")
+    export_model(again, tmp_path / "one", tmp_path / "two")
+    assert weights_digest(load_model(tmp_path / "two")) == weights_digest(model)
