@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +19,12 @@ def require_system_part(name: str, found: bool) -> None:
     if os.environ.get("STROP_CI") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with its tokenizer; read it, never write to it."""
+    # Here: most tests need no torch.
+    from tests.fixtures.tiny_model import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
