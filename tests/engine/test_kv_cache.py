@@ -1,0 +1,141 @@
+"""The cache against attention computed plainly from lists, through every move that it makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from strop.engine.kv_cache import KVCache
+from strop.policy.language_model import ModelShape
+
+WIDTH = 8
+SCALING = WIDTH**-0.5
+
+
+def make_shape(*, num_heads: int, num_kv_heads: int, num_layers: int = 2) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_width=WIDTH,
+        hidden_width=WIDTH * num_heads,
+        vocab_size=10,
+        max_positions=100,
+    )
+
+
+class PlainRows:
+    """Rows of keys and values in lists. Shapes: per row and layer (K, length, E)."""
+
+    def __init__(self, shape: ModelShape, seed: int) -> None:
+        self.shape = shape
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def random(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=self.generator)
+
+    def new_prompt(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = (self.shape.num_layers, self.shape.num_kv_heads, length, WIDTH)
+        prompt = self.random(*sizes), self.random(*sizes)
+        self.rows.append(prompt)
+        return prompt
+
+    def attend(self, layer: int, row: int, query_H_E: torch.Tensor) -> torch.Tensor:
+        """Return plain softmax attention of one query. Shapes: (H, E)."""
+        keys, values = self.rows[row][0][layer], self.rows[row][1][layer]
+        ratio = self.shape.num_heads // self.shape.num_kv_heads
+        outputs = []
+        for head in range(self.shape.num_heads):
+            weights = torch.softmax(keys[head // ratio] @ query_H_E[head] * SCALING, dim=0)
+            outputs.append(weights @ values[head // ratio])
+        return torch.stack(outputs)
+
+
+def decode_step(cache: KVCache, plain: PlainRows) -> None:
+    """Write one random token to every row and compare all layers."""
+    shape, num_rows = plain.shape, len(plain.rows)
+    cache.reserve_slot()
+    keys = plain.random(shape.num_layers, shape.num_kv_heads, num_rows, WIDTH)
+    values = plain.random(shape.num_layers, shape.num_kv_heads, num_rows, WIDTH)
+    plain.rows = [
+        (
+            torch.cat([row[0], keys[:, :, index : index + 1]], dim=2),
+            torch.cat([row[1], values[:, :, index : index + 1]], dim=2),
+        )
+        for index, row in enumerate(plain.rows)
+    ]
+    for layer in range(shape.num_layers):
+        query = plain.random(shape.num_heads, num_rows, WIDTH)
+        actual = cache.attend(layer, query, keys[layer], values[layer], SCALING)
+        expected = [plain.attend(layer, row, query[:, row]) for row in range(num_rows)]
+        torch.testing.assert_close(actual, torch.stack(expected), atol=1e-5, rtol=1e-5)
+    cache.advance()
+
+
+def admit(cache: KVCache, plain: PlainRows, lengths: list[int]) -> None:
+    cache.make_room(max(lengths))
+    for length in lengths:
+        cache.admit(*plain.new_prompt(length))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (4, 1)])
+def test_random_lives_of_rows_equal_plain_attention(num_heads: int, num_kv_heads: int) -> None:
+    """Rows come late, end early and are replaced; the cache moves left and right meanwhile."""
+    shape = make_shape(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    num_left, num_right = 0, 0
+    for seed in range(6):
+        choose = np.random.default_rng(seed)
+        plain = PlainRows(shape, seed)
+        cache = KVCache(shape, max_rows=5, num_slots=24, dtype=torch.float32, device=torch.device("cpu"))
+        ends_at: list[int] = []
+        for _ in range(60):
+            free = cache.max_rows - cache.num_rows
+            if free and (cache.num_rows == 0 or choose.random() < 0.4):
+                lengths = [int(choose.integers(1, 14)) for _ in range(int(choose.integers(1, free + 1)))]
+                end, was_empty = cache.end, cache.num_rows == 0
+                admit(cache, plain, lengths)
+                # A row may fill 20 slots in all, whatever its prompt took.
+                ends_at += [int(choose.integers(length + 1, 21)) for length in lengths]
+                num_right += cache.end > end and not was_empty
+            end = cache.end
+            decode_step(cache, plain)
+            num_left += cache.end <= end
+            live = [row for row, kv in enumerate(plain.rows) if kv[0].shape[2] < ends_at[row]]
+            if len(live) < len(plain.rows):
+                kept = fill(len(plain.rows), live)
+                cache.keep(kept)
+                plain.rows = [plain.rows[row] for row in kept]
+                ends_at = [ends_at[row] for row in kept]
+    assert num_left > 0
+    assert num_right > 0
+
+
+def fill(num_rows: int, live: list[int]) -> list[int]:
+    """Move rows from the back into the holes, as the decoder does; written here once more."""
+    kept = list(range(len(live)))
+    back = [row for row in live if row >= len(live)]
+    for hole in (row for row in range(num_rows) if row not in live and row < len(live)):
+        kept[hole] = back.pop(0)
+    return kept
+
+
+def test_what_an_earlier_batch_left_is_not_seen() -> None:
+    """A cache is used again for the next batch; the slots before a row still hold the last one's."""
+    shape = make_shape(num_heads=2, num_kv_heads=1, num_layers=1)
+    cache = KVCache(shape, max_rows=2, num_slots=16, dtype=torch.float32, device=torch.device("cpu"))
+    first = PlainRows(shape, 0)
+    admit(cache, first, [12, 3])
+    decode_step(cache, first)
+    cache.keep([])
+    second = PlainRows(shape, 1)
+    admit(cache, second, [2, 9])
+    for _ in range(5):
+        decode_step(cache, second)
+
+
+def test_bytes_per_slot_by_hand() -> None:
+    # Keys and values (2), 2 layers, 2 heads, width 8, 2 bytes: 128.
+    shape = make_shape(num_heads=4, num_kv_heads=2)
+    assert KVCache.bytes_per_slot(shape, torch.bfloat16) == 128

@@ -1,0 +1,369 @@
+"""The engine in this process against transformers' own generation, and against itself in company."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from strop.engine import Completion, Engine, GenerationRequest, WeightTransport, WeightUpdate
+from strop.engine.native import NativeEngine
+from strop.errors import ConfigError, EngineError
+from strop.policy.language_model import LanguageModel
+from strop.policy.weights import publish_weights
+from strop.rollout import FinishReason, FloatArray, Sampling
+from strop.tokenizer import Tokenizer
+from tests.engine.contract_suite import EngineContract, run
+from tests.engine.requests import PROMPTS, SAMPLINGS, ask, generate_all, mixed_requests
+from tests.fixtures.tiny_model import tiny_model
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, a key-value head for every query head": {"num_key_value_heads": 4},
+    "llama, one key-value head for four": {"num_key_value_heads": 1},
+    "llama, head of its own": {"tie_word_embeddings": False},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": None},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> LanguageModel:
+    """Shared by tests that leave the weights alone."""
+    return LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_model_dir)
+
+
+class TestNativeEngine(EngineContract):
+    @pytest.fixture
+    def tokenizer(self, tiny_model_dir: Path) -> Tokenizer:
+        return Tokenizer.load(tiny_model_dir)
+
+    @pytest.fixture
+    def engine(self, tiny_model_dir: Path, tokenizer: Tokenizer) -> Engine:
+        model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+        return NativeEngine(model, tokenizer, max_rows=4)
+
+    @pytest.fixture
+    def broken_update(self, model: LanguageModel, tmp_path: Path) -> WeightUpdate:
+        path = tmp_path / "w.safetensors"
+        publish_weights(model, path)
+        return WeightUpdate(version=8, digest="0" * 64, transport=WeightTransport.FILE, path=str(path))
+
+
+def load_reference(model_dir: Path) -> Any:
+    """Return transformers' own model with its eager attention."""
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+
+
+def truncated_log_softmax(logits: FloatArray, sampling: Sampling) -> FloatArray:
+    """Compute the sampled distribution once more, in float64 and with plain sorting."""
+    scaled = logits.astype(np.float64) / (sampling.temperature or 1.0)
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    if sampling.temperature == 0.0 or not sampling.is_truncated:
+        whole: FloatArray = np.log(probs).astype(np.float32)
+        return whole
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))[: sampling.top_k]
+    kept, mass, total = [], 0.0, sum(probs[token] for token in order)
+    for token in order:
+        if mass >= sampling.top_p * total:
+            break
+        kept.append(token)
+        mass += probs[token]
+    out = np.full(len(probs), -np.inf)
+    out[kept] = np.log(probs[kept] / mass)
+    return out.astype(np.float32)
+
+
+def assert_alike(left: Sequence[Completion], right: Sequence[Completion]) -> None:
+    """Same tokens; log-probabilities up to the rounding of another batch shape."""
+    for ours, theirs in zip(left, right, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
+
+
+def alone(
+    model: LanguageModel, tokenizer: Tokenizer, requests: Sequence[GenerationRequest]
+) -> list[Completion]:
+    """Give every request an engine of its own."""
+    return [run(NativeEngine(model, tokenizer).generate(request)) for request in requests]
+
+
+# ---------------------------------------------------------------- against transformers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_replies_equal_transformers_own(name: str, tmp_path: Path) -> None:
+    """Greedy tokens are those of `generate`, and every log-probability is that of a full forward."""
+    model_dir = tiny_model(tmp_path, family=name.split(",", maxsplit=1)[0], **FAMILIES[name])
+    tokenizer = Tokenizer.load(model_dir)
+    engine = NativeEngine(LanguageModel.load(model_dir, dtype=torch.float32), tokenizer)
+    reference = load_reference(model_dir)
+    requests = [
+        ask(tokenizer, prompt, seed=seed, sampling=sampling, max_tokens=20)
+        for prompt in PROMPTS
+        for seed, sampling in enumerate(SAMPLINGS)
+    ]
+    for request, completion in zip(requests, run(generate_all(engine, requests)), strict=True):
+        prompt = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
+        if request.sampling.temperature == 0.0:
+            greedy = reference.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=20
+            )
+            assert completion.token_ids.tolist() == greedy[0, prompt.shape[1] :].tolist()
+        reply = torch.from_numpy(completion.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = reference(torch.cat([prompt, reply], dim=1)).logits[0, prompt.shape[1] - 1 : -1]
+        expected = [
+            truncated_log_softmax(row, request.sampling)[token]
+            for row, token in zip(logits.numpy(), completion.token_ids, strict=True)
+        ]
+        assert completion.logprobs == pytest.approx(np.array(expected), abs=1e-4)
+
+
+def test_the_terminator_ends_a_reply_and_is_part_of_it(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    request = ask(tokenizer, max_tokens=40)
+    (whole,) = run(generate_all(NativeEngine(model, tokenizer), [request]))
+    stop_id = int(whole.token_ids[5])
+    position = whole.token_ids.tolist().index(stop_id)
+    stopped = replace(request, stop_token_ids=frozenset({stop_id}))
+    (completion,) = run(generate_all(NativeEngine(model, tokenizer), [stopped]))
+    assert completion.finish_reason is FinishReason.EOS
+    assert completion.token_ids.tolist() == whole.token_ids[: position + 1].tolist()
+    assert completion.text == tokenizer.decode(whole.token_ids[:position])
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("gemma2", {}, "sliding_window=4096"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "softcap=50.0"),
+        ("mistral", {"sliding_window": 8}, "sliding_window=8"),
+    ],
+)
+def test_attention_that_is_not_computed_here_is_refused(
+    family: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"the model's attention uses {message}"):
+        LanguageModel.load(tiny_model(tmp_path, family=family, **config), dtype=torch.float32)
+
+
+# ---------------------------------------------------------------- company
+
+
+@pytest.mark.parametrize("max_rows", [3, 16, 128])
+def test_a_reply_does_not_depend_on_the_batch_around_it(
+    max_rows: int, model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """Fewer rows than requests: they are admitted as others end, into holes that were compacted."""
+    requests = mixed_requests(tokenizer)
+    together = run(generate_all(NativeEngine(model, tokenizer, max_rows=max_rows), requests))
+    assert_alike(together, alone(model, tokenizer, requests))
+
+
+def test_short_rows_follow_each_other_past_the_end_of_the_cache(
+    model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """One long row keeps the batch alive while short ones come and go beside it.
+
+    40 short replies of up to 8 tokens on 2 other rows need some 100 slots more than the longest
+    request has, so everything must be moved left on the way.
+    """
+    requests = [ask(tokenizer, seed=0, max_tokens=60)]
+    requests += [
+        ask(tokenizer, "x" * (1 + seed % 30), seed=seed, max_tokens=2 + seed % 7) for seed in range(40)
+    ]
+    together = run(generate_all(NativeEngine(model, tokenizer, max_rows=3), requests))
+    assert_alike(together, alone(model, tokenizer, requests))
+
+
+def test_a_late_long_prompt_moves_the_others(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Its prompt is longer than the batch is at that moment, so the live rows move right."""
+    first = [ask(tokenizer, "x", seed=seed, max_tokens=4 + 6 * seed) for seed in range(4)]
+    long_ones = [ask(tokenizer, "a b c d e f g h " * 4, seed=seed, max_tokens=9) for seed in range(6)]
+    requests = first + long_ones
+    together = run(generate_all(NativeEngine(model, tokenizer, max_rows=4), requests))
+    assert_alike(together, alone(model, tokenizer, requests))
+
+
+def test_a_request_that_comes_late_is_admitted(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Also one that is longer than the running batch was planned for."""
+    early = [ask(tokenizer, seed=seed, max_tokens=30) for seed in range(3)]
+    late = [ask(tokenizer, seed=9, max_tokens=5), ask(tokenizer, "long " * 20, seed=9, max_tokens=60)]
+    engine = NativeEngine(model, tokenizer, max_rows=8)
+
+    async def act() -> list[Completion]:
+        waiting = asyncio.gather(*map(engine.generate, early))
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        return [*await asyncio.gather(*map(engine.generate, late)), *await waiting]
+
+    assert_alike(run(act()), alone(model, tokenizer, [*late, *early]))
+
+
+def test_equal_batches_give_equal_bits(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """With a new cache, and with the one kept from the batch before."""
+    requests = mixed_requests(tokenizer)
+    engine = NativeEngine(model, tokenizer, max_rows=16)
+
+    async def act() -> list[list[Completion]]:
+        return [await generate_all(engine, requests) for _ in range(2)]
+
+    first, second = run(act())
+    third = run(generate_all(NativeEngine(model, tokenizer, max_rows=16), requests))
+    for completions in (second, third):
+        for ours, theirs in zip(first, completions, strict=True):
+            assert ours.token_ids.tobytes() == theirs.token_ids.tobytes()
+            assert ours.logprobs.tobytes() == theirs.logprobs.tobytes()
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+def test_a_stop_string_over_several_tokens_cuts_the_text_and_keeps_the_tokens(
+    model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    request = ask(tokenizer, max_tokens=60)
+    (whole,) = run(generate_all(NativeEngine(model, tokenizer), [request]))
+    pieces = [tokenizer.decode([token]) for token in whole.token_ids.tolist()]
+    # The first three tokens in a row that are ASCII, so that each is a character of the text.
+    start = next(i for i in range(1, 57) if all(piece.isascii() for piece in pieces[i : i + 3]))
+    stop = "".join(pieces[start : start + 3])
+    assert len(stop) >= 3
+    (completion,) = run(
+        generate_all(NativeEngine(model, tokenizer), [replace(request, stop_strings=("never said", stop))])
+    )
+    assert completion.finish_reason is FinishReason.STOP_STRING
+    assert completion.token_ids.tolist() == whole.token_ids[: start + 3].tolist()
+    assert len(completion.logprobs) == start + 3
+    assert completion.text == tokenizer.decode(whole.token_ids[: start + 3]).removesuffix(stop)
+    assert stop not in completion.text
+
+
+# ---------------------------------------------------------------- refusals and endings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 506}, "a request has 7 prompt tokens and asks for 506. Allowed: .*at most 512"),
+        ({"max_tokens": 0}, "asks for 0"),
+        ({"prompt_ids": np.array([], dtype=np.int32)}, "has 0 prompt tokens"),
+        (
+            {"prompt_ids": np.array([3, 262], dtype=np.int32)},
+            "token ids from 3 to 262. Allowed: ids from 0 to 261",
+        ),
+        ({"prompt_ids": np.array([-1, 3], dtype=np.int32)}, "token ids from -1 to 3"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(
+    changes: dict[str, Any], message: str, model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    bad = replace(ask(tokenizer, "1+2 = ?"), **changes)
+    engine = NativeEngine(model, tokenizer)
+
+    async def act() -> list[Completion | BaseException]:
+        both = [bad, ask(tokenizer)]
+        return await asyncio.gather(*map(engine.generate, both), return_exceptions=True)
+
+    refused, answered = run(act())
+    assert isinstance(refused, EngineError)
+    with pytest.raises(EngineError, match=message):
+        raise refused
+    assert isinstance(answered, Completion)
+
+
+def test_the_longest_possible_request_is_answered(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    request = replace(ask(tokenizer, "1+2 = ?", max_tokens=505), stop_token_ids=frozenset())
+    assert len(request.prompt_ids) == 7
+    assert len(run(NativeEngine(model, tokenizer).generate(request)).token_ids) == 505
+
+
+class BrokenModel:
+    """A model whose trunk fails after some calls, as one that runs out of memory does."""
+
+    def __init__(self, model: LanguageModel, error: Exception, *, num_good_calls: int) -> None:
+        self._model = model
+        self._error = error
+        self._num_good_calls = num_good_calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def trunk(self, *arguments: Any) -> torch.Tensor:
+        if self._num_good_calls == 0:
+            raise self._error
+        self._num_good_calls -= 1
+        return self._model.trunk(*arguments)
+
+
+@pytest.mark.parametrize("num_good_calls", [0, 3])
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), IndexError("a bug")])
+def test_a_failure_while_decoding_answers_everyone_who_waits(
+    error: Exception, num_good_calls: int, model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """In the prefill (0 good calls) and in a decode step, for admitted and for waiting requests."""
+    broken: Any = BrokenModel(model, error, num_good_calls=num_good_calls)
+    engine = NativeEngine(broken, tokenizer, max_rows=2)
+    requests = [ask(tokenizer, seed=seed) for seed in range(5)]
+
+    async def act() -> list[Completion | BaseException]:
+        waiting = asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+        return await asyncio.wait_for(waiting, 10)
+
+    for failure in run(act()):
+        assert isinstance(failure, EngineError)
+        assert f"generation failed: {error!r}" in str(failure)
+
+
+@pytest.mark.parametrize("num_cycles", [1, 2, 40])
+def test_closing_answers_everyone_who_waits(
+    num_cycles: int, model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """Before the decoder has begun, while it gathers requests, and in the middle of decoding."""
+    engine = NativeEngine(model, tokenizer, max_rows=2)
+    endless = replace(ask(tokenizer, max_tokens=200), stop_token_ids=frozenset())
+    requests = [replace(endless, seed=seed) for seed in range(5)]
+
+    async def act() -> list[Completion | BaseException]:
+        waiting = asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+        for _ in range(num_cycles):
+            await asyncio.sleep(0)
+        await engine.close()
+        return await asyncio.wait_for(waiting, 10)
+
+    for failure in run(act()):
+        assert isinstance(failure, EngineError)
+        assert "closed" in str(failure)
+
+
+def test_others_can_train_while_replies_are_decoded(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """The decoder's mode without gradients must not reach coroutines of the same thread."""
+    engine = NativeEngine(model, tokenizer)
+
+    async def act() -> list[bool]:
+        waiting = asyncio.create_task(engine.generate(ask(tokenizer, max_tokens=20)))
+        seen = []
+        while not waiting.done():
+            await asyncio.sleep(0)
+            seen.append(torch.is_inference_mode_enabled() or not torch.is_grad_enabled())
+        return seen
+
+    seen = run(act())
+    assert len(seen) > 20
+    assert not any(seen)
