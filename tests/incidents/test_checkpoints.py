@@ -1,23 +1,36 @@
 """Incidents of the checkpoint group, as far as files can cause or prevent them.
 
-That loaded tensors are the file's, and that a resumed run equals an uninterrupted one, is shown
-where weights are loaded and trained.
+That a resumed run equals an uninterrupted one is shown where runs are trained.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from strop.errors import ConfigError, CorruptRecord
+from strop.engine.dummy import DummyEngine
+from strop.errors import ConfigError, CorruptRecord, StoreError
+from strop.policy.weights import export_model, tensors_digest, weights_digest
 from strop.record import RunDir
 from strop.store import AtomicDirectory, get_model, is_complete, verify_directory
+from strop.tokenizer import Tokenizer
+from strop.train.gate import check_weights
+from tests.incidents.faulty_engines import build_gate
+from tests.policy.worlds import load_model, make_model
 
+NORM = "model.norm.weight"
 # Writes a checkpoint and dies just before its n-th touch of the file system. An audit hook sees
 # every open, mkdir, rename and remove, so no write point is forgotten when the code changes.
 WRITE_AND_DIE = """
@@ -185,3 +198,148 @@ def test_ckp_1_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
     (model_dir / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors missing"):
         get_model(str(model_dir), cache_dir=tmp_path / "cache")
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def shorten(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[NORM] = tensors[NORM][:-1].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        # A parameter under another name is missing, and what is left over has no place.
+        (lambda t: t.__setitem__("norm.scale", t.pop(NORM)), rf"missing_keys.*{NORM}.*norm\.scale"),
+        (lambda t: t.__delitem__(NORM), rf"missing_keys.*{NORM}"),
+        (lambda t: t.__setitem__("extra.bias", t[NORM].clone()), r"unexpected_keys.*extra\.bias"),
+        (shorten, rf"mismatched_keys.*{NORM}.*31.*32"),
+    ],
+    ids=["renamed", "dropped", "left over", "mis-shaped"],
+)
+def test_ckp_1_weights_that_do_not_fill_the_model_are_refused_by_name(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], named: str
+) -> None:
+    """Incident: parameters that were not loaded kept their random values, with a KL of about 15."""
+    path = make_model(tmp_path)
+    edit_weights(path / "model.safetensors", change)
+    with pytest.raises(ConfigError, match=named):
+        load_model(path)
+
+
+def test_ckp_1_a_shard_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    module = AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    module.save_pretrained(path, max_shard_size="20KB")
+    shards = sorted(path.glob("*.safetensors"))
+    assert len(shards) > 2
+    load_model(path)
+    shards[1].unlink()
+    with pytest.raises(ConfigError, match=re.escape(shards[1].name)):
+        load_model(path)
+
+
+def test_ckp_1_loaded_tensors_are_those_of_the_file(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    stored = load_file(path / "model.safetensors")
+    assert weights_digest(load_model(path)) == tensors_digest(stored.items())
+
+
+def test_ckp_1_tensors_made_anew_after_loading_are_refused(tmp_path: Path) -> None:
+    """Incident: as above; weights that know no language are seen by their loss on plain text."""
+    gate = build_gate(make_model(tmp_path), DummyEngine(Tokenizer.load(tmp_path), []))
+    check = check_weights(gate)
+    assert not check.is_passed
+    assert "the weights look random: were they loaded, and from the right file?" in check.detail
+
+
+class FaultyExport:
+    """Damages what transformers has just written, as a full or failing disk would."""
+
+    def __init__(self, module: Any, damage: Callable[[Path], None]) -> None:
+        self.save = module.save_pretrained
+        self.damage = damage
+
+    def __call__(self, target: Path) -> None:
+        self.save(target, max_shard_size="20KB")
+        self.damage(target)
+
+
+def flip_value(target: Path) -> None:
+    path = next(shard for shard in sorted(target.glob("*.safetensors")) if NORM in load_file(shard))
+    edit_weights(path, lambda tensors: tensors.__setitem__(NORM, tensors[NORM] + 1e-3))
+
+
+def drop_tensor(target: Path) -> None:
+    path = next(shard for shard in sorted(target.glob("*.safetensors")) if NORM in load_file(shard))
+    edit_weights(path, lambda tensors: tensors.__delitem__(NORM))
+
+
+def cut_shard(target: Path) -> None:
+    path = sorted(target.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def name_other_shards(target: Path) -> None:
+    index = target / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001-of", "model-00001-out-of"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (flip_value, f"{NORM} has other values"),
+        (drop_tensor, f"{NORM} is missing"),
+        (cut_shard, "it cannot be read back"),
+        (name_other_shards, "it cannot be read back .*model-00001-out-of"),
+    ],
+)
+def test_ckp_2_an_export_that_is_not_the_live_policy_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], named: str
+) -> None:
+    """Incident: an index named other shards than were written, and merges silently did nothing."""
+    path = make_model(tmp_path / "source")
+    model = load_model(path)
+    monkeypatch.setattr(model.module, "save_pretrained", FaultyExport(model.module, damage))
+    with pytest.raises(
+        StoreError, match=f"is not the live policy: {named}.*the previous checkpoint is intact"
+    ):
+        export_model(model, path, tmp_path / "target")
+
+
+def test_ckp_2_sharded_exports_are_read_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_model(tmp_path / "source")
+    model = load_model(path)
+    monkeypatch.setattr(model.module, "save_pretrained", FaultyExport(model.module, lambda target: None))
+    export_model(model, path, tmp_path / "target")
+    assert weights_digest(load_model(tmp_path / "target")) == weights_digest(model)
+
+
+def test_ckp_2_stop_settings_are_exported(tmp_path: Path) -> None:
+    """Incident: stop settings were not exported, and the served model never ended."""
+    path = make_model(tmp_path / "source")
+    settings = {"eos_token_id": [260, 261], "temperature": 0.6, "do_sample": False}
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    export_model(load_model(path), path, tmp_path / "target")
+    assert json.loads((tmp_path / "target" / "generation_config.json").read_text()) == settings
+    assert Tokenizer.load(tmp_path / "target").stop_token_ids == {260, 261}
+
+
+def test_ckp_2_an_export_that_stops_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_model(tmp_path / "source")
+    model = load_model(path)
+    (path / "generation_config.json").unlink()
+
+    def name_another_end(target: Path) -> None:
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+
+    monkeypatch.setattr(model.module, "save_pretrained", FaultyExport(model.module, name_another_end))
+    with pytest.raises(StoreError, match=r"it stops at \[7, 260\], not at \[260\]"):
+        export_model(model, path, tmp_path / "target")

@@ -10,7 +10,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.errors import DataError
 from strop.policy.attention import ATTENTION_NAME
-from strop.policy.packing import PackedGroup, PackedLayout, PrefixSharedAttention
+from strop.policy.packing import PackedGroup, PackedLayout
+from strop.policy.prefix_attention import PrefixSharedAttention
 from tests.policy.worlds import World, load_model, make_model
 
 PROMPT_LENS = (1, 4, 2, 3)

@@ -26,7 +26,8 @@ from strop.policy.footprint import (
     state_bytes,
 )
 from strop.policy.language_model import DTYPES
-from strop.policy.packing import PackedBatch, PrefixSharedAttention
+from strop.policy.packing import PackedBatch
+from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.policy.weights import export_model
 from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
 

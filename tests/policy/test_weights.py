@@ -14,7 +14,8 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from strop.errors import StoreError, WeightMismatch
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import PackedLayout, PrefixSharedAttention
+from strop.policy.packing import PackedLayout
+from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.policy.weights import (
     export_model,
     load_published,

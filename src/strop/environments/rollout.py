@@ -16,7 +16,7 @@ import numpy as np
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.contract import Action, Environment
 from strop.environments.conversation import encode_next_messages
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError, EngineError, explain_refusal
 from strop.rollout import (
     Example,
     Failure,
@@ -135,6 +135,7 @@ class _Attempt:
         started_at = self.clock()
         completion = await self.engine.generate(request)
         self.seconds["generate"] += self.clock() - started_at
+        _require_logprobs(completion.logprobs)
         self.turns.append(
             Turn(
                 role="assistant",
@@ -194,6 +195,18 @@ async def run_rollout(
         sampling=plan.sampling,
         seconds=attempt.seconds,
     )
+
+
+def _require_logprobs(logprobs: object) -> None:
+    """Refuse an engine that breaks its promise: a turn without values would count as not sampled."""
+    if logprobs is None:
+        raise EngineError(
+            explain_refusal(
+                "the engine returned a reply without log-probabilities",
+                allowed="one finite value for each sampled token",
+                next_step="switch them on in the engine; the rollout is masked",
+            )
+        )
 
 
 async def _close(environment: Environment) -> Failure | None:

@@ -16,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from strop.errors import ConfigError, explain_refusal
 from strop.policy.attention import ATTENTION_NAME, AttentionContext
-from strop.policy.packing import PackedLayout, PrefixSharedAttention
+from strop.policy.packing import PackedLayout
+from strop.policy.prefix_attention import PrefixSharedAttention
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -127,7 +128,13 @@ def _load_module(path: Path, dtype: torch.dtype) -> Any:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, attn_implementation="eager", output_loading_info=True
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            attn_implementation="eager",
+            output_loading_info=True,
+            # Listed instead of raised, so that the refusal below can name the tensors.
+            ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(

@@ -229,7 +229,7 @@ def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
         rollout
         for group in groups
         for rollout in group.rollouts
-        if rollout.reply is not None and int(rollout.reply.token_ids[-1]) in stop_ids
+        if rollout.reply is not None and set(rollout.reply.token_ids[-1:].tolist()) & stop_ids
     ]
     untrained = []
     for rollout in ended:

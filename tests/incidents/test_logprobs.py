@@ -1,0 +1,327 @@
+"""Incidents of the group on log-probabilities, each test named after the incident's id."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from strop.algorithm import ALGORITHMS
+from strop.algorithm.corrections import CORRECTIONS
+from strop.engine import Completion, GenerationRequest
+from strop.engine.dummy import DummyEngine
+from strop.errors import LearnerError
+from strop.policy.learner import Learner
+from strop.rollout import FailureOwner, Group, Outcome, Rollout, Sampling
+from strop.spec.optimizer import OptimizerSpec
+from strop.spec.run import RunSpec
+from strop.spec.tripwires import TripwireSpec
+from strop.tokenizer import Tokenizer
+from strop.train.batch import build_batch
+from strop.train.gate import check_parity
+from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
+from strop.train.tripwires import find_alarms
+from tests.incidents.faulty_engines import (
+    TamperedEngine,
+    build_gate,
+    load_model,
+    native_engine,
+    perturbed_engine,
+    raw_values,
+    sample_groups,
+)
+from tests.policy.worlds import (
+    REPLY_LIMIT,
+    World,
+    build_learner,
+    make_model,
+    ragged_groups,
+    reinforce,
+    terms_of,
+)
+
+ALARMS = TripwireSpec()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def bf16_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), dtype="bfloat16")
+
+
+def with_engine_logprob(group: Group, member: int, place: int, value: float) -> Group:
+    """Replace one behaviour log-probability of a group."""
+    rollouts = list(group.rollouts)
+    turns = list(rollouts[member].turns)
+    assert turns[1].logprobs is not None
+    logprobs = turns[1].logprobs.copy()
+    logprobs[place] = value
+    turns[1] = replace(turns[1], logprobs=logprobs)
+    rollouts[member] = replace(rollouts[member], turns=tuple(turns))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_1_equal_conventions_pass_the_gate(model_dir: Path, dtype: str, temperature: float) -> None:
+    gate = build_gate(
+        model_dir, native_engine(model_dir, dtype), dtype=dtype, sampling={"temperature": temperature}
+    )
+    check = check_parity(gate, sample_groups(gate))
+    assert check.is_passed, check.detail
+
+
+def test_log_1_raw_values_at_temperature_0_6_are_refused_by_name(model_dir: Path) -> None:
+    """Incident: the trainer divided by the temperature, the engine reported values from before it.
+
+    Symptom: a KL of about 1 at step 1; runs stayed wrong after the "fix" of always using 1.
+    """
+    engine = TamperedEngine(native_engine(model_dir), tamper=raw_values(load_model(model_dir)))
+    gate = build_gate(model_dir, engine, sampling={"temperature": 0.6})
+    check = check_parity(gate, sample_groups(gate))
+    assert not check.is_passed
+    assert "cause: temperature (the engine reports log-probabilities before dividing by it)" in check.detail
+
+
+def test_log_2_values_over_fewer_tokens_are_refused_by_name(model_dir: Path) -> None:
+    """Incident: sampler and trainer normalised over different supports.
+
+    Symptom: the log of the kept mass leaked into the importance ratios. Here the engine applies a
+    top-p of its own, which nobody asked for.
+    """
+    engine = TamperedEngine(native_engine(model_dir), sampling=Sampling(top_p=0.9))
+    gate = build_gate(model_dir, engine)
+    check = check_parity(gate, sample_groups(gate))
+    assert not check.is_passed
+    assert "cause: support" in check.detail
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 20}])
+def test_log_2_cut_sampling_is_refused_for_training(sampling: dict[str, Any]) -> None:
+    """Incident: an RLVR codebase trained with top-p .95 and top-k 20 on raw log-probabilities."""
+    run = {"name": "cut", "task": {"name": "arithmetic"}, "sampling": sampling}
+    with pytest.raises(ValueError, match="tokens are drawn from a part of the vocabulary"):
+        RunSpec.model_validate(run)
+
+
+def test_log_3_one_other_layer_is_refused(model_dir: Path) -> None:
+    """Incident: trainer and engine disagreed on equal weights, to a KL of 1,691."""
+    gate = build_gate(model_dir, perturbed_engine(model_dir, 0.05))
+    check = check_parity(gate, sample_groups(gate))
+    assert not check.is_passed
+    assert "cause: weights, position ids, template or dtype differ" in check.detail
+
+
+def test_log_3_a_value_that_is_not_a_number_is_refused(model_dir: Path) -> None:
+    """Incident: as above; a comparison with NaN must not count as agreement."""
+    gate = build_gate(model_dir, native_engine(model_dir))
+    groups = sample_groups(gate)
+    with torch.no_grad():
+        gate.roles.learner.model.head_weight[0, 0] = float("nan")
+    assert not check_parity(gate, groups).is_passed
+
+
+def test_log_3_drift_at_learning_rate_0_raises_an_alarm(model_dir: Path) -> None:
+    """Incident: the gap grew although the weights stood still, until the run died near step 550."""
+    gate = build_gate(model_dir, native_engine(model_dir))
+    groups = sample_groups(gate)
+    drifted = [
+        replace(group, rollouts=tuple(_shift(rollout, 0.1) for rollout in group.rollouts)) for group in groups
+    ]
+    causes = {}
+    for name, judged in (("true", groups), ("drifted", drifted)):
+        batch = build_batch(ALGORITHMS["grpo"], [_with_difference(group) for group in judged], REPLY_LIMIT)
+        learner = Learner(load_model(model_dir), OptimizerSpec(lr=1e-30))
+        report = learner.step(batch.groups, temperature=1.0, token_terms=reinforce)
+        alarms = find_alarms(ALARMS, 1, measure_update(report))
+        causes[name] = [alarm.cause for alarm in alarms]
+    assert causes == {"true": [], "drifted": ["logprob_drift"]}
+
+
+def _shift(rollout: Rollout, nats: float) -> Rollout:
+    turns = [
+        turn if turn.logprobs is None else replace(turn, logprobs=turn.logprobs - np.float32(nats))
+        for turn in rollout.turns
+    ]
+    return replace(rollout, turns=tuple(turns))
+
+
+def _with_difference(group: Group) -> Group:
+    """Give the scored members of a group rewards of which none is their mean: all are trained on."""
+    judged = [
+        replace(rollout, outcome=Outcome(parts={"score": float(index**2)}))
+        if rollout.outcome.is_scored
+        else rollout
+        for index, rollout in enumerate(group.rollouts)
+    ]
+    return replace(group, rollouts=tuple(judged))
+
+
+def _drop_one(request: GenerationRequest, completion: Completion) -> Completion:
+    return replace(completion, logprobs=completion.logprobs[:-1])
+
+
+def _drop_all(request: GenerationRequest, completion: Completion) -> Completion:
+    nothing: Any = None
+    return replace(completion, logprobs=nothing)
+
+
+def _fill_infinite(request: GenerationRequest, completion: Completion) -> Completion:
+    return replace(completion, logprobs=np.full_like(completion.logprobs, -np.inf))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "kind"),
+    [(_drop_one, "LengthMismatch"), (_drop_all, "EngineError"), (_fill_infinite, "DataError")],
+)
+def test_log_4_a_missing_value_masks_the_rollout(
+    model_dir: Path, tamper: Callable[[GenerationRequest, Completion], Completion], kind: str
+) -> None:
+    """Incident: fillers stood for missing values (0.0, -100), and training ran on them."""
+    tokenizer = Tokenizer.load(model_dir)
+
+    def break_some(request: GenerationRequest, completion: Completion) -> Completion:
+        return tamper(request, completion) if completion.text == "broken" else completion
+
+    engine = TamperedEngine(DummyEngine(tokenizer, ["broken", "2", "3", "4"]), tamper=break_some)
+    (group,) = sample_groups(build_gate(model_dir, engine), num_groups=1)
+    lost, *kept = group.rollouts
+    assert lost.outcome.failure is not None
+    assert (lost.outcome.failure.owner, lost.outcome.failure.kind) == (FailureOwner.ENGINE, kind)
+    assert lost.outcome.reward is None
+    assert all(rollout.outcome.is_scored for rollout in kept)
+    batch = build_batch(ALGORITHMS["grpo"], [_with_difference(group)], REPLY_LIMIT)
+    assert (batch.credit.num_unscored, batch.credit.num_forwarded) == (1, 3)
+    # What is trained on holds what the engine said about the others, and nothing else.
+    values = np.concatenate([reply.engine_logprobs for g in batch.groups for reply in g.replies])
+    assert set(values.tolist()) == {-0.5}
+    assert measure_rollouts([group])["failed_frac"] == 0.25
+
+
+def test_log_5_masters_and_moments_are_float32(bf16_dir: Path, tmp_path: Path) -> None:
+    """Incident: parameters and moments were kept in 16 bits without a master copy."""
+    learner = build_learner(bf16_dir, dtype="bfloat16")
+    learner.step([World().packed(3, [4])], temperature=1.0, token_terms=reinforce)
+    learner.save_state(tmp_path)
+    state = load_file(tmp_path / "optimizer.safetensors")
+    assert len(state) == 3 * len(list(learner.model.named_parameters()))
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert learner.model.dtype == torch.bfloat16
+
+
+class Bf16Masters(Learner):
+    """The fault: the compute copies are their own masters."""
+
+    def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
+        copy.grad = torch.zeros_like(copy)
+        return copy
+
+
+def test_log_5_updates_that_vanish_in_16_bits_raise_an_alarm(bf16_dir: Path) -> None:
+    """Incident: as above. At a learning rate of 1e-6 an update is far below half a step of bf16.
+
+    A bf16 weight of 0.15 has neighbours 0.0005 to 0.001 away. The share of changed compute copies
+    is as small in a healthy run, whose small updates add up in the masters; it tells nothing.
+    """
+    algorithm = ALGORITHMS["grpo"]
+    batch = build_batch(algorithm, ragged_groups(), REPLY_LIMIT)
+    seen, copies = {}, {}
+    for kind in (Learner, Bf16Masters):
+        learner = kind(load_model(bf16_dir, "bfloat16"), OptimizerSpec(lr=1e-6))
+        report = learner.step(batch.groups, temperature=1.0, token_terms=terms_of(algorithm))
+        metrics = measure_batch(batch) | measure_update(report)
+        quiet = TripwireSpec(max_drift_nats=None)
+        seen[kind.__name__] = [alarm.cause for alarm in find_alarms(quiet, 1, metrics)]
+        copies[kind.__name__] = report.changed_frac
+    assert seen == {"Learner": [], "Bf16Masters": ["vanishing_updates"]}
+    assert max(copies.values()) < 0.05
+
+
+@pytest.mark.parametrize("correction", ["none", "tis_token"])
+def test_log_6_a_ratio_of_e_89_trains_finitely(model_dir: Path, correction: str) -> None:
+    """Incident: trainer -2 against engine -91 gave an infinite ratio, and 0 times it a NaN.
+
+    Once on a trained token, once on a token of a group without advantage.
+    """
+    algorithm = replace(ALGORITHMS["dapo"], correction=CORRECTIONS[correction], zero_variance="keep")
+    trained, constant = ragged_groups()[0], ragged_groups()[3]
+    groups = [with_engine_logprob(trained, 1, 0, -91.0), with_engine_logprob(constant, 0, 1, -91.0)]
+    learner = build_learner(model_dir)
+    gradients = learner.gradients(
+        build_batch(algorithm, groups, REPLY_LIMIT).groups,
+        temperature=1.0,
+        token_terms=terms_of(algorithm),
+    )
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
+    assert float(gradients["model.norm.weight"].norm()) > 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_6_a_gradient_that_is_not_a_number_reaches_nothing(
+    bf16_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Incident: nothing looked at gradients before the optimizer step."""
+    learner = build_learner(bf16_dir, dtype=dtype, lr=1e-3)
+    good = [World().packed(3, [4, 2])]
+    learner.step(good, temperature=1.0, token_terms=reinforce)
+    states: list[dict[str, torch.Tensor]] = []
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        if name == "after":
+            bad = [*good, World(1).packed(2, [3], advantage=math.nan)]
+            with pytest.raises(LearnerError, match=r"loss nan .*weights and moments were not touched"):
+                learner.step(bad, temperature=1.0, token_terms=reinforce)
+        learner.save_state(tmp_path / name)
+        copies = {f"copy/{n}": p.detach().clone() for n, p in learner.model.named_parameters()}
+        states.append(load_file(tmp_path / name / "optimizer.safetensors") | copies)
+    assert learner.version == 1
+    assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
+
+
+@pytest.mark.parametrize("max_positions", [1, 20, 10_000])
+def test_log_7_a_spike_in_any_micro_batch_is_seen(model_dir: Path, max_positions: int) -> None:
+    """Incident: KL and clip fraction came from one micro-batch, about 1/32 of the data."""
+    groups = ragged_groups()
+    learner = build_learner(model_dir, max_positions=max_positions)
+    metrics = []
+    for judged in (groups, [with_engine_logprob(groups[0], 0, 0, -60.0), *groups[1:]]):
+        batch = build_batch(ALGORITHMS["grpo"], judged, REPLY_LIMIT)
+        report = learner.step(batch.groups, temperature=1.0, token_terms=lambda p, q, a: (0.0 * a, 0.0 * a))
+        metrics.append(measure_update(report))
+        assert len(report.drift_M) == batch.credit.num_forwarded_tokens
+    calm, spiked = metrics
+    assert calm["drift_max_nats"] < 20.0 < 40.0 < spiked["drift_max_nats"]
+    # The mean is over all tokens: one of them is off by the difference of the two maxima or so.
+    assert spiked["drift_mean_nats"] > calm["drift_mean_nats"] + 40.0 / len(report.drift_M)
+
+
+def test_log_7_what_was_not_computed_is_absent(model_dir: Path) -> None:
+    """Incident: entropy stood at a constant 0 because nothing had computed it."""
+    (group,) = sample_groups(build_gate(model_dir, native_engine(model_dir)), num_groups=1)
+    unsampled = [replace(rollout, turns=rollout.turns[:1]) for rollout in group.rollouts]
+    lost = [replace(r, outcome=Outcome.lost(FailureOwner.INFRA, "timeout")) for r in unsampled]
+    metrics = measure_rollouts([replace(group, rollouts=tuple(lost))])
+    assert metrics == {"failed_frac": 1.0, "duplicate_frac": 0.0}
+    assert measure_rollouts([group])["entropy_nats"] > 0.0
+    # An empty step has no drift, and no share of changed masters either.
+    report = build_learner(model_dir).step([], temperature=1.0, token_terms=reinforce)
+    assert {"drift_mean_nats", "master_changed_frac"} & measure_update(report).keys() == set()
+
+
+def test_log_7_stages_add_up_to_the_step() -> None:
+    """Incident: concurrent durations were summed, 2,700 s for a step of 10 s."""
+    metrics = measure_time({"generate": 4.0, "verify": 1.0, "learn": 3.0}, 10.0, 500.0)
+    stages = [name for name in metrics if name.startswith("seconds_") and name != "seconds_step"]
+    assert sum(metrics[name] for name in stages) == metrics["seconds_step"] == 10.0
+    assert (metrics["seconds_other"], metrics["scored_tokens_per_s"]) == (2.0, 50.0)
