@@ -17,7 +17,8 @@ from strop.engine.kv_cache import KVCache, PrefillRecorder
 from strop.engine.sampler import draw, uniform_stream
 from strop.engine.stops import StopStrings
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import PackedLayout, PrefixSharedAttention
+from strop.policy.packing import PackedLayout
+from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.rollout import FinishReason
 from strop.tokenizer import Tokenizer
 

@@ -39,6 +39,7 @@ class KVCache:
         self._values = torch.zeros(*heads, num_slots, shape.head_width, dtype=dtype, device=device)
         self._starts = torch.zeros(max_rows, dtype=torch.int64)
         self._bias = torch.zeros(max_rows, 1, 1, num_slots, dtype=dtype, device=device)
+        self._step_bias = self._bias
 
     @staticmethod
     def bytes_per_slot(shape: ModelShape, dtype: torch.dtype) -> int:
@@ -103,8 +104,11 @@ class KVCache:
         grouped = query.transpose(0, 1).reshape(batch, ratio, self._head_width)
         keys = self._keys[layer, :rows].flatten(0, 1)[:, :, low:high]
         values = self._values[layer, :rows].flatten(0, 1)[:, low:high]
-        bias = self._bias[:rows, :, :, low:high].expand(rows, self._num_kv_heads, ratio, high - low)
-        scores = torch.baddbmm(bias.reshape(batch, ratio, high - low), grouped, keys, alpha=scaling)
+        if layer == 0:
+            # One mask serves all layers of a step.
+            bias = self._bias[:rows, :, :, low:high].expand(rows, self._num_kv_heads, ratio, high - low)
+            self._step_bias = bias.reshape(batch, ratio, high - low)
+        scores = torch.baddbmm(self._step_bias, grouped, keys, alpha=scaling)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
         return torch.bmm(weights, values).view(rows, query.shape[0], self._head_width)
 

@@ -84,7 +84,10 @@ def inverse_cdf(probs_n_V: torch.Tensor, uniforms_n: torch.Tensor) -> torch.Tens
     caught by the last token with positive probability.
     """
     num_rows, vocab = probs_n_V.shape
-    blocks = torch.nn.functional.pad(probs_n_V, (0, -vocab % _BLOCK)).view(num_rows, -1, _BLOCK)
+    missing = -vocab % _BLOCK
+    # Not padded by nothing: that would copy the whole vocabulary for every row.
+    padded = torch.nn.functional.pad(probs_n_V, (0, missing)) if missing else probs_n_V
+    blocks = padded.view(num_rows, -1, _BLOCK)
     block_mass = blocks.sum(dim=-1).double().cumsum(dim=-1)
     target = uniforms_n[:, None] * block_mass[:, -1:]
     block = _first_above(block_mass, target)

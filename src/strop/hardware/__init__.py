@@ -6,6 +6,7 @@
 Not here: placing roles on devices (cluster), untrusted code (sandbox).
 """
 
+from strop.hardware.allocator import keep_freed_memory
 from strop.hardware.calibrate import Calibration, calibrate_machine, read_calibration
 from strop.hardware.machine import Gpu, Machine, describe_machine
 from strop.hardware.memory import (
@@ -25,6 +26,7 @@ __all__ = [
     "calibrate_machine",
     "describe_machine",
     "free_disk_bytes",
+    "keep_freed_memory",
     "peak_rss_bytes",
     "read_calibration",
     "require_free_disk",

@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, RunStopped, StropError, explain_refusal
 from strop.evaluate import EvalResult, EvalSettings, evaluate_task, read_result, write_result
-from strop.hardware import describe_machine
+from strop.hardware import describe_machine, keep_freed_memory
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.rollout import Sampling, Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
@@ -61,30 +62,48 @@ def train_here(
     run_dir = open_run(resolved, facts, is_new=is_new)
     with run_dir:
         on_run(run_dir)
-        attempt = run_dir.begin_attempt({"machine": describe_machine().cpu_name})
-        for notice in (*resolved.notices, *([model.notice] if model.notice else [])):
-            event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
-            run_dir.events.append(event)
-            observer.on_event(event)
-        cause, exit_code = "done", 0
-        try:
-            outcome = asyncio.run(_train(spec, task, model, run_dir, observer))
-        except BaseException as error:
-            cause = type(error).__name__
-            exit_code = error.exit_code if isinstance(error, StropError) else 1
-            raise
-        finally:
-            steps = [int(line["step"]) for line in run_dir.metrics.read()]
-            run_dir.end_attempt(attempt, cause=cause, exit_code=exit_code, step=max(steps, default=0))
-            observer.on_end(cause=cause)
-        return outcome
+        with _NotedAttempt(run_dir, observer):
+            for notice in (*resolved.notices, *([model.notice] if model.notice else [])):
+                event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
+                run_dir.events.append(event)
+                observer.on_event(event)
+            return asyncio.run(_train(spec, task, model, run_dir, observer))
+
+
+class _NotedAttempt:
+    """An attempt whose end is noted with its cause, whatever ends it."""
+
+    def __init__(self, run_dir: RunDir, observer: Observer) -> None:
+        self._run_dir = run_dir
+        self._observer = observer
+
+    def __enter__(self) -> None:
+        self._attempt = self._run_dir.begin_attempt({"machine": describe_machine().cpu_name})
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        cause = "done" if kind is None else kind.__name__
+        exit_code = error.exit_code if isinstance(error, StropError) else EXIT_FAILED
+        steps = [int(line["step"]) for line in self._run_dir.metrics.read()]
+        self._run_dir.end_attempt(
+            self._attempt,
+            cause=cause,
+            exit_code=EXIT_DONE if kind is None else exit_code,
+            step=max(steps, default=0),
+        )
+        self._observer.on_end(cause=cause)
 
 
 def set_threads(wanted: int | None) -> int:
-    """Fix the number of compute threads. Returns it.
+    """Fix the number of compute threads, and how memory is kept. Returns the number.
 
     None means the physical cores that this process may use.
     """
+    keep_freed_memory()  # Before torch is imported.
     import torch
 
     cores = min(describe_machine().num_physical_cores, len(os.sched_getaffinity(0)))

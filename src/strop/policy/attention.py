@@ -2,7 +2,7 @@
 
 The model code stays transformers' own. Its attention calls land here and are passed to the
 `AttentionContext` of the forward under way: one that shares prompts between the replies of a group
-(`packing.PrefixSharedAttention`), or one that reads and writes a KV cache (`engine.kv_cache`).
+(`prefix_attention.PrefixSharedAttention`), or one that reads and writes a KV cache (`engine.kv_cache`).
 All tokens of a forward are one flat row, so linears never see padding.
 
 Shapes: N tokens of the flat row, H query heads, K key-value heads, E head width.

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from strop.errors import CorruptRecord, LearnerError, explain_refusal
 from strop.policy.head import HeadResult, TokenGradient, loss_and_gradients
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import PackedBatch, PackedGroup, PrefixSharedAttention, split_by_budget
+from strop.policy.packing import PackedBatch, PackedGroup, split_by_budget
+from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.rollout import FloatArray
 from strop.spec.optimizer import OptimizerSpec
 

@@ -7,7 +7,8 @@ import torch
 
 from strop.policy.head import token_logprobs
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import PackedBatch, PackedGroup, PackedReply, PrefixSharedAttention
+from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
+from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.rollout import FloatArray, IntArray
 
 
