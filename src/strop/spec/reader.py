@@ -36,12 +36,14 @@ class ResolvedSpec:
     """What was read and is not used, and why; for the user to see."""
 
 
-def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ResolvedSpec:
+def load_spec(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> ResolvedSpec:
     """Read a TOML or YAML run file with everything that it extends, and apply overrides.
+
+    `path` None: there is no file, the overrides say everything.
 
     Raises: ConfigError naming file, line, value and what is allowed; one line per mistake.
     """
-    winners, notices = _merge(read_sources(os.fspath(path), overrides))
+    winners, notices = _merge(read_sources(None if path is None else os.fspath(path), overrides))
     origins = {dotted(leaf.path): leaf.origin for leaf in winners.values()}
     spec = _validate(winners, origins)
     return ResolvedSpec(spec=spec, origins=_all_origins(spec, origins), notices=tuple(notices))

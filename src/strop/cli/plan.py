@@ -1,0 +1,114 @@
+"""`strop plan RUN.toml [key=value ...]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from strop.cli.arguments import Json, Overrides, RunFile
+from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.launch.estimate import TimeEstimate
+    from strop.launch.plan import Plan, PlannedPrompt, PlannedValue, Room
+
+
+def plan(context: typer.Context, run_file: RunFile, overrides: Overrides = None, json: Json = False) -> None:
+    """Show what a run would do and cost: prompt, limits, memory, time. Changes and fetches nothing."""
+    from strop.launch.plan import make_plan
+    from strop.spec import load_spec
+
+    output: Output = context.obj
+    planned = make_plan(load_spec(run_file, overrides or ()))
+    if json:
+        output.give_json(asdict(planned))
+    else:
+        show_plan(output, planned)
+    for notice in planned.notices:
+        output.say(f"notice: {notice}")
+    for unknown in planned.unknown:
+        output.say(f"unknown: {unknown}")
+    for warning in planned.warnings:
+        output.say(f"warning: training would be refused: {warning}")
+
+
+def show_plan(output: Output, planned: Plan) -> None:
+    """Print a plan as tables, the prompt first."""
+    if planned.prompt is not None:
+        _show_prompt(output, planned.prompt)
+    schedule = planned.schedule
+    seen = "unknown"
+    if schedule.num_epochs is not None:
+        seen = f"{schedule.num_train_examples}, seen {schedule.num_epochs:.3g} times"
+    output.give_table(
+        ("schedule", "planned"),
+        [
+            ("steps", str(schedule.steps)),
+            ("rollouts per step", f"{schedule.rollouts_per_step} of {schedule.prompts_per_step} prompts"),
+            ("training examples", seen),
+            ("evaluations", f"{schedule.num_evals} on {schedule.num_eval_examples or 'all'} examples"),
+            ("checkpoints", str(schedule.num_checkpoints)),
+        ],
+        title=f"{planned.name}: {planned.model_path or planned.model_uri}",
+    )
+    _show_values(output, "limit", planned.limits)
+    _show_values(output, "algorithm", planned.algorithm)
+    _show_values(output, "optimizer", planned.optimizer)
+    if planned.memory is not None:
+        _show_room(output, "memory", planned.memory)
+    if planned.disk is not None:
+        _show_room(output, "disk", planned.disk)
+    if planned.time is not None:
+        _show_time(output, planned, planned.time)
+
+
+def _show_prompt(output: Output, prompt: PlannedPrompt) -> None:
+    from strop.view import make_harmless
+
+    output.give(f"--- first prompt, {prompt.num_tokens} tokens, {prompt.prompt_format} format")
+    output.give(make_harmless(prompt.text))
+    stops = ", ".join(map(repr, prompt.stops))
+    output.give(
+        f"--- a reply ends at {stops}; prompts have {prompt.tokens_mean:.1f} tokens on average, at most"
+        f" {prompt.tokens_max} (the first {prompt.num_measured} measured)"
+    )
+
+
+def _show_values(output: Output, title: str, values: Sequence[PlannedValue]) -> None:
+    from strop.spec.display import show_value
+
+    rows = [
+        (value.name, value.value if isinstance(value.value, str) else show_value(value.value), value.origin)
+        for value in values
+    ]
+    output.give_table((title, "value", "from"), rows)
+
+
+def _show_room(output: Output, title: str, room: Room) -> None:
+    there = "unknown" if room.available_bytes is None else f"{room.available_bytes / 1e9:.1f} GB"
+    rows = [(part.name, f"{part.amount / 1e9:.2f} GB") for part in room.parts]
+    rows.append(("together", f"{room.needed_bytes / 1e9:.2f} GB of {there}"))
+    output.give_table((title, "estimate"), rows)
+
+
+def _show_time(output: Output, planned: Plan, time: TimeEstimate) -> None:
+    from strop.view.terminal import describe_duration
+
+    rows = [(part.name, describe_duration(part.amount)) for part in time.step_parts]
+    rows += [
+        ("one step", describe_duration(time.step_s)),
+        ("one evaluation", describe_duration(time.eval_s)),
+        ("the whole run", describe_duration(time.total_s)),
+        ("slowest", time.bottleneck),
+    ]
+    output.give_table(("time", "estimate"), rows)
+    speeds = time.speeds
+    mark = "measured" if speeds.is_measured else "assumed"
+    assumed: list[tuple[str, str, str]] = [
+        (f"speed ({mark})", f"{speeds.gflops:.0f} GFLOP/s, {speeds.copy_gb_per_s:.1f} GB/s", speeds.source)
+    ]
+    assumed += [(f"{one.name} (assumed)", f"{one.value:g}", one.why) for one in planned.assumptions]
+    output.give_table(("the estimate rests on", "value", "because"), assumed)

@@ -1,0 +1,100 @@
+"""The program: its commands, and the one place where every failure becomes a message and a code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from strop import __version__
+from strop.cli.compare import compare
+from strop.cli.doctor import doctor
+from strop.cli.eval import evaluate
+from strop.cli.explain import explain
+from strop.cli.ls import list_runs
+from strop.cli.model import model_commands
+from strop.cli.output import Output
+from strop.cli.plan import plan
+from strop.cli.sample import sample
+from strop.cli.tasks import task_commands
+from strop.cli.train import train
+from strop.cli.view import view
+from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
+
+_TYPER_CTRL_C = 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Take a language model and a verifiable task, and make the model better at it.",
+)
+for _name, _command in (
+    ("train", train),
+    ("eval", evaluate),
+    ("sample", sample),
+    ("plan", plan),
+    ("explain", explain),
+    ("ls", list_runs),
+    ("view", view),
+    ("compare", compare),
+    ("doctor", doctor),
+):
+    app.command(_name)(_command)
+app.add_typer(model_commands, name="model")
+app.add_typer(task_commands, name="tasks")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"strop {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Take a language model and a verifiable task, and make the model better at it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code. `arguments` None: those of this process."""
+    output = Output()
+    command = typer.main.get_command(app)
+    try:
+        command(args=arguments, prog_name="strop", obj=output)
+    except SystemExit as end:
+        # How Typer returns: 0, or 2 after it has printed what is wrong with the usage.
+        return _finish(output, end.code)
+    except StropError as error:
+        output.say(f"strop: {error}")
+        return error.exit_code
+    except Exception as error:  # boundary: CLI top level
+        output.say_bug(error)
+        return EXIT_FAILED
+    finally:
+        output.close()
+    return EXIT_DONE
+
+
+def _finish(output: Output, code: object) -> int:
+    """Settle standard output and translate Typer's exit code."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone. Python would complain when it flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    if code == _TYPER_CTRL_C:
+        # Not 75: nothing was brought to a point from which it was promised to go on.
+        output.say("strop: interrupted")
+        return EXIT_FAILED
+    return code if isinstance(code, int) else EXIT_DONE

@@ -1,0 +1,84 @@
+"""`strop sample MODEL --task NAME` or `strop sample MODEL --prompt TEXT`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strop.cli.arguments import AskSettings, Json, ModelName, SplitName
+from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.rollout import Rollout
+
+MAX_PROMPT_REPLY_TOKENS = 256
+"""For a prompt of the user's own, which has no task to limit it."""
+
+
+def sample(
+    context: typer.Context,
+    model: ModelName,
+    settings: AskSettings = None,
+    task: Annotated[str | None, typer.Option(help="Which task; `strop tasks ls` lists them.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="A message of your own instead of a task.")] = None,
+    num: Annotated[int, typer.Option(min=1, help="Examples of the task, from the first.")] = 4,
+    split: Annotated[SplitName, typer.Option(help="Which examples.")] = SplitName.HELD_OUT,
+    json: Json = False,
+) -> None:
+    """Show prompts exactly as the model is asked, what it replies, and what that earns."""
+    if (task is None) == (prompt is None):
+        raise typer.BadParameter("give one of --task NAME and --prompt TEXT")
+    from strop.launch.inference import open_model, read_asking, sample_prompt, sample_task
+    from strop.rollout import Split
+
+    output: Output = context.obj
+    # A prompt of one's own has no task; any that needs no data stands in, and is not asked.
+    asking = read_asking(task or "arithmetic", settings or (), Split(split))
+    opened = open_model(model)
+    if opened.notice:
+        output.say(opened.notice)
+    if prompt is not None:
+        said = sample_prompt(asking, opened, prompt, MAX_PROMPT_REPLY_TOKENS)
+        found = [
+            {
+                "prompt": said.prompt,
+                "reply": said.completion.text,
+                "finish_reason": said.completion.finish_reason.value,
+            }
+        ]
+    else:
+        found = [describe_rollout(rollout) for rollout in sample_task(asking, opened, num)]
+    if json:
+        output.give_json(found)
+    else:
+        show_samples(output, found)
+
+
+def describe_rollout(rollout: Rollout) -> dict[str, Any]:
+    """Return what a person wants to see of a rollout."""
+    reply, outcome = rollout.reply, rollout.outcome
+    return {
+        "prompt": "".join(turn.text for turn in rollout.turns if not turn.is_sampled),
+        "reply": None if reply is None else reply.text,
+        "finish_reason": reply.finish_reason.value if reply and reply.finish_reason else None,
+        "gold": rollout.example.answer,
+        "reward": outcome.reward,
+        "is_correct": outcome.is_correct,
+        "failure": None if outcome.failure is None else f"{outcome.failure.kind}: {outcome.failure.detail}",
+        "example_id": rollout.example.example_id,
+    }
+
+
+def show_samples(output: Output, found: list[dict[str, Any]]) -> None:
+    """Print prompts and replies as they are, and the rest of each in a line below."""
+    from strop.view import make_harmless
+
+    for number, entry in enumerate(found, start=1):
+        output.give(f"--- {number} of {len(found)}: prompt")
+        output.give(make_harmless(entry["prompt"]).rstrip("\n"))
+        output.give("--- reply")
+        output.give("(none)" if entry["reply"] is None else make_harmless(entry["reply"]))
+        facts = {key: value for key, value in entry.items() if key not in ("prompt", "reply")}
+        shown = [f"{key} {value}" for key, value in facts.items() if value is not None]
+        output.give(f"--- {make_harmless(', '.join(shown))}\n")

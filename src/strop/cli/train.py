@@ -1,0 +1,100 @@
+"""`strop train RUN.toml [key=value ...] [--new]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strop.cli.arguments import Overrides, RunFile
+
+if TYPE_CHECKING:
+    from strop.evaluate import EvalResult
+    from strop.launch.local import TrainOutcome
+    from strop.record import Event
+    from strop.train import EvalSummary, Observer
+
+
+class Watchers:
+    """Several observers that are told the same."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_start(run=run, first_step=first_step, num_steps=num_steps)
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_step(metrics)
+
+    def on_event(self, event: Event) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_event(event)
+
+    def on_eval(self, summary: EvalSummary) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_eval(summary)
+
+    def on_end(self, *, cause: str) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_end(cause=cause)
+
+
+def train(
+    context: typer.Context,
+    run_file: RunFile,
+    overrides: Overrides = None,
+    new: Annotated[
+        bool, typer.Option("--new", help="Start a new run even where an unfinished one could go on.")
+    ] = False,
+) -> None:
+    """Train a model. The same command again continues a run that did not finish."""
+    from strop.cli.output import Output
+    from strop.launch.local import train_here
+    from strop.spec import load_spec
+    from strop.view import PlainProgress, TerminalObserver, open_progress
+    from strop.view.report import write_report
+
+    output: Output = context.obj
+    resolved = load_spec(run_file, overrides or ())
+    watchers = Watchers(TerminalObserver(open_progress()), TerminalObserver(PlainProgress(output.log)))
+    outcome = train_here(resolved, watchers, is_new=new, on_run=output.open_run)
+    report_path = write_report(outcome.run_path)
+    for line in describe_outcome(outcome):
+        output.give(line)
+    output.give(f"report {report_path}")
+
+
+def describe_outcome(outcome: TrainOutcome) -> list[str]:
+    """Return held-out accuracy before and after, and the change, as lines."""
+    from strop.evaluate import compare_results
+
+    before, after = outcome.before, outcome.after
+    ends = [("before", before), ("after", after)]
+    lines = [f"{name:6} {_describe(result)}" for name, result in ends if result is not None]
+    if before is not None and after is not None and before.is_valid and after.is_valid:
+        change = compare_results(before, after).greedy
+        if change is not None:
+            lines.append(
+                f"change {change.estimate:+.1%} (95% interval {change.low:+.1%} to {change.high:+.1%},"
+                " same examples)"
+            )
+    return lines
+
+
+def _describe(result: EvalResult) -> str:
+    score = result.greedy
+    if score.accuracy is None or not result.is_valid:
+        return f"held-out accuracy: {result.validity.value}"
+    return (
+        f"held-out accuracy {score.accuracy:.1%} greedy (95% interval {score.low:.1%} to {score.high:.1%},"
+        f" {result.num_examples} examples)"
+    )

@@ -1,0 +1,21 @@
+"""`strop view RUN`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strop.cli.output import Output
+
+
+def view(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+) -> None:
+    """Write a run's report anew, whether it is finished or not, and print where it is."""
+    from strop.view.report import write_report
+
+    output: Output = context.obj
+    output.give(str(write_report(run)))

@@ -1,0 +1,257 @@
+"""Asking a model on this machine: evaluating it on a task, and looking at what it says.
+
+The model is a checkpoint or run of strop's, or anything that `strop.store.get_model` takes. It is
+served by the native engine in this process. What a run trained on is read from the run itself, so
+that its training examples cannot be called held out (EVA-1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from strop.engine import Completion, GenerationRequest
+from strop.environments import RolloutPlan, SingleTurn, run_rollout
+from strop.errors import ConfigError, explain_refusal
+from strop.evaluate import EvalResult, EvalSettings, evaluate_task
+from strop.launch.local import set_threads
+from strop.launch.locate import find_checkpoint
+from strop.rollout import Message, Rollout, Sampling, Split
+from strop.spec import RunSpec, SamplingSpec, load_spec
+from strop.spec.overrides import parse_override
+from strop.spec.schema import NULL_WORD
+from strop.store import get_model, verify_directory
+from strop.tasks import build_task, render_prompt
+from strop.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from strop.engine.native import NativeEngine
+
+ASKING_SECTIONS = ("task", "sampling", "model", "engine", "placement")
+"""Parts of a run spec that say how a model is asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedModel:
+    """A model that is on this disk and verified."""
+
+    path: Path
+    digest: str
+    step: int
+    """Optimizer steps behind it, as far as its place tells; 0 for a model from elsewhere."""
+    run_path: Path | None
+    """The run that made it."""
+    notice: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptReply:
+    """What a model said to a prompt of the user's own."""
+
+    prompt: str
+    """As the model was asked."""
+    completion: Completion
+
+
+def open_model(name: str) -> OpenedModel:
+    """Find or fetch a model by a run, a checkpoint, or whatever `get_model` takes.
+
+    Raises: ConfigError if the name means nothing; StoreError or CorruptRecord if its bytes are
+        missing or damaged.
+    """
+    place = Path(os.path.expanduser(name))
+    checkpoint = find_checkpoint(place) if place.exists() else None
+    if checkpoint is None:
+        handle = get_model(name)
+        return OpenedModel(
+            path=handle.path, digest=handle.digest, step=0, run_path=None, notice=handle.notice
+        )
+    verify_directory(checkpoint.path, can_trust_mtime=True)
+    handle = get_model(str(checkpoint.model_path))
+    return OpenedModel(
+        path=handle.path,
+        digest=handle.digest,
+        step=checkpoint.step,
+        run_path=checkpoint.run_path,
+        notice=handle.notice,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asking:
+    """How a model is asked. Wider than a run's own sampling, which must suit the trainer."""
+
+    spec: RunSpec
+    """Task, seed, number format, prompt format and threads; nothing else of it is used."""
+    sampling: Sampling
+    split: Split
+
+
+def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
+    """Build what `evaluate_here` and `sample_task` take from `key=value` words.
+
+    A key without a dot is a setting of the task, except for `seed`; others are written in full:
+    `sampling.temperature=0.6`, `model.prompt_format=base`.
+    Raises: ConfigError as for a run file, and for settings that play no part in asking.
+    """
+    settings = [_complete(word) for word in words]
+    sampling = [word for word in settings if word.startswith("sampling.")]
+    # One prompt per step: the task need not be large enough to train on.
+    fixed = ["name=asked", f"task.name={task}", "train.prompts_per_step=1"]
+    spec = load_spec(None, [*fixed, *(word for word in settings if word not in sampling)]).spec
+    return Asking(spec=spec, sampling=_read_sampling(fixed, sampling), split=split)
+
+
+def _complete(word: str) -> str:
+    """Return a word with its full key; refuse what would be ignored."""
+    path, _ = parse_override(word)
+    if len(path) == 1:
+        return word if path == ("seed",) else f"task.{word}"
+    if path[0] not in ASKING_SECTIONS or path == ("model", "uri"):
+        raise ConfigError(
+            explain_refusal(
+                f"{word} plays no part in asking a model",
+                allowed=f"settings of the task, seed, and the sections {', '.join(ASKING_SECTIONS)}",
+                next_step="remove it",
+            )
+        )
+    return word
+
+
+def _read_sampling(fixed: Sequence[str], words: Sequence[str]) -> Sampling:
+    """Read sampling settings without the limits that training sets on them."""
+    pairs = [parse_override(word) for word in words]
+    values = {path[-1]: None if value == NULL_WORD else value for path, value in pairs}
+    try:
+        section = SamplingSpec.model_validate(values)
+    except ValidationError:
+        # The reader has the better words; whatever is wrong here is wrong for it too.
+        section = load_spec(None, [*fixed, *words]).spec.sampling
+    return Sampling(**section.model_dump())
+
+
+def evaluate_here(
+    asking: Asking, model: OpenedModel, *, num_examples: int | None, num_samples: int | None
+) -> EvalResult:
+    """Evaluate a model on the examples of a split; the numbers as in `EvalSettings`.
+
+    Raises: CheckRefused if examples called held-out were trained on; ConfigError for settings that
+        the task or the model cannot follow.
+    """
+    spec = asking.spec
+    settings = EvalSettings(
+        run_seed=spec.seed,
+        step=model.step,
+        split=asking.split,
+        prompt_format=spec.model.prompt_format,
+        num_examples=num_examples,
+        num_samples=num_samples,
+        sampling=asking.sampling,
+    )
+    trained_ids = read_trained_ids(model.run_path)
+
+    async def evaluate() -> EvalResult:
+        async with _serve(spec, model) as (engine, tokenizer):
+            return await evaluate_task(
+                task=build_task(spec.task),
+                engine=engine,
+                tokenizer=tokenizer,
+                settings=settings,
+                model_digest=model.digest,
+                trained_ids=trained_ids,
+            )
+
+    return asyncio.run(evaluate())
+
+
+def read_trained_ids(run_path: Path | None) -> frozenset[str]:
+    """Return the ids that a run may have trained on; empty without a run."""
+    if run_path is None:
+        return frozenset()
+    task = build_task(load_spec(run_path / "spec.toml").spec.task)
+    return frozenset(example.example_id for example in task.examples(Split.TRAIN))
+
+
+def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[Rollout]:
+    """Attempt the first examples of a split once each, and judge the replies.
+
+    Raises: ConfigError if the split has fewer examples.
+    """
+    spec, task = asking.spec, build_task(asking.spec.task)
+    examples = task.examples(asking.split)
+    if not 1 <= num_examples <= len(examples):
+        raise ConfigError(
+            explain_refusal(
+                f"{num_examples} examples of the {asking.split.value} split of task {task.name}",
+                allowed=f"1 to {len(examples)}",
+                next_step="correct the number",
+            )
+        )
+
+    async def sample() -> list[Rollout]:
+        async with _serve(spec, model) as (engine, tokenizer):
+            attempt = partial(run_rollout, engine=engine, tokenizer=tokenizer)
+            plans = [
+                RolloutPlan(
+                    example=example,
+                    step=model.step,
+                    sample_index=0,
+                    run_seed=spec.seed,
+                    sampling=asking.sampling,
+                    max_reply_tokens=task.limits.max_reply_tokens,
+                    prompt_format=spec.model.prompt_format,
+                )
+                for example in examples[:num_examples]
+            ]
+            return list(await asyncio.gather(*(attempt(SingleTurn(task), plan=plan) for plan in plans)))
+
+    return asyncio.run(sample())
+
+
+def sample_prompt(asking: Asking, model: OpenedModel, prompt: str, max_reply_tokens: int) -> PromptReply:
+    """Ask a model something of the user's own; the task plays no part."""
+    spec = asking.spec
+
+    async def ask() -> PromptReply:
+        async with _serve(spec, model) as (engine, tokenizer):
+            message = Message(role="user", content=prompt)
+            text, prompt_ids = render_prompt(tokenizer, [message], spec.model.prompt_format)
+            completion = await engine.generate(
+                GenerationRequest(
+                    prompt_ids=prompt_ids,
+                    seed=spec.seed,
+                    sampling=asking.sampling,
+                    max_tokens=max_reply_tokens,
+                    stop_token_ids=tokenizer.stop_token_ids,
+                )
+            )
+            return PromptReply(prompt=text, completion=completion)
+
+    return asyncio.run(ask())
+
+
+@asynccontextmanager
+async def _serve(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[NativeEngine, Tokenizer]]:
+    """Load a model into an engine in this process, and close it afterwards."""
+    import torch
+
+    from strop.engine.native import NativeEngine
+    from strop.policy.language_model import DTYPES, LanguageModel
+
+    set_threads(spec.placement.threads)
+    tokenizer = Tokenizer.load(model.path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    language_model = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)
+    engine = NativeEngine(language_model, tokenizer, max_rows=spec.engine.max_rows, version=model.step)
+    try:
+        yield engine, tokenizer
+    finally:
+        await engine.close()

@@ -1,0 +1,169 @@
+"""The runs below a folder, and what two of them have in common. Only reads."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from strop.errors import CorruptRecord, StoreError, explain_refusal
+from strop.evaluate import Comparison, EvalResult, compare_results, read_result
+from strop.record import RunDir
+from strop.record.run_dir import LOCK_NAME, STATE_NAME
+from strop.spec import load_spec
+from strop.spec.base import DEFAULT
+from strop.store import FileLock
+from strop.store.leftovers import is_process_alive
+
+
+class RunPhase(StrEnum):
+    """Where a run stands."""
+
+    FINISHED = "finished"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """Unfinished, and no process of this machine works in it: its command continues it."""
+    DAMAGED = "damaged"
+    """Its run.json cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """One run in a list."""
+
+    path: Path
+    phase: RunPhase
+    created_at: float | None
+    """Unix seconds; None for a damaged run."""
+    num_steps: int
+    """Steps that are recorded."""
+    last_accuracy: float | None
+    """Greedy, held out, of the last evaluation; None where there is none."""
+
+
+def summarize_runs(root: Path) -> list[RunSummary]:
+    """Return the runs below a folder, newest first; a damaged one is listed as such.
+
+    Raises: StoreError if the folder does not exist.
+    """
+    if not root.is_dir():
+        raise StoreError(
+            explain_refusal(
+                f"{root} is no folder",
+                allowed="the folder that output.root names, with runs in it",
+                next_step="name it: `strop ls ROOT`",
+            )
+        )
+    paths = [path.parent for path in root.glob(f"*/{STATE_NAME}") if ".partial-" not in path.parent.name]
+    found = [_summarize(path) for path in sorted(paths)]
+    return sorted(found, key=lambda run: run.created_at or 0.0, reverse=True)
+
+
+def _summarize(path: Path) -> RunSummary:
+    try:
+        run = RunDir.open(path)
+        steps = [int(line["step"]) for line in run.metrics.read()]
+        results = read_results(path)
+    except CorruptRecord:
+        return RunSummary(path=path, phase=RunPhase.DAMAGED, created_at=None, num_steps=0, last_accuracy=None)
+    if run.is_finished:
+        phase = RunPhase.FINISHED
+    else:
+        phase = RunPhase.RUNNING if _is_worked_in(path) else RunPhase.STOPPED
+    return RunSummary(
+        path=path,
+        phase=phase,
+        created_at=run.state.created_at,
+        num_steps=max(steps, default=0),
+        last_accuracy=results[-1].greedy.accuracy if results else None,
+    )
+
+
+def _is_worked_in(path: Path) -> bool:
+    # Read, not tried: taking the lock for a moment could refuse the run's own start.
+    holder = FileLock(path / LOCK_NAME).holder()
+    return holder is not None and holder.host == socket.gethostname() and is_process_alive(holder.pid)
+
+
+def read_results(run_path: Path) -> list[EvalResult]:
+    """Return a run's evaluations by step.
+
+    Raises: CorruptRecord if one is damaged.
+    """
+    results = [read_result(path) for path in (run_path / "eval").glob("*.json")]
+    return sorted(results, key=lambda result: result.step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A setting in which two runs differ, or a fact about them."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunComparison:
+    """Two last evaluations, their difference, and everything that was set otherwise."""
+
+    before: EvalResult
+    after: EvalResult
+    change: Comparison
+    differences: tuple[Difference, ...]
+
+
+def compare_runs(before: Path, after: Path) -> RunComparison:
+    """Compare the last evaluations of two runs, or two stored results, on the same examples.
+
+    Raises: StoreError if there is none to compare; CheckRefused if one is invalid or the protocols
+        differ.
+    """
+    one, other = _last_result(before), _last_result(after)
+    return RunComparison(
+        before=one,
+        after=other,
+        change=compare_results(one, other),
+        differences=_list_differences(before, after),
+    )
+
+
+def _last_result(path: Path) -> EvalResult:
+    if path.is_file():
+        return read_result(path)
+    RunDir.open(path)
+    results = read_results(path)
+    if not results:
+        raise StoreError(
+            explain_refusal(
+                f"run {path} has no evaluation",
+                allowed="a run with results in eval/, or a result that `strop eval --json` printed",
+                next_step="let the run finish, or evaluate its checkpoint with `strop eval`",
+            )
+        )
+    return results[-1]
+
+
+def _list_differences(before: Path, after: Path) -> tuple[Difference, ...]:
+    """Return the settings that differ; places of output are no difference. () without two runs."""
+    if before.is_file() or after.is_file():
+        return ()
+    one, other = (_flatten(load_spec(path / "spec.toml").spec.model_dump()) for path in (before, after))
+    keys = [key for key in one | other if not key.startswith("output.") and key != "name"]
+    return tuple(
+        Difference(key=key, before=one.get(key, DEFAULT), after=other.get(key, DEFAULT))
+        for key in keys
+        if one.get(key, DEFAULT) != other.get(key, DEFAULT)
+    )
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
