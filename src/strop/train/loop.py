@@ -245,7 +245,7 @@ class TrainLoop:
         step, num_refused = self._state.step, self._state.num_refused_in_a_row
         if num_refused >= MAX_REFUSED_IN_A_ROW:
             self._stop_run(
-                f"step {step} is the {num_refused}th in a row without an update",
+                f"step {step} is number {num_refused} in a row without an update",
                 f"fewer than {MAX_REFUSED_IN_A_ROW} steps in a row whose update is empty or not finite",
             )
         if alarms and self._spec.tripwires.on_alarm == "stop":

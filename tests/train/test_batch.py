@@ -1,0 +1,177 @@
+"""From judged groups to packed rows and to the numbers of a step, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from strop.algorithm import build_algorithm
+from strop.policy.learner import StepReport
+from strop.rollout import (
+    FailureOwner,
+    FinishReason,
+    Group,
+    Outcome,
+    Rollout,
+    Sampling,
+    Turn,
+    make_example,
+)
+from strop.spec import AlgorithmSpec
+from strop.train.batch import build_batch, pack_reply
+from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update, verify_seconds
+
+EXAMPLE = make_example("toy", {"n": 1}, "1")
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def said(token_ids: np.ndarray, logprob: float = -0.5) -> Turn:
+    return Turn(
+        role="assistant",
+        text="",
+        token_ids=token_ids,
+        logprobs=np.full(len(token_ids), logprob, dtype=np.float32),
+        policy_version=0,
+        finish_reason=FinishReason.EOS,
+    )
+
+
+def prompt(*values: int) -> Turn:
+    return Turn(role="prompt", text="", token_ids=ids(*values))
+
+
+def rollout(outcome: Outcome, *turns: Turn, index: int = 0) -> Rollout:
+    return Rollout(
+        example=EXAMPLE,
+        step=0,
+        sample_index=index,
+        turns=turns,
+        outcome=outcome,
+        sampling=Sampling(),
+        seconds={"generate": 1.0, "verify": 0.25},
+    )
+
+
+def scored(reward: float, **facts: bool) -> Outcome:
+    return Outcome(parts={"toy": reward}, is_correct=reward == 1.0, format_ok=True, truncated=False, **facts)
+
+
+LOST = Outcome.lost(FailureOwner.TASK, "TypeError")
+# Group 0 has a difference, a lost member and 2 + 3 scored tokens; group 1 has none, and 1 + 1 tokens.
+GROUPS = [
+    Group(
+        example=EXAMPLE,
+        rollouts=(
+            rollout(scored(1.0), prompt(1, 2, 3), said(ids(7, 260), -1.0)),
+            rollout(scored(0.0), prompt(1, 2, 3), said(ids(7, 8, 9), -2.0), index=1),
+            rollout(LOST, prompt(1, 2, 3), said(ids(5, 5), -0.5), index=2),
+        ),
+    ),
+    Group(
+        example=EXAMPLE,
+        rollouts=(
+            rollout(scored(1.0), prompt(4), said(ids(9), -3.0)),
+            rollout(scored(1.0), prompt(4), said(ids(9), -3.0), index=1),
+        ),
+    ),
+]
+
+
+def test_a_batch_by_hand() -> None:
+    batch = build_batch(build_algorithm(AlgorithmSpec(name="dapo")), GROUPS, 10)
+    # The group without difference and the lost rollout are not forwarded.
+    (group,) = batch.groups
+    assert group.prompt_ids.tolist() == [1, 2, 3]
+    assert [reply.token_ids.tolist() for reply in group.replies] == [[7, 260], [7, 8, 9]]
+    assert all(bool(reply.is_scored.all()) for reply in group.replies)
+    assert [reply.engine_logprobs.tolist() for reply in group.replies] == [[-1, -1], [-2, -2, -2]]
+    # Rewards 1 and 0 (the lost one is in no mean): 0.5 over a spread of about 0.5 or 0.7.
+    high, low = (reply.advantage for reply in group.replies)
+    assert high == -low > 0
+    # A token mean over all that count: 2 + 3 + 1 + 1 tokens.
+    assert [reply.weight for reply in group.replies] == pytest.approx([1 / 7, 1 / 7])
+    assert batch.credit.num_counted_tokens == 7
+
+
+def test_tokens_of_the_world_are_fed_and_not_trained() -> None:
+    many = rollout(scored(1.0), prompt(1, 2), said(ids(3, 260), -1.0), prompt(4, 5, 6), said(ids(7), -2.0))
+    reply = pack_reply(many, 0.5, 0.25)
+    assert reply.token_ids.tolist() == [3, 260, 4, 5, 6, 7]
+    assert reply.is_scored.tolist() == [True, True, False, False, False, True]
+    assert reply.engine_logprobs.tolist() == [-1, -1, -2]
+    assert (reply.advantage, reply.weight) == (0.5, 0.25)
+
+
+def test_the_numbers_of_rollouts_by_hand() -> None:
+    metrics = measure_rollouts(GROUPS)
+    # 5 rollouts, 1 lost; replies of 2, 3, 2, 1, 1 tokens, the last a repeat.
+    assert metrics == pytest.approx(
+        {
+            "failed_frac": 1 / 5,
+            "duplicate_frac": 1 / 5,
+            "reward_mean": 3 / 4,
+            "truncated_frac": 0.0,
+            "accuracy": 3 / 4,
+            "format_ok_frac": 1.0,
+            "reply_tokens_mean": 9 / 5,
+            # (2 * 1 + 3 * 2 + 2 * 0.5 + 3 + 3) / 9
+            "entropy_nats": 15 / 9,
+        }
+    )
+
+
+def test_what_nobody_knows_is_absent_and_not_0() -> None:
+    lost = [Group(example=EXAMPLE, rollouts=(rollout(LOST, prompt(1)), rollout(LOST, prompt(1), index=1)))]
+    assert measure_rollouts(lost) == {"failed_frac": 1.0, "duplicate_frac": 0.0}
+    silent = Outcome(parts={"toy": 0.5})
+    known = measure_rollouts([Group(example=EXAMPLE, rollouts=(rollout(silent, prompt(1), said(ids(2))),))])
+    assert known.keys() & {"accuracy", "format_ok_frac"} == set()
+    assert known["reward_mean"] == 0.5
+
+
+def test_the_numbers_of_a_batch_by_hand() -> None:
+    metrics = measure_batch(build_batch(build_algorithm(AlgorithmSpec()), GROUPS, 10))
+    assert metrics == {
+        "zero_variance_frac": 0.5,
+        "num_scored_tokens": 7.0,
+        "num_signal_tokens": 5.0,
+        "num_forwarded": 2.0,
+    }
+
+
+def report(drift: list[float]) -> StepReport:
+    return StepReport(
+        loss=0.5,
+        grad_norm=2.0,
+        lr=1e-5,
+        changed_frac=0.25,
+        master_changed_frac=None,
+        drift_M=np.array(drift, dtype=np.float32),
+        num_positions=40,
+        num_micro_batches=2,
+    )
+
+
+def test_the_numbers_of_an_update_by_hand() -> None:
+    metrics = measure_update(report([0.0, 0.0, 0.0, 0.25]))
+    assert (metrics["loss"], metrics["grad_norm"], metrics["num_positions"]) == (0.5, 2.0, 40.0)
+    assert (metrics["drift_mean_nats"], metrics["drift_max_nats"]) == (0.0625, 0.25)
+    # The 99 % quantile of 4 values lies at position 2.97: 0.97 of the way from 0 to 0.25.
+    assert metrics["drift_p99_nats"] == pytest.approx(0.2425)
+    assert not [name for name in measure_update(report([])) if name.startswith("drift")]
+
+
+def test_durations_add_up_to_the_step() -> None:
+    metrics = measure_time({"generate": 2.0, "learn": 1.0}, 4.0, 100)
+    assert metrics == {
+        "seconds_generate": 2.0,
+        "seconds_learn": 1.0,
+        "seconds_other": 1.0,
+        "seconds_step": 4.0,
+        "scored_tokens_per_s": 25.0,
+    }
+    # Five judgements of 0.25 s each.
+    assert verify_seconds(GROUPS) == 1.25

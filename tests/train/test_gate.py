@@ -1,0 +1,271 @@
+"""The gate: every fault is refused by its name before anything is trained; a healthy run passes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from strop.cluster import ModelSource, Roles
+from strop.cluster.inline import InlinePlacement
+from strop.engine import Completion, GenerationRequest
+from strop.engine.native import NativeEngine
+from strop.errors import CheckRefused, ConfigError
+from strop.policy.language_model import LanguageModel
+from strop.policy.packing import PackedReply
+from strop.policy.scoring import score_reply
+from strop.rollout import Example, Message, Outcome, Rollout, Split
+from strop.train import gate as gate_module
+from strop.train.batch import pack_reply
+from strop.train.gate import GateCheck, GateInput, pass_gate, read_accepted
+from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
+
+CHECKS = ["prompt", "weights", "verifier", "schedule", "room", "terminator", "parity"]
+
+
+def refuse(
+    root: Path, model_dir: Path, *, change: Callable[[Roles], Roles] | None = None, **parts: Any
+) -> CheckRefused:
+    """Run a faulty composition up to the gate; return its refusal once nothing else was done."""
+    spec = parts.pop("spec", None) or tiny_spec()
+    made = Composition(spec, model_dir, new_run(root), **parts)
+    with pytest.raises(CheckRefused) as caught:
+        made.run(change)
+    assert caught.value.exit_code == 76
+    assert "nothing was trained" in str(caught.value)
+    # No step, no checkpoint, no evaluation, and nothing beside the run directory.
+    path = made.run_dir.path
+    assert made.notes.starts == []
+    assert [entry.name for entry in root.iterdir()] == [path.name]
+    assert {entry.name for entry in path.iterdir()} == {
+        "attempts",
+        "checkpoints",
+        "env.txt",
+        "eval",
+        "lock",
+        "rollouts",
+        "run.json",
+        "spec.toml",
+    }
+    assert not [entry for name in ("checkpoints", "eval", "rollouts") for entry in (path / name).iterdir()]
+    return caught.value
+
+
+@dataclass
+class ChangedEngine:
+    """An engine whose completions are changed on their way."""
+
+    engine: Any
+    change: Callable[[GenerationRequest, Completion], Completion]
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return self.change(request, await self.engine.generate(request))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def test_a_healthy_run_passes_every_check(tmp_path: Path, tiny_model_dir: Path) -> None:
+    async def look() -> list[GateCheck]:
+        spec = tiny_spec()
+        placement = InlinePlacement(spec, ModelSource(path=tiny_model_dir, digest="unused"))
+        roles = await placement.start()
+        try:
+            gate = GateInput(
+                spec=spec, task=SpellTask(), roles=roles, model_dir=tiny_model_dir, run_path=tmp_path
+            )
+            return await pass_gate(gate)
+        finally:
+            await placement.stop()
+
+    checks = asyncio.run(look())
+    assert [check.name for check in checks] == CHECKS
+    # A random model is the one thing that is wrong here, and it was accepted with a reason.
+    assert [check.name for check in checks if not check.is_passed] == ["weights"]
+    # The prompt as the model gets it, byte for byte, and all that ends a reply.
+    assert (
+        r"prompt '<|start|>user\n#0<|end|>\n<|start|>assistant\n', stops ['<|end|>', 'a'," in checks[0].detail
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_weights_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    error = refuse(tmp_path, tiny_model_dir, spec=tiny_spec(train={"accept": None}))
+    # 0.75 ln 262 = 4.18.
+    assert "refused to train: weights: loss " in str(error)
+    assert "bound 4.18; the weights look random" in str(error)
+
+
+@pytest.mark.parametrize("accept", ["weight: typo", "weights: fine; memory: enough"])
+def test_only_checks_that_exist_can_be_accepted(accept: str) -> None:
+    with pytest.raises(ConfigError, match=r"names (weight|memory)\. Allowed: prompt, weights, .*, parity"):
+        read_accepted(accept)
+
+
+def test_accepting_one_check_accepts_no_other(tmp_path: Path, tiny_model_dir: Path) -> None:
+    task = Overlapping()
+    error = refuse(tmp_path, tiny_model_dir, task=task)
+    assert "weights:" not in str(error)
+    assert "schedule: 12 examples are both trained on and held out" in str(error)
+
+
+class Overlapping(SpellTask):
+    def examples(self, split: Split) -> Sequence[Example]:
+        return super().examples(Split.TRAIN)
+
+
+class RaisesTypeError(SpellTask):
+    def verify(self, example: Example, text: str) -> Outcome:
+        raise TypeError("unsupported operand")
+
+
+class ComparesWithWrongThing(SpellTask):
+    def verify(self, example: Example, text: str) -> Outcome:
+        is_gold = text == f"#{example.fields['n']}"
+        return Outcome(parts={"spelled": float(is_gold)}, is_correct=is_gold)
+
+
+class LongPrompt(SpellTask):
+    def render(self, example: Example) -> tuple[Message, ...]:
+        # 512 positions; the chat template and 64 reply tokens need more than the 22 that are left.
+        return (Message(role="user", content="#" * 490),)
+
+
+@pytest.mark.parametrize(
+    ("task", "cause"),
+    [
+        (RaisesTypeError(), "verifier: 72 findings: probe gold on example .*the verifier raised TypeError"),
+        (ComparesWithWrongThing(), "verifier: 24 findings: probe gold .*a right reply must earn 1.0"),
+        (
+            LongPrompt(),
+            r"prompt: the longest prompt has 5\d\d tokens and a reply may have 64, .* 512 positions",
+        ),
+    ],
+)
+def test_faulty_tasks_are_refused(tmp_path: Path, tiny_model_dir: Path, task: SpellTask, cause: str) -> None:
+    error = refuse(tmp_path, tiny_model_dir, task=task)
+    assert_matches(cause, error)
+
+
+def assert_matches(cause: str, error: Exception) -> None:
+    assert re.search(cause, str(error), re.DOTALL), str(error)
+
+
+def report_raw(roles: Roles) -> Roles:
+    """Give the log-probabilities at temperature 1, whatever was sampled at."""
+
+    def raw(request: GenerationRequest, completion: Completion) -> Completion:
+        values = score_reply(roles.learner.model, request.prompt_ids, completion.token_ids, 1.0)
+        return replace(completion, logprobs=values)
+
+    return replace(roles, engine=ChangedEngine(roles.engine, raw))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_before_temperature_are_refused(tmp_path: Path, tiny_model_dir: Path, dtype: str) -> None:
+    spec = tiny_spec(sampling={"temperature": 0.6}, model={"dtype": dtype})
+    error = refuse(tmp_path, tiny_model_dir, spec=spec, change=report_raw)
+    assert_matches(r"parity: mean gap .* cause: temperature", error)
+
+
+def renormalise(roles: Roles) -> Roles:
+    """Sample from the smallest set of tokens with 90 % of the mass, as top_p = 0.9 does."""
+
+    class Truncating:
+        async def generate(self, request: GenerationRequest) -> Completion:
+            sampling = replace(request.sampling, top_p=0.9)
+            completion: Completion = await roles.engine.generate(replace(request, sampling=sampling))
+            return completion
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(roles.engine, name)
+
+    return replace(roles, engine=Truncating())
+
+
+def test_values_over_a_smaller_support_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    error = refuse(tmp_path, tiny_model_dir, change=renormalise)
+    assert_matches(r"parity: mean gap .* cause: support", error)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_perturbed_engine_is_refused(tmp_path: Path, tiny_model_dir: Path, dtype: str) -> None:
+    def perturb(roles: Roles) -> Roles:
+        model = LanguageModel.load(tiny_model_dir, dtype=roles.learner.model.dtype)
+        with torch.no_grad():
+            model.module.model.layers[1].mlp.down_proj.weight.mul_(1.2)
+        return replace(roles, engine=NativeEngine(model, roles.tokenizer))
+
+    error = refuse(tmp_path, tiny_model_dir, spec=tiny_spec(model={"dtype": dtype}), change=perturb)
+    assert_matches(r"parity: mean gap .* cause: weights, position ids, template or dtype differ", error)
+
+
+def test_an_engine_without_replies_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    def silence(roles: Roles) -> Roles:
+        def fail(request: GenerationRequest, completion: Completion) -> Completion:
+            raise ConnectionError("gone")
+
+        return replace(roles, engine=ChangedEngine(roles.engine, fail))
+
+    error = refuse(tmp_path, tiny_model_dir, change=silence)
+    assert "parity: the engine gave no reply to compare" in str(error)
+
+
+def pack_without_pad(rollout: Rollout, advantage: float, weight: float) -> PackedReply:
+    """Mask the loss by comparing ids with the pad id, which is the terminator here."""
+    reply = pack_reply(rollout, advantage, weight)
+    is_scored = reply.token_ids != 260
+    # As such code did: the first values belong to the tokens that are left.
+    return replace(reply, is_scored=is_scored, engine_logprobs=reply.engine_logprobs[: int(is_scored.sum())])
+
+
+def test_tok_1_a_terminator_outside_the_mask_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: a loss mask compared ids with the pad id, so the terminator was never trained."""
+    monkeypatch.setattr(gate_module, "pack_reply", pack_without_pad)
+
+    def end_early(roles: Roles) -> Roles:
+        # The random model hardly ever ends by itself.
+        def end(request: GenerationRequest, completion: Completion) -> Completion:
+            token_ids = completion.token_ids.copy()
+            token_ids[-1] = 260
+            return replace(completion, token_ids=token_ids)
+
+        return replace(roles, engine=ChangedEngine(roles.engine, end))
+
+    error = refuse(tmp_path, tiny_model_dir, change=end_early)
+    assert_matches(r"terminator: (\d+) of \1 sampled terminators are outside the loss mask", error)
+
+
+@pytest.mark.parametrize(
+    ("machine_bytes", "disk_bytes"), [(10**6, 10**12), (10**12, 10**5)], ids=["memory", "disk"]
+)
+def test_too_little_memory_or_disk_is_refused(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine_bytes: int,
+    disk_bytes: int,
+) -> None:
+    machine = SimpleNamespace(memory_bytes=machine_bytes)
+    monkeypatch.setattr(gate_module, "describe_machine", lambda: machine)
+    monkeypatch.setattr(gate_module, "free_disk_bytes", lambda path: disk_bytes)
+    error = refuse(tmp_path, tiny_model_dir)
+    assert_matches(r"room: memory about \d+\.\d GiB of .* GiB, checkpoints \d\.\d of .* GiB free", error)
+
+
+def test_every_cause_is_shown_at_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+    class Broken(Overlapping, RaisesTypeError):
+        pass
+
+    error = refuse(tmp_path, tiny_model_dir, task=Broken(), spec=tiny_spec(train={"accept": None}))
+    causes = [name for name in CHECKS if f"{name}: " in str(error)]
+    assert causes == ["weights", "verifier", "schedule"]

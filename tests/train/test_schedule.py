@@ -1,0 +1,91 @@
+"""The example schedule: every epoch a permutation, nothing dropped, no state."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.errors import DataError
+from strop.rollout import Example, make_example
+from strop.train.schedule import ExampleSchedule
+
+MAX_EXAMPLES = 12
+EXAMPLES = [make_example("count", {"n": n}, str(n)) for n in range(MAX_EXAMPLES)]
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Draw a number of examples, a number per step that they can fill, and a seed."""
+    num_examples = draw(st.integers(1, MAX_EXAMPLES))
+    return num_examples, draw(st.integers(1, num_examples)), draw(st.integers(0, 2**63 - 1))
+
+
+def make_schedule(geometry: tuple[int, int, int]) -> ExampleSchedule:
+    num_examples, per_step, seed = geometry
+    return ExampleSchedule(EXAMPLES[:num_examples], seed=seed, prompts_per_step=per_step)
+
+
+def numbers(examples: list[Example]) -> list[int]:
+    return [int(example.fields["n"]) for example in examples]
+
+
+@given(geometries())
+@settings(max_examples=100, deadline=None)
+def test_nothing_is_dropped_and_nothing_comes_twice_before_all_came_once(
+    geometry: tuple[int, int, int],
+) -> None:
+    num_examples, per_step, _ = geometry
+    schedule = make_schedule(geometry)
+    served: list[int] = []
+    # After as many steps as there are examples, every epoch begun is complete.
+    for step in range(3 * num_examples):
+        served += numbers(schedule.examples(step))
+        counts = Counter(served)
+        most, least = max(counts.values()), min(counts[n] for n in range(num_examples))
+        # A step that spans two epochs may push an example behind the seam, by less than one step.
+        assert most - least <= (1 if per_step == 1 or num_examples % per_step == 0 else 2)
+    assert Counter(served) == dict.fromkeys(range(num_examples), 3 * per_step)
+
+
+@given(geometries())
+@settings(max_examples=100, deadline=None)
+def test_every_epoch_is_a_permutation(geometry: tuple[int, int, int]) -> None:
+    num_examples, _, _ = geometry
+    schedule = make_schedule(geometry)
+    served = [n for step in range(2 * num_examples) for n in numbers(schedule.examples(step))]
+    for start in range(0, len(served), num_examples):
+        assert sorted(served[start : start + num_examples]) == list(range(num_examples))
+
+
+@given(geometries(), st.integers(0, 40))
+@settings(max_examples=100, deadline=None)
+def test_a_step_never_gets_an_example_twice(geometry: tuple[int, int, int], step: int) -> None:
+    found = numbers(make_schedule(geometry).examples(step))
+    assert len(set(found)) == len(found) == geometry[1]
+
+
+@given(geometries(), st.lists(st.integers(0, 30), max_size=6), st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+def test_a_step_does_not_depend_on_what_was_asked_before(
+    geometry: tuple[int, int, int], history: list[int], step: int
+) -> None:
+    asked = make_schedule(geometry)
+    for earlier in history:
+        asked.examples(earlier)
+    assert asked.examples(step) == make_schedule(geometry).examples(step)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    first = make_schedule((12, 12, 0))
+    assert numbers(first.examples(0)) != numbers(first.examples(1))
+    assert numbers(first.examples(0)) != list(range(12))
+    assert numbers(first.examples(0)) != numbers(make_schedule((12, 12, 1)).examples(0))
+
+
+@pytest.mark.parametrize("num_examples", [0, 3])
+def test_too_few_examples_for_a_step_are_refused(num_examples: int) -> None:
+    with pytest.raises(DataError, match=rf"has {num_examples} training examples and a step asks for 4\. "):
+        make_schedule((num_examples, 4, 0))

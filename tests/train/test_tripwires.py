@@ -1,0 +1,229 @@
+"""Tripwires: each alarm by hand-made numbers, and the ways in which one ends a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.cluster import Roles
+from strop.errors import RunStopped
+from strop.record.rollouts import read_rollouts
+from strop.rollout import Example, FailureOwner, Outcome
+from strop.spec import TripwireSpec
+from strop.store import verify_directory
+from strop.train.tripwires import find_alarms
+from tests.fixtures.tiny_run import Composition, SpellTask, new_run, read_curve, tiny_spec
+
+HEALTHY = {
+    "zero_variance_frac": 0.5,
+    "duplicate_frac": 0.1,
+    "truncated_frac": 0.2,
+    "failed_frac": 0.0,
+    "drift_mean_nats": 0.001,
+    "entropy_nats": 0.4,
+    "num_signal_tokens": 50.0,
+    "master_changed_frac": 0.99,
+}
+
+
+def test_a_healthy_step_raises_nothing_and_absent_numbers_neither() -> None:
+    assert find_alarms(TripwireSpec(), 3, HEALTHY) == []
+    assert find_alarms(TripwireSpec(), 3, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "cause", "words"),
+    [
+        ("zero_variance_frac", 0.96, "zero_variance", "make the task harder or easier"),
+        ("duplicate_frac", 0.96, "duplicate_completions", "look at seeds"),
+        ("truncated_frac", 0.51, "truncation", "raise task.max_reply_tokens"),
+        ("failed_frac", 0.11, "verifier_errors", "could not be scored and were masked"),
+        ("drift_mean_nats", 0.07, "logprob_drift", "engine and trainer disagree"),
+        ("entropy_nats", 0.004, "entropy_collapse", "almost one reply only"),
+        ("master_changed_frac", 0.0, "vanishing_updates", "updates vanish"),
+    ],
+)
+def test_each_alarm_names_number_bound_and_advice(metric: str, value: float, cause: str, words: str) -> None:
+    (alarm,) = find_alarms(TripwireSpec(), 3, HEALTHY | {metric: value})
+    assert (alarm.kind, alarm.step, alarm.cause) == ("tripwire", 3, cause)
+    assert alarm.detail.startswith(f"{metric}={value:.4g}")
+    assert words in alarm.detail
+
+
+@pytest.mark.parametrize(
+    ("metric", "bound"), [("zero_variance_frac", 0.95), ("truncated_frac", 0.5), ("entropy_nats", 0.005)]
+)
+def test_a_number_at_its_bound_is_fine(metric: str, bound: float) -> None:
+    assert find_alarms(TripwireSpec(), 1, {metric: bound}) == []
+
+
+def test_a_wire_that_is_switched_off_is_silent() -> None:
+    assert find_alarms(TripwireSpec(max_truncated_frac=None), 1, {"truncated_frac": 1.0}) == []
+
+
+class PaysAlways(SpellTask):
+    """Pays the same for every reply that the self-test does not ask about."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        is_gold = text == example.answer
+        return Outcome(parts={"spelled": 1.0 if is_gold else 0.25}, is_correct=is_gold)
+
+
+def test_a_constant_reward_is_an_alarm_in_the_first_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=PaysAlways())
+    made.run()
+    alarms = [event for event in made.notes.events if event.kind == "tripwire"]
+    assert [(event.step, event.cause) for event in alarms] == [(step, "zero_variance") for step in (1, 2, 3)]
+    assert [line["zero_variance_frac"] for line in made.notes.steps] == [1.0] * 3
+    assert [line["num_forwarded"] for line in made.notes.steps] == [0.0] * 3
+    # The alarm is on record, not only on the terminal.
+    assert [event.cause for event in made.run_dir.events.read() if event.kind == "tripwire"] == [
+        "zero_variance"
+    ] * 3
+
+
+def test_replies_cut_at_their_limit_are_an_alarm(tmp_path: Path, tiny_model_dir: Path) -> None:
+    task = SpellTask(max_reply_tokens=2, stop_strings=())
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=task)
+    made.run()
+    assert made.notes.causes("tripwire")[0] == "truncation"
+    assert made.notes.steps[0]["truncated_frac"] > 0.9
+    rollouts = read_rollouts(made.run_dir.rollouts_path(1))
+    cut = [rollout.outcome.truncated for rollout in rollouts if rollout.num_sampled_tokens == 2]
+    assert len(cut) > 10
+    assert sum(cut) >= len(cut) - 1
+
+
+class RaisesSometimes(SpellTask):
+    """Raises on about a third of the replies of a random model, and on no reply of the self-test."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        if len(text) > 8:
+            raise TypeError("can only concatenate str")
+        return super().verify(example, text)
+
+
+def test_rew_1_a_verifier_that_raises_now_and_then_is_an_alarm(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: every exception in a verifier scored 0."""
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=RaisesSometimes())
+    made.run()
+    assert set(made.notes.causes("tripwire")) == {"verifier_errors"}
+    for line in made.notes.steps:
+        rollouts = read_rollouts(made.run_dir.rollouts_path(int(line["step"])))
+        lost = [rollout for rollout in rollouts if rollout.outcome.failure is not None]
+        assert 0 < len(lost) < len(rollouts)
+        assert line["failed_frac"] == pytest.approx(len(lost) / len(rollouts))
+        for rollout in lost:
+            assert rollout.outcome.reward is None
+            assert rollout.outcome.failure is not None
+            assert (rollout.outcome.failure.owner, rollout.outcome.failure.kind) == (
+                FailureOwner.TASK,
+                "TypeError",
+            )
+        # Masked: their tokens are in no normaliser.
+        scored = [rollout for rollout in rollouts if rollout.outcome.failure is None]
+        assert line["num_scored_tokens"] == sum(rollout.num_sampled_tokens for rollout in scored)
+
+
+class RaisesInTraining(SpellTask):
+    """Passes the self-test and raises on every reply of the policy."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        if text in {"", " \n", "asdf", "a", "#0", example.answer} or text.startswith("#"):
+            return super().verify(example, text)
+        raise AttributeError("'Reward' object has no attribute '__name__'")
+
+
+def test_rew_9_a_reward_that_always_raises_ends_the_run_with_its_type(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: a reward object without a name failed every rollout while logs looked healthy."""
+    # Without stop strings no reply is as short as the nonsense of the self-test.
+    task = RaisesInTraining(stop_strings=())
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=task)
+    with pytest.raises(RunStopped) as caught:
+        made.run()
+    assert "all 12 rollouts of step 1 failed alike: task, AttributeError" in str(caught.value)
+    assert "'Reward' object has no attribute '__name__'" in str(caught.value)
+    assert made.run_dir.metrics.read() == []
+    assert made.run_dir.events.read()[-1].kind == "stop"
+
+
+def repeat_one_stream(roles: Roles) -> Roles:
+    """Sample every reply from one stream, as a constant seed in the sampling parameters does."""
+
+    class OneStream:
+        async def generate(self, request: Any) -> Any:
+            return await roles.engine.generate(replace(request, seed=7))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(roles.engine, name)
+
+    return replace(roles, engine=OneStream())
+
+
+def test_a_constant_seed_is_an_alarm_in_the_first_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    spec = tiny_spec(train={"rollouts_per_prompt": 32, "steps": 1})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    made.run(repeat_one_stream)
+    assert sorted(made.notes.causes("tripwire")) == ["duplicate_completions", "zero_variance"]
+    # 3 distinct replies among 96.
+    assert made.notes.steps[0]["duplicate_frac"] == pytest.approx(1 - 3 / 96)
+
+
+def test_an_alarm_may_end_the_run_with_its_checkpoint_intact(tmp_path: Path, tiny_model_dir: Path) -> None:
+    class PaysAlikeLater(SpellTask):
+        num_asked = 0
+
+        def verify(self, example: Example, text: str) -> Outcome:
+            self.num_asked += 1
+            # Gate: 72 judgements of the self-test and 64 probes; then 12 a step.
+            is_late = self.num_asked > 72 + 64 + 3 * 12
+            return Outcome(parts={"spelled": 0.1}) if is_late else super().verify(example, text)
+
+    spec = tiny_spec(train={"steps": 6, "checkpoint_every": 2}, tripwires={"on_alarm": "stop"})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=PaysAlikeLater())
+    with pytest.raises(RunStopped) as caught:
+        made.run()
+    assert str(caught.value).startswith("step 4 raised zero_variance. Allowed: ")
+    assert "the same command goes on from checkpoint step-000002" in str(caught.value)
+    assert not made.run_dir.is_finished
+    # Step 4 is on record for whoever looks, and its weights are not what a resume starts from.
+    assert [line["step"] for line in made.run_dir.metrics.read()] == [1, 2, 3, 4]
+    assert made.run_dir.checkpoint_steps() == [2]
+    verify_directory(made.run_dir.checkpoint_path(2))
+
+
+def break_gradient(roles: Roles) -> Roles:
+    """Make the gradient of every step NaN, with healthy log-probabilities."""
+    weight = roles.learner.model.head_weight
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
+
+    weight.register_hook(poison)
+    return roles
+
+
+def test_three_updates_that_are_not_finite_end_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    spec = tiny_spec(train={"steps": 6, "checkpoint_every": 1})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    before: dict[str, torch.Tensor] = {}
+
+    def keep_and_break(roles: Roles) -> Roles:
+        before.update({name: p.detach().clone() for name, p in roles.learner.model.named_parameters()})
+        return break_gradient(roles)
+
+    with pytest.raises(RunStopped, match=r"step 3 is number 3 in a row without an update"):
+        made.run(keep_and_break)
+    assert made.notes.causes("tripwire") == ["non_finite"] * 3
+    assert all("loss" not in line for line in made.notes.steps)
+    assert [line["policy_version"] for line in made.notes.steps] == [0, 0, 0]
+    # The refused updates never reached the weights.
+    curve = read_curve(made.run_dir.path)
+    assert len(curve.metrics) == 3
+    assert made.run_dir.checkpoint_steps() == [1, 2]

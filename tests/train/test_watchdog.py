@@ -1,0 +1,66 @@
+"""The watchdog: a stage that hangs ends the process, says which and since when, and shows stacks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.record import RunDir
+from strop.train.watchdog import Watchdog
+
+# The main thread hangs in a wait that no signal handler, exception or event loop would end.
+HANG = """
+import sys, threading
+from pathlib import Path
+from strop.record import Event, EventKind, RunDir
+from strop.train.watchdog import Watchdog
+run = RunDir.create(Path(sys.argv[1]), "hung", "", "d1", {})
+def tell(stage, stalled_s):
+    run.events.append(Event(kind=EventKind.TRIPWIRE, step=3, cause="stall", detail=f"stage {stage}"))
+    if sys.argv[2] == "raise":
+        raise OSError("the disk is gone too")
+def wait_for_the_engine():
+    threading.Event().wait()
+with Watchdog(0.3, tell) as watchdog:
+    watchdog.progress("generate")
+    wait_for_the_engine()
+"""
+
+
+@pytest.mark.parametrize("listener", ["return", "raise"])
+def test_prc_1_a_hung_stage_ends_the_process(tmp_path: Path, listener: str) -> None:
+    """Incident: a wait without deadline kept a machine busy for twelve hours."""
+    ended = subprocess.run(
+        [sys.executable, "-c", HANG, str(tmp_path), listener],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    # Where everything hung.
+    assert "wait_for_the_engine" in ended.stderr
+    (path,) = tmp_path.iterdir()
+    (event,) = RunDir.open(path).events.read()
+    assert (event.kind, event.cause, event.detail) == ("tripwire", "stall", "stage generate")
+    # The lock went with the process.
+    with RunDir.open(path) as taken:
+        assert taken.is_locked_here
+
+
+def test_a_stage_that_moves_is_left_alone() -> None:
+    stalls: list[str] = []
+    with Watchdog(0.4, lambda stage, stalled_s: stalls.append(stage)) as watchdog:
+        for _ in range(12):
+            time.sleep(0.05)
+            watchdog.progress("learn")
+    assert stalls == []
+
+
+def test_without_a_bound_nothing_is_watched() -> None:
+    with Watchdog(None, lambda stage, stalled_s: None) as watchdog:
+        watchdog.progress("learn")
