@@ -46,6 +46,19 @@ def naive_attention(
     return torch.stack(outputs)
 
 
+# Scores of a row above which the fused kernel is called, and scores that short attention takes at once:
+# never fused; fused always; short in blocks of few rows.
+PATHS = {"short": (2**22, 2**20), "fused": (0, 2**20), "short in blocks": (2**22, 40)}
+
+
+@pytest.fixture(params=PATHS.values(), ids=list(PATHS))
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    max_row_scores, block_scores = request.param
+    monkeypatch.setattr("strop.policy.prefix_attention.MAX_ROW_SCORES", max_row_scores)
+    monkeypatch.setattr("strop.policy.short_attention._BLOCK_SCORES", block_scores)
+
+
+@pytest.mark.usefixtures("_path")
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 def test_shared_prompts_change_neither_outputs_nor_gradients(num_kv_heads: int) -> None:
     layout = PackedLayout(prompt_lens_P=PROMPT_LENS, reply_lens_S=REPLY_LENS, group_of_S=GROUP_OF_S)

@@ -111,6 +111,18 @@ def test_every_family_has_the_naive_gradient(model_dir: Callable[..., Path], con
     assert relative_error(actual, expected.gradients) <= TOLERANCE
 
 
+def test_fused_attention_has_the_naive_gradient_too(
+    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, groups, algorithm = model_dir(), ragged_groups(), ALGORITHMS["dapo"]
+    expected = naive_gradients(
+        path, algorithm, groups, temperature=1.0, reply_limit=REPLY_LIMIT, is_corrected=False
+    )
+    # No row is short enough for batched products, as in long replies.
+    monkeypatch.setattr("strop.policy.prefix_attention.MAX_ROW_SCORES", 0)
+    assert relative_error(packed_gradients(path, algorithm, groups), expected.gradients) <= TOLERANCE
+
+
 @pytest.mark.parametrize("max_positions", [1, 9, 17, 30, 10_000])
 def test_no_budget_changes_the_gradient(model_dir: Callable[..., Path], max_positions: int) -> None:
     algorithm = ALGORITHMS["grpo"]
