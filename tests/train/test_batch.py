@@ -55,8 +55,8 @@ def rollout(outcome: Outcome, *turns: Turn, index: int = 0) -> Rollout:
     )
 
 
-def scored(reward: float, **facts: bool) -> Outcome:
-    return Outcome(parts={"toy": reward}, is_correct=reward == 1.0, format_ok=True, truncated=False, **facts)
+def scored(reward: float) -> Outcome:
+    return Outcome(parts={"toy": reward}, is_correct=reward == 1.0, format_ok=True)
 
 
 LOST = Outcome.lost(FailureOwner.TASK, "TypeError")

@@ -226,7 +226,7 @@ def pack_without_pad(rollout: Rollout, advantage: float, weight: float) -> Packe
     return replace(reply, is_scored=is_scored, engine_logprobs=reply.engine_logprobs[: int(is_scored.sum())])
 
 
-def test_tok_1_a_terminator_outside_the_mask_is_refused(
+def test_a_terminator_outside_the_mask_is_refused(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Incident: a loss mask compared ids with the pad id, so the terminator was never trained."""

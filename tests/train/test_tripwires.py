@@ -205,7 +205,7 @@ def break_gradient(roles: Roles) -> Roles:
     def poison(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * float("nan")
 
-    weight.register_hook(poison)
+    weight.register_hook(poison)  # type: ignore[no-untyped-call]
     return roles
 
 

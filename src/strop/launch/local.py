@@ -13,7 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from strop.errors import CheckRefused, RunStopped, StropError, explain_refusal
+from strop.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    CheckRefused,
+    RunStopped,
+    StropError,
+    explain_refusal,
+)
 from strop.evaluate import EvalResult, EvalSettings, evaluate_task, read_result, write_result
 from strop.hardware import describe_machine, keep_freed_memory
 from strop.record import Event, EventKind, RunDir, find_resumable

@@ -1,0 +1,222 @@
+"""Running a run file on this machine: finding its directory, composing it, continuing it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused, ConfigError, RunStopped
+from strop.launch.local import TrainOutcome, set_threads, train_here
+from strop.record import RunDir, list_runs
+from strop.rollout import Example, Outcome
+from strop.spec import load_spec
+from strop.store import get_model
+from strop.tasks.reverse_text import ReverseText
+from tests.fixtures.tiny_run import Notes
+
+RUN_FILE = """
+name = "here"
+[model]
+uri = "{model}"
+dtype = "float32"
+[task]
+name = "reverse-text"
+num_train = 12
+num_held_out = 3
+max_words = 1
+max_reply_tokens = 8
+[train]
+steps = 2
+prompts_per_step = 2
+rollouts_per_prompt = 3
+checkpoint_every = 1
+accept = "weights: a random model for a test"
+[eval]
+num_examples = 2
+num_samples = 2
+[placement]
+threads = 1
+"""
+
+
+class Here:
+    """A folder with a run file."""
+
+    def __init__(self, folder: Path, model_dir: Path) -> None:
+        self.folder = folder
+        self.run_file = folder / "run.toml"
+        self.run_file.write_text(RUN_FILE.format(model=model_dir))
+        self.notes: Notes = Notes()
+        self.told: list[RunDir] = []
+
+    def train(self, *overrides: str, is_new: bool = False) -> TrainOutcome:
+        resolved = load_spec(self.run_file, [f"output.root={self.folder / 'runs'}", *overrides])
+        return train_here(resolved, self.notes, is_new=is_new, on_run=self.tell)
+
+    def tell(self, run_dir: RunDir) -> None:
+        assert run_dir.is_locked_here
+        self.told.append(run_dir)
+
+    def attempt(self, index: int) -> dict[str, object]:
+        path = self.told[-1].path / "attempts" / str(index) / "attempt.json"
+        content: dict[str, object] = json.loads(path.read_text())
+        return content
+
+
+@pytest.fixture
+def here(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    return Here(tmp_path, tiny_model_dir)
+
+
+def test_a_run_file_becomes_a_trained_run(here: Here, tiny_model_dir: Path) -> None:
+    outcome = here.train()
+    (run,) = list_runs(here.folder / "runs")
+    assert outcome.run_path == run.path == here.told[0].path
+    assert run.is_finished
+    assert run.state.facts["model_digest"] == get_model(str(tiny_model_dir)).digest
+    assert (run.state.facts["task"], run.state.facts["num_threads"]) == ("reverse-text", 1)
+    assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"], here.attempt(1)["step"]) == ("done", 0, 2)
+    assert here.notes.ends == ["done"]
+    # The resolved spec is kept, and is a run file itself.
+    assert load_spec(run.spec_path).spec.train.steps == 2
+    assert not here.told[0].is_locked_here
+
+
+def test_held_out_accuracy_is_measured_before_and_after(here: Here) -> None:
+    # Without eval.every, as in a run file that says nothing about evaluation.
+    outcome = here.train()
+    assert outcome.before is not None
+    assert outcome.after is not None
+    assert (outcome.before.step, outcome.after.step) == (0, 2)
+    assert (outcome.before.split, outcome.before.num_examples) == ("held_out", 2)
+    assert outcome.before.model_digest != outcome.after.model_digest
+    assert [summary.step for summary in here.notes.summaries] == [0, 2]
+    assert sorted(path.name for path in (outcome.run_path / "eval").iterdir()) == [
+        "reverse-text-step-000000.json",
+        "reverse-text-step-000002.json",
+    ]
+
+
+class Broken(Exception):
+    """What a fault of this test raises."""
+
+
+class BreakingNotes(Notes):
+    """Fails when it is told of a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.fatal_step = step
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        if metrics["step"] == self.fatal_step:
+            raise Broken
+
+
+def test_the_same_command_goes_on_and_reports_what_earlier_attempts_found(here: Here) -> None:
+    here.notes = BreakingNotes(2)
+    with pytest.raises(Broken):
+        here.train()
+    assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"]) == ("Broken", 1)
+    assert here.notes.ends == ["Broken"]
+    here.notes = Notes()
+    outcome = here.train()
+    assert len(list_runs(here.folder / "runs")) == 1
+    assert here.notes.starts == [(str(outcome.run_path), 1, 2)]
+    # The first attempt measured it; the second did not start at step 0.
+    assert [summary.step for summary in here.notes.summaries] == [2]
+    assert outcome.before is not None
+    assert outcome.before.step == 0
+
+
+def test_a_new_run_can_be_asked_for(here: Here) -> None:
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train()
+    here.notes = Notes()
+    outcome = here.train(is_new=True)
+    assert len(list_runs(here.folder / "runs")) == 2
+    assert outcome.run_path != here.told[0].path
+    assert here.notes.starts[0][1] == 0
+
+
+def test_another_spec_makes_another_run(here: Here) -> None:
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train()
+    here.notes = Notes()
+    here.train("seed=9")
+    assert len(list_runs(here.folder / "runs")) == 2
+
+
+def test_a_finished_run_in_a_named_directory_is_refused(here: Here) -> None:
+    """R4: training zero steps is never success."""
+    named = here.folder / "mine"
+    outcome = here.train(f"output.dir={named}")
+    assert outcome.run_path == named
+    before = sorted(path.name for path in named.rglob("*"))
+    with pytest.raises(CheckRefused, match=r"mine holds a finished run; nothing is left to do") as caught:
+        here.train(f"output.dir={named}")
+    assert caught.value.exit_code == 76
+    assert sorted(path.name for path in named.rglob("*")) == before
+    assert len(here.told) == 1
+
+
+def test_a_named_directory_of_another_spec_is_refused(here: Here) -> None:
+    named = here.folder / "mine"
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train(f"output.dir={named}")
+    with pytest.raises(CheckRefused, match="mine holds a run of another spec"):
+        here.train(f"output.dir={named}", "seed=9")
+    here.notes = Notes()
+    # And its own spec goes on there.
+    assert here.train(f"output.dir={named}").run_path == named
+
+
+def test_a_directory_in_use_is_refused_naming_its_holder(here: Here) -> None:
+    named = here.folder / "mine"
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train(f"output.dir={named}")
+    with RunDir.open(named), pytest.raises(CheckRefused, match=r"mine is in use by process \d+"):
+        here.train(f"output.dir={named}")
+
+
+def test_a_refusal_of_the_gate_is_on_record_and_can_be_mended(here: Here) -> None:
+    with pytest.raises(CheckRefused, match="weights look random"):
+        here.train("train.accept=none")
+    assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"]) == ("CheckRefused", 76)
+    assert not here.told[0].is_finished
+
+
+def test_a_mistake_in_what_is_accepted_is_one_of_the_run_file(here: Here) -> None:
+    with pytest.raises(ConfigError, match="names wieghts"):
+        here.train("train.accept=wieghts: a typo")
+
+
+def test_a_task_that_cannot_say_right_or_wrong_cannot_be_evaluated(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say_nothing(self: ReverseText, example: Example, text: str) -> Outcome:
+        return Outcome(parts={"similarity": 1.0 if text.strip().endswith(example.answer or "") else 0.0})
+
+    monkeypatch.setattr(ReverseText, "verify", say_nothing)
+    with pytest.raises(RunStopped, match=r"none of 2 held-out replies at step 0 could be judged"):
+        here.train()
+
+
+def test_threads_are_fixed_and_counted() -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        assert set_threads(1) == torch.get_num_threads() == 1
+        assert set_threads(None) == torch.get_num_threads() >= 1
+    finally:
+        torch.set_num_threads(before)
