@@ -45,7 +45,7 @@ def move(model: LanguageModel, seed: int = 1) -> LanguageModel:
 
 
 def _rename(tensors: Tensors) -> None:
-    tensors["other"] = tensors.pop("a")
+    tensors["aa"] = tensors.pop("a")  # Still the first in order of name.
 
 
 def _swap(tensors: Tensors) -> None:
