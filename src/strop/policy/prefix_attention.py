@@ -172,6 +172,6 @@ def _attend_folded(
         output = attend_short(folded.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), mask, scaling)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(
-            folded, keys, values, attn_mask=mask.unflatten(0, (rows, num_kv_heads)), scale=scaling
+            folded, keys, values, attn_mask=mask.view(rows, num_kv_heads, *mask.shape[1:]), scale=scaling
         )
     return output.reshape(rows, num_heads, length, head_width)
