@@ -12,9 +12,6 @@ from strop.cli.output import Output
 if TYPE_CHECKING:
     from strop.rollout import Rollout
 
-MAX_PROMPT_REPLY_TOKENS = 256
-"""For a prompt of the user's own, which has no task to limit it."""
-
 
 def sample(
     context: typer.Context,
@@ -29,17 +26,17 @@ def sample(
     """Show prompts exactly as the model is asked, what it replies, and what that earns."""
     if (task is None) == (prompt is None):
         raise typer.BadParameter("give one of --task NAME and --prompt TEXT")
-    from strop.launch.inference import open_model, read_asking, sample_prompt, sample_task
+    from strop.launch.inference import open_model, read_asking, read_prompt_asking, sample_prompt, sample_task
     from strop.rollout import Split
 
     output: Output = context.obj
-    # A prompt of one's own has no task; any that needs no data stands in, and is not asked.
-    asking = read_asking(task or "arithmetic", settings or (), Split(split))
+    words = settings or ()
+    asking = read_prompt_asking(words) if task is None else read_asking(task, words, Split(split))
     opened = open_model(model)
     if opened.notice:
         output.say(opened.notice)
     if prompt is not None:
-        said = sample_prompt(asking, opened, prompt, MAX_PROMPT_REPLY_TOKENS)
+        said = sample_prompt(asking, opened, prompt)
         found = [
             {
                 "prompt": said.prompt,

@@ -35,6 +35,8 @@ from strop.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from strop.engine.native import NativeEngine
 
+MAX_PROMPT_REPLY_TOKENS = 256
+"""For a prompt of the user's own, which has no task to limit its reply."""
 ASKING_SECTIONS = ("task", "sampling", "model", "engine", "placement")
 """Parts of a run spec that say how a model is asked."""
 
@@ -110,20 +112,34 @@ def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
     return Asking(spec=spec, sampling=_read_sampling(fixed, sampling), split=split)
 
 
+def read_prompt_asking(words: Sequence[str]) -> Asking:
+    """Build what `sample_prompt` takes. Without a task: of its settings only `max_reply_tokens` counts.
+
+    Raises: ConfigError like `read_asking`.
+    """
+    for word in map(_complete, words):
+        if word.startswith("task.") and not word.startswith("task.max_reply_tokens="):
+            raise _ignored(
+                word, "max_reply_tokens, seed, and the sections sampling, model, engine, placement"
+            )
+    # Any task that needs no data stands in; it is neither built nor asked.
+    return read_asking("arithmetic", words, Split.TRAIN)
+
+
 def _complete(word: str) -> str:
     """Return a word with its full key; refuse what would be ignored."""
     path, _ = parse_override(word)
     if len(path) == 1:
         return word if path == ("seed",) else f"task.{word}"
     if path[0] not in ASKING_SECTIONS or path == ("model", "uri"):
-        raise ConfigError(
-            explain_refusal(
-                f"{word} plays no part in asking a model",
-                allowed=f"settings of the task, seed, and the sections {', '.join(ASKING_SECTIONS)}",
-                next_step="remove it",
-            )
-        )
+        raise _ignored(word, f"settings of the task, seed, and the sections {', '.join(ASKING_SECTIONS)}")
     return word
+
+
+def _ignored(word: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        explain_refusal(f"{word} plays no part in asking a model", allowed=allowed, next_step="remove it")
+    )
 
 
 def _read_sampling(fixed: Sequence[str], words: Sequence[str]) -> Sampling:
@@ -216,9 +232,10 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
     return asyncio.run(sample())
 
 
-def sample_prompt(asking: Asking, model: OpenedModel, prompt: str, max_reply_tokens: int) -> PromptReply:
+def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptReply:
     """Ask a model something of the user's own; the task plays no part."""
     spec = asking.spec
+    max_reply_tokens = spec.task.max_reply_tokens or MAX_PROMPT_REPLY_TOKENS
 
     async def ask() -> PromptReply:
         async with _serve(spec, model) as (engine, tokenizer):

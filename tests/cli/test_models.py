@@ -1,0 +1,175 @@
+"""Commands that ask, compare and take out models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from strop.evaluate import read_result
+from tests.cli.conftest import Run
+
+ASK = ("--task", "arithmetic", "max_reply_tokens=8", "model.dtype=float32", "placement.threads=1")
+
+
+def test_a_checkpoint_is_evaluated_as_its_run_did(finished_run: Path, run: Run) -> None:
+    words = ("--split", "held_out", "--num-examples", "4", "--num-samples", "2", "--json")
+    ended = run("eval", finished_run, *ASK, *words)
+    assert ended.code == 0, ended.err
+    stored = json.loads((finished_run / "eval" / "arithmetic-step-000002.json").read_text())
+    found = json.loads(ended.out)
+    # The same task, prompts and random streams: everything but the model's name is equal.
+    assert found.pop("model_digest") != stored.pop("model_digest")
+    assert found == stored
+
+
+def test_what_eval_prints_can_be_compared(finished_run: Path, folder: Path, run: Run) -> None:
+    words = ("--split", "held_out", "--num-examples", "4", "--num-samples", "2", "--json")
+    for name, model in (("a", finished_run / "checkpoints" / "step-000001"), ("b", finished_run)):
+        (folder / f"{name}.json").write_text(run("eval", model, *ASK, *words).out)
+    assert read_result(folder / "a.json").step == 1
+    compared = run("compare", "a.json", "b.json", "--json")
+    assert compared.code == 0
+    assert json.loads(compared.out)["change"]["greedy"]["estimate"] == 0.0
+    (folder / "c.json").write_text(
+        run("eval", finished_run, *ASK, "--split", "held_out", "--num-examples", "3", "--json").out
+    )
+    refused = run("compare", "a.json", "c.json")
+    assert refused.code == 76
+    assert "num_examples 4 and 3" in refused.err
+
+
+def test_a_result_is_shown_with_its_split_and_interval(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    ended = run("eval", tiny_model_dir, *ASK, "--split", "train", "--num-examples", "3")
+    assert ended.code == 0
+    assert "arithmetic, 3 examples of train, step 0" in ended.out
+    assert "95% interval" in ended.out
+    assert "greedy" in ended.out
+    assert "sampled" not in ended.out
+
+
+def test_eva_1_examples_that_a_run_trained_on_are_not_held_out(finished_run: Path, run: Run) -> None:
+    """Incident: the training split was reported as test.
+
+    Other ranges of the task hold out other pairs; a run's own training pairs stay trained on.
+    """
+    words = ("max_value=15", "num_held_out=50", "--split", "held_out")
+    refused = run("eval", finished_run, *ASK, *words)
+    assert refused.code == 76
+    assert "called held_out were trained on" in refused.err
+    assert refused.out == ""
+
+
+def test_samples_show_the_prompt_the_reply_and_its_worth(
+    run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    words = ("sample", tiny_model_dir, *ASK, "--num", "2")
+    ended = run(*words)
+    assert ended.code == 0
+    assert ended.out.count("<|start|>user\nWhat is ") == 2
+    assert "reward 0.0" in ended.out
+    assert "\x1b" not in ended.out
+    found = json.loads(run(*words, "--json").out)
+    assert [sorted(entry) for entry in found] == [
+        sorted(["prompt", "reply", "finish_reason", "gold", "reward", "is_correct", "failure", "example_id"])
+    ] * 2
+
+
+def test_a_prompt_of_ones_own_is_asked_greedily(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    words = (
+        "sample",
+        tiny_model_dir,
+        "--prompt",
+        "hello",
+        "--json",
+        "sampling.temperature=0",
+        "max_reply_tokens=9",
+    )
+    (first,), (second,) = (json.loads(run(*words, f"seed={seed}").out) for seed in (1, 2))
+    assert first["prompt"] == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
+    assert first["reply"] == second["reply"] != ""
+
+
+def test_sampling_may_cut_where_training_may_not(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    words = (tiny_model_dir, *ASK, "--num", "1", "sampling.top_k=1")
+    (sampled,) = json.loads(run("sample", *words, "sampling.temperature=0.7", "--json").out)
+    (greedy,) = json.loads(run("sample", *words, "sampling.temperature=0", "--json").out)
+    # One token is left to draw from: the most probable one.
+    assert sampled["reply"] == greedy["reply"]
+
+
+def test_a_trained_model_is_exported_once_and_loads(finished_run: Path, folder: Path, run: Run) -> None:
+    ended = run("model", "export", finished_run, "out")
+    assert (ended.code, ended.out) == (0, "out\n")
+    source = finished_run / "checkpoints" / "step-000002" / "model"
+    for path in source.iterdir():
+        assert (folder / "out" / path.name).read_bytes() == path.read_bytes()
+    assert run("eval", "out", *ASK, "--split", "held_out", "--num-examples", "1").code == 0
+    again = run("model", "export", finished_run, "out")
+    assert again.code == 76
+    assert "out exists" in again.err
+
+
+def test_a_damaged_checkpoint_is_not_exported(finished_run: Path, folder: Path, run: Run) -> None:
+    weights = finished_run / "checkpoints" / "step-000002" / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    ended = run("model", "export", finished_run, "out")
+    assert ended.code == 1
+    assert "model.safetensors" in ended.err
+    assert not (folder / "out").exists()
+
+
+def test_get_prints_nothing_but_the_directory(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    ended = run("model", "get", tiny_model_dir)
+    assert (ended.code, ended.out) == (0, f"{tiny_model_dir}\n")
+    assert "digest" in ended.err
+
+
+def test_an_empty_cache_is_said_to_be_empty(run: Run, folder: Path) -> None:
+    assert run("model", "ls", "--json").out == "[]\n"
+    ended = run("model", "ls")
+    assert (ended.code, ended.out) == (0, "")
+    assert "strop model get" in ended.err
+
+
+def test_runs_are_listed_viewed_and_compared(finished_run: Path, folder: Path, run: Run) -> None:
+    assert run("train", "run.toml", "optimizer.lr=1e-4").code == 0
+    listed = json.loads(run("ls", "--json").out)
+    assert [entry["phase"] for entry in listed] == ["finished", "finished"]
+    assert listed[1]["path"] == f"runs/{finished_run.name}"
+    assert finished_run.name in run("ls").out
+    (finished_run / "report.html").unlink()
+    assert run("view", finished_run).out == f"{finished_run / 'report.html'}\n"
+    assert (finished_run / "report.html").is_file()
+    compared = json.loads(run("compare", finished_run, listed[0]["path"], "--json").out)
+    assert compared["differences"] == [{"key": "optimizer.lr", "before": 1e-05, "after": 1e-4}]
+    assert "optimizer.lr" in run("compare", finished_run, listed[0]["path"]).out
+
+
+def test_a_damaged_run_does_not_hide_the_others(finished_run: Path, folder: Path, run: Run) -> None:
+    broken = folder / "runs" / "broken-1"
+    broken.mkdir()
+    (broken / "run.json").write_text("{")
+    listed = json.loads(run("ls", "--json").out)
+    assert [entry["phase"] for entry in listed] == ["finished", "damaged"]
+
+
+@pytest.mark.slow
+def test_the_doctor_measures_once_and_the_plan_reads_it(run: Run, folder: Path) -> None:
+    assert "(assumed)" in run("plan", "run.toml").out.split("speed ")[1].split("\n")[0]
+    ended = run("doctor", "--json")
+    assert ended.code == 0
+    found = json.loads(ended.out)
+    assert found["calibration"]["gemm_fp32_gflops"] > 0
+    names = [check["name"] for check in found["checks"]]
+    assert names == [
+        "default model",
+        "disk of cache",
+        "disk of runs",
+        *(f"extra {e}" for e in ("server", "tasks", "query")),
+    ]
+    assert not found["checks"][0]["is_ok"]
+    assert "(measured)" in run("plan", "run.toml").out.split("speed ")[1].split("\n")[0]

@@ -1,0 +1,192 @@
+"""The program as a whole: streams, codes, failures that nobody foresaw, and what is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from strop import __version__
+from strop.cli.arguments import SplitName
+from strop.cli.output import Output, RunLog
+from strop.cli.program import app
+from strop.errors import Interrupted
+from strop.rollout import Split
+from tests.cli.conftest import Run
+
+PROGRAM = "import sys; from strop.cli import main; sys.exit(main())"
+
+
+def run_fresh(*words: str, code: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def fail_unforeseen(context: typer.Context) -> None:
+    raise KeyError("nobody thought of this")
+
+
+def fail_in_a_run(context: typer.Context) -> None:
+    output: Output = context.obj
+    output.say("before the log")
+    output.log.open_at(Path("attempts/1/train.log"))
+    raise KeyError("nobody thought of this")
+
+
+def be_interrupted(context: typer.Context) -> None:
+    raise KeyboardInterrupt
+
+
+def be_stopped(context: typer.Context) -> None:
+    raise Interrupted("stopped by sigterm after step 3")
+
+
+@pytest.fixture
+def extra_commands() -> Iterator[None]:
+    """Commands that end as real ones do only on bad days."""
+    before = list(app.registered_commands)
+    for command in (fail_unforeseen, fail_in_a_run, be_interrupted, be_stopped):
+        app.command(command.__name__)(command)
+    yield
+    app.registered_commands[:] = before
+
+
+@pytest.mark.usefixtures("extra_commands")
+def test_an_unforeseen_failure_is_told_with_its_traceback(run: Run, folder: Path) -> None:
+    ended = run("fail_unforeseen")
+    assert (ended.code, ended.out) == (1, "")
+    assert "Traceback (most recent call last)" in ended.err
+    last = ended.err.splitlines()[-1]
+    assert last == "strop: unexpected KeyError: 'nobody thought of this'. The traceback is above."
+
+
+@pytest.mark.usefixtures("extra_commands")
+def test_inside_a_run_the_traceback_is_in_its_log(run: Run, folder: Path) -> None:
+    ended = run("fail_in_a_run")
+    assert ended.code == 1
+    assert "Traceback" not in ended.err
+    assert "attempts/1/train.log" in ended.err.splitlines()[-1]
+    log = (folder / "attempts" / "1" / "train.log").read_text()
+    assert log.startswith("before the log\nTraceback")
+    assert log.splitlines()[-1] == ended.err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("extra_commands")
+def test_ctrl_c_promises_nothing_and_a_stopped_run_says_75(run: Run, folder: Path) -> None:
+    assert (run("be_interrupted").code, run("be_interrupted").err) == (1, "strop: interrupted\n")
+    ended = run("be_stopped")
+    assert (ended.code, ended.err) == (75, "strop: stopped by sigterm after step 3\n")
+
+
+def test_a_log_keeps_what_came_before_its_file(tmp_path: Path) -> None:
+    log = RunLog()
+    print("first", file=log)
+    log.open_at(tmp_path / "deep" / "train.log")
+    print("second", file=log)
+    # Without closing: what a kill would leave.
+    assert (tmp_path / "deep" / "train.log").read_text() == "first\nsecond\n"
+    log.close()
+
+
+def test_the_version_is_printed(run: Run) -> None:
+    assert run("--version").out == f"strop {__version__}\n"
+
+
+def test_help_names_every_command(run: Run) -> None:
+    ended = run("--help")
+    assert ended.code == 0
+    listed = ended.out.partition("Commands:")[2].split("\n")
+    assert [line.split()[0] for line in listed if line.strip()] == [
+        "train", "eval", "sample", "plan", "explain", "ls", "view", "compare", "doctor", "model", "tasks",
+    ]  # fmt: skip
+
+
+def test_split_names_are_those_of_rollouts() -> None:
+    assert {name.name: name.value for name in SplitName} == {split.name: split.value for split in Split}
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    program = f"""
+import os, sys
+read, write = os.pipe()
+os.close(read)
+os.dup2(write, 1)
+{PROGRAM}
+"""
+    ended = run_fresh("explain", code=program)
+    assert ended.returncode == 1
+    assert ended.stderr == ""
+
+
+def test_explain_says_meaning_value_and_origin(run: Run, folder: Path) -> None:
+    ended = run("explain", "train.steps", "run.toml", "train.steps=7")
+    assert ended.out.splitlines() == [
+        "train.steps: Optimizer steps until the run is done.",
+        "  allowed  an integer from 1 to 10000000",
+        "  default  40",
+        "  value    7 (override)",
+    ]
+    assert "run.toml:7" in run("explain", "task.max_reply_tokens", "run.toml").out
+    assert "task arithmetic has no such setting" in run("explain", "task.min_words", "run.toml").out
+    section = run("explain", "optimizer")
+    assert section.out.count("optimizer.") == 7
+    every = run("explain").out
+    assert "tripwires.on_alarm" in every
+
+
+def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:
+    listed = json.loads(run("tasks", "ls", "--json").out)
+    assert list(listed) == ["arithmetic", "reverse-text", "reasoning-gym", "gsm8k"]
+    assert all(name in run("tasks", "ls").out for name in listed)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("--version",),
+        ("train", "--help"),
+        ("explain", "optimizer.lr"),
+        ("tasks", "ls"),
+        ("model", "ls"),
+        ("plan", "run.toml"),
+        ("plan", "run.toml", "--json"),
+        ("ls", "."),
+    ],
+    ids=" ".join,
+)
+def test_a_light_command_loads_no_torch(words: tuple[str, ...], folder: Path) -> None:
+    code = """
+import sys
+from strop.cli import main
+code = main()
+assert not {"torch", "transformers", "pyarrow"} & set(sys.modules), "loaded"
+sys.exit(code)
+"""
+    ended = run_fresh(*words, code=code)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_help_loads_neither_pydantic_nor_numpy() -> None:
+    code = """
+import sys
+from strop.cli import main
+main(["--help"])
+assert not {"pydantic", "numpy"} & set(sys.modules)
+"""
+    assert run_fresh(code=code).returncode == 0
+
+
+def test_standard_output_of_json_is_json_alone(run: Run, folder: Path) -> None:
+    for words in (("plan", "run.toml", "--json"), ("plan", "run.toml", "model.uri=org/absent", "--json")):
+        ended = run(*words)
+        assert ended.code == 0
+        json.loads(ended.out)
+    # What could not be known is said to the person, beside the JSON.
+    assert "unknown: prompt, memory, disk and time: model org/absent is not on this machine" in ended.err

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from strop.record import RunDir
+from tests.cli.conftest import Run
+
+
+def test_a_run_is_trained_told_and_reported(folder: Path, run: Run) -> None:
+    ended = run("train", "run.toml")
+    assert ended.code == 0
+    (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
+    lines = ended.out.splitlines()
+    assert [line.split()[0] for line in lines] == ["before", "after", "change", "report"]
+    assert lines[0].startswith("before held-out accuracy ")
+    assert lines[0].endswith("4 examples)")
+    assert "95% interval" in lines[0]
+    assert lines[-1] == f"report {path / 'report.html'}"
+    assert (path / "report.html").is_file()
+    # Progress is no result: it is on standard error.
+    assert ended.err.splitlines()[0] == f"run {path}"
+    assert "step 2/2" in ended.err
+    assert RunDir.open(path).is_finished
+
+
+def test_the_log_of_an_attempt_has_every_line_from_the_first(folder: Path, run: Run) -> None:
+    ended = run("train", "run.toml")
+    (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
+    log = (path / "latest" / "train.log").read_text().splitlines()
+    # Not a terminal here, so the same plain lines go to both.
+    assert log == ended.err.splitlines() + ended.out.splitlines()
+    assert (path / "latest").resolve() == path / "attempts" / "1"
+
+
+def test_the_same_command_continues_and_logs_anew(folder: Path, run: Run) -> None:
+    # Every reply of the random model is cut, so each attempt ends at its first step.
+    stop = ("tripwires.on_alarm=stop", "tripwires.max_truncated_frac=0.0")
+    stopped, again = (run("train", "run.toml", "output.dir=here", *stop) for _ in range(2))
+    assert (stopped.code, again.code) == (1, 1)
+    assert "truncation" in stopped.err.splitlines()[-1]
+    logs = sorted((folder / "here" / "attempts").glob("*/train.log"))
+    assert [log.parent.name for log in logs] == ["1", "2"]
+    assert stopped.err.splitlines()[-1] == logs[0].read_text().splitlines()[-1]
+    attempt = json.loads((folder / "here" / "attempts" / "2" / "attempt.json").read_text())
+    assert (attempt["cause"], attempt["exit_code"]) == ("RunStopped", 1)
+
+
+def test_a_finished_directory_is_refused(finished_run: Path, run: Run) -> None:
+    before = sorted(finished_run.rglob("*"))
+    ended = run("train", "run.toml", f"output.dir={finished_run}")
+    assert ended.code == 76
+    assert ended.out == ""
+    assert "holds a finished run" in ended.err
+    assert sorted(finished_run.rglob("*")) == before
+
+
+def test_a_directory_in_use_is_refused(folder: Path, run: Run) -> None:
+    assert run("train", "run.toml", "output.dir=here").code == 0
+    with RunDir.open(folder / "here"):
+        ended = run("train", "run.toml", "output.dir=here")
+    assert ended.code == 76
+    assert "is in use by process" in ended.err
+
+
+def test_a_corrupt_run_directory_is_named(finished_run: Path, run: Run) -> None:
+    (finished_run / "run.json").write_text("{")
+    for words in (("train", "run.toml", f"output.dir={finished_run}"), ("view", finished_run)):
+        ended = run(*words)
+        assert ended.code == 1
+        assert "run.json is damaged" in ended.err
+        assert ended.out == ""
+
+
+def test_a_refused_gate_leaves_a_run_that_says_so(folder: Path, run: Run) -> None:
+    ended = run("train", "run.toml", "train.accept=none")
+    assert ended.code == 76
+    assert "the weights look random" in ended.err
+    (path,) = (folder / "runs").iterdir()
+    assert not RunDir.open(path).is_finished
+    assert "the weights look random" in (path / "latest" / "train.log").read_text()
+    assert list((path / "checkpoints").iterdir()) == []

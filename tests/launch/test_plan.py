@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strop.errors import ConfigError, DataError
+from strop.hardware import describe_machine
+from strop.launch.plan import Plan, make_plan
+from strop.rollout import Split
+from strop.spec import load_spec
+from strop.tasks import build_task, render_prompt
+from strop.tokenizer import Tokenizer
+
+PlanIt = Callable[..., Plan]
+
+
+@pytest.fixture
+def plan_it(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> PlanIt:
+    """Plan a run of the tiny model, with more settings."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(
+        f'name = "x"\n[model]\nuri = "{tiny_model_dir}"\n[task]\nname = "arithmetic"\n'
+    )
+
+    def plan(*overrides: str, **options: object) -> Plan:
+        return make_plan(load_spec("run.toml", overrides), cache_dir=tmp_path / "cache", **options)  # type: ignore[arg-type]
+
+    return plan
+
+
+def test_the_prompt_is_the_one_that_the_model_gets(plan_it: PlanIt, tiny_model_dir: Path) -> None:
+    prompt = plan_it().prompt
+    assert prompt is not None
+    task = build_task(load_spec("run.toml").spec.task)
+    example = task.examples(Split.TRAIN)[0]
+    text, ids = render_prompt(Tokenizer.load(tiny_model_dir), task.render(example), "auto")
+    assert (prompt.text, prompt.num_tokens) == (text, len(ids))
+    assert prompt.example_id == example.example_id
+    assert prompt.stops == ("<|end|>",)
+    assert prompt.prompt_format == "chat"
+    assert plan_it("model.prompt_format=base").prompt.text.endswith("?\n")  # type: ignore[union-attr]
+
+
+def test_the_schedule_by_hand(plan_it: PlanIt) -> None:
+    found = plan_it("train.steps=50", "train.checkpoint_every=20", "eval.every=20").schedule
+    assert (found.steps, found.prompts_per_step, found.rollouts_per_step) == (50, 8, 64)
+    # 400 pairs, 100 held out; 50 steps of 8 prompts over 300 examples.
+    assert (found.num_train_examples, found.num_eval_examples) == (300, 100)
+    assert found.num_epochs == pytest.approx(400 / 300)
+    # Before, after 20 and 40, and after the last one.
+    assert found.num_evals == 4
+    assert found.num_checkpoints == 3
+    # A multiple that is the last step is evaluated once.
+    assert plan_it("train.steps=40", "eval.every=20").schedule.num_evals == 3
+    assert plan_it("train.steps=40").schedule.num_evals == 2
+
+
+def test_weights_of_tokens_are_written_out(plan_it: PlanIt) -> None:
+    def weight(name: str) -> str:
+        values = {value.name: value.value for value in plan_it(f"algorithm.name={name}").algorithm}
+        return str(values["weight of a token"])
+
+    assert weight("grpo") == "1 / (64 rollouts x scored tokens of the rollout)"
+    limit = build_task(load_spec("run.toml").spec.task).limits.max_reply_tokens
+    assert weight("dr_grpo") == f"1 / (64 rollouts x {limit} tokens of reply limit)"
+    assert weight("dapo") == weight("rloo") == "1 / scored tokens of the step"
+
+
+def test_a_model_elsewhere_is_unknown_and_never_fetched(plan_it: PlanIt) -> None:
+    found = plan_it("model.uri=org/absent")
+    assert (found.model_path, found.prompt, found.memory, found.time) == (None, None, None, None)
+    (unknown,) = found.unknown
+    assert unknown.startswith("prompt, memory, disk and time: model org/absent is not on this machine")
+    assert unknown.endswith("`strop model get org/absent` fetches it")
+    # What needs no model is planned all the same.
+    assert found.schedule.num_epochs is not None
+
+
+def test_data_elsewhere_is_unknown_and_never_fetched(plan_it: PlanIt) -> None:
+    found = plan_it("task.name=gsm8k", "task.source=org/absent")
+    assert found.prompt is None
+    assert found.memory is not None
+    assert found.schedule.num_train_examples is None
+    assert "the data of task gsm8k is not on this machine" in found.unknown[0]
+
+
+def test_data_in_the_hub_clients_cache_is_read_without_the_hub(
+    plan_it: PlanIt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    # As the client lays it out: a commit named by refs/main, its files below snapshots.
+    hub = tmp_path / "hub"
+    repo = hub / "datasets--org--words"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    rows = repo / "snapshots" / "abc" / "main"
+    rows.mkdir(parents=True)
+    for split, number in (("train", 10), ("test", 2)):
+        lines = [json.dumps({"question": f"{split} {n}?", "answer": f"#### {n}"}) for n in range(number)]
+        (rows / f"{split}.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    found = plan_it("task.name=gsm8k", "task.source=org/words")
+    assert found.schedule.num_train_examples == 10
+    assert found.prompt is not None
+    assert "train 0?" in found.prompt.text
+    (rows / "test.jsonl").unlink()
+    assert plan_it("task.name=gsm8k", "task.source=org/words").prompt is None
+
+
+def test_data_that_is_here_and_wrong_is_refused(plan_it: PlanIt) -> None:
+    Path("rows.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl"):
+        plan_it("task.name=gsm8k", "task.source=./rows.jsonl")
+
+
+def test_what_the_gate_would_refuse_is_said(plan_it: PlanIt, tmp_path: Path) -> None:
+    assert plan_it().warnings == ()
+    # Prompts of about 40 byte tokens and replies of 500 exceed the tiny model's 512 positions.
+    Path("long.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"{n}" * 20, "answer": f"#### {n}"}) for n in range(20))
+    )
+    long = plan_it("task.name=gsm8k", "task.source=./long.jsonl", "task.max_reply_tokens=500")
+    assert long.warnings[0].startswith("a prompt of ")
+    assert "a reply of 500 exceed the model's 512 positions" in long.warnings[0]
+    small = plan_it(machine=replace(describe_machine(), memory_bytes=1000))
+    assert small.warnings[0].startswith("memory: ")
+
+
+def test_a_memory_that_cannot_be_read_is_unknown(plan_it: PlanIt) -> None:
+    found = plan_it(machine=replace(describe_machine(), memory_bytes=None))
+    assert found.memory is not None
+    assert found.memory.available_bytes is None
+    assert found.warnings == ()
+
+
+def test_a_name_that_is_no_model_is_refused(plan_it: PlanIt) -> None:
+    with pytest.raises(ConfigError, match="is not a name strop knows"):
+        plan_it("model.uri=nothing")
+    with pytest.raises(ConfigError, match="does not exist"):
+        plan_it("model.uri=./nothing")
