@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
-from strop.rollout import Split
+import pytest
+
+from strop.errors import CheckRefused
+from strop.record.rollouts import read_rollouts
+from strop.rollout import Example, Message, Outcome, Split
 from strop.spec import Gsm8kSpec
 from strop.tasks import build_task
+from tests.fixtures.tiny_run import NUM_TRAIN, Composition, SpellTask, new_run, tiny_spec
 
 
 def ids_of(folder: Path, rows: list[dict[str, str]], num_train: int | None = None) -> dict[str, str]:
@@ -38,3 +44,70 @@ def test_dat_1_another_answer_is_another_example(tmp_path: Path) -> None:
     first = ids_of(tmp_path / "first", [{"question": "1 + 1?", "answer": "#### 2"}])
     mended = ids_of(tmp_path / "mended", [{"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}])
     assert first["1 + 1?"] != mended["1 + 1?"]
+
+
+class LosesSome(SpellTask):
+    """Judges short replies only, as a verifier that runs out of time now and then does."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        if len(text) > 8:
+            raise TimeoutError
+        return super().verify(example, text)
+
+
+def test_dat_2_every_attempt_that_was_asked_for_has_one_fate(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: an exception removed a prompt for ever, and a new epoch cancelled copies in flight."""
+    # 12 examples, 5 a step: the third step begins a new epoch while it ends the first.
+    spec = tiny_spec(train={"steps": 12, "prompts_per_step": 5, "checkpoint_every": 12})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=LosesSome())
+    made.run()
+    attempts: Counter[tuple[int, str, int]] = Counter()
+    uses: Counter[str] = Counter()
+    num_lost = 0
+    for step in range(1, 13):
+        for rollout in read_rollouts(made.run_dir.rollouts_path(step)):
+            attempts[rollout.step, rollout.example.example_id, rollout.sample_index] += 1
+            uses[rollout.example.example_id] += rollout.sample_index == 0
+            # Exactly one of a score and a reason why there is none.
+            assert (rollout.outcome.reward is None) == (rollout.outcome.failure is not None)
+            num_lost += rollout.outcome.failure is not None
+    assert num_lost > 0
+    assert set(attempts.values()) == {1}
+    assert len(attempts) == 12 * 5 * 4
+    # Five whole epochs: a lost attempt costs its example no later use.
+    assert uses == dict.fromkeys((example.example_id for example in made.task.examples(Split.TRAIN)), 5)
+
+
+class OneInTwelveIsLong(SpellTask):
+    """Has a training prompt that leaves no room for a reply."""
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        content = "#" * 600 if example.fields["n"] == 7 else f"#{example.fields['n']}"
+        return (Message(role="user", content=content),)
+
+
+def test_dat_4_overlong_prompts_are_refused_with_their_length(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: overlong prompts gave empty outputs that were retried for ever."""
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=OneInTwelveIsLong())
+    with pytest.raises(CheckRefused, match=r"prompt: the longest prompt has 6\d\d tokens .* 512 positions"):
+        made.run()
+    assert made.run_dir.metrics.read() == []
+
+
+def test_dat_4_every_epoch_has_all_examples_in_an_order_of_its_own(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: tasks were served in source order, never shuffled, or an order stopped reshuffling."""
+    spec = tiny_spec(train={"steps": 8, "prompts_per_step": 3, "checkpoint_every": 8})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    made.run()
+    served = [
+        int(rollout.example.fields["n"])
+        for step in range(1, 9)
+        for rollout in read_rollouts(made.run_dir.rollouts_path(step))
+        if rollout.sample_index == 0
+    ]
+    first, second = served[:NUM_TRAIN], served[NUM_TRAIN:]
+    assert sorted(first) == sorted(second) == list(range(NUM_TRAIN))
+    assert first != second
+    assert list(range(NUM_TRAIN)) not in (first, second)

@@ -6,6 +6,7 @@ The toy policy is a linear map from three features to the logits of four tokens,
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from strop.algorithm import ALGORITHMS, Aggregation, Algorithm, Credit, assign_credit
 from strop.algorithm.losses import CLIPPED, LOSSES, TokenLoss
-from strop.errors import DataError
+from strop.errors import DataError, RunStopped
+from strop.rollout import Example, Outcome
 from strop.spec.run import RunSpec
+from strop.store import verify_directory
+from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 
 # Shapes: P groups, G rollouts (ragged), T tokens of a rollout (ragged), 3 features, V = 4 tokens.
 REWARDS_P_G: list[list[float | None]] = [[1, 0, 0, 1], [1, 1, 1], [0.5, 0], [0, 0, 0, 0, 0]]
@@ -196,3 +200,63 @@ def test_log_6_a_far_away_log_probability_stays_finite(name: str, is_masked: boo
     selected = value.where(torch.tensor([not is_masked]), 0.0).sum()
     (gradient,) = torch.autograd.grad(selected, logp)
     assert bool(torch.isfinite(gradient).all())
+
+
+def test_opt_2_a_whole_run_does_not_depend_on_the_micro_batch_size(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: micro-batches weighted equally; other hardware, other curves."""
+    lines = []
+    for limit in (None, 150, 80):
+        spec = tiny_spec(train={"steps": 1, "micro_batch_tokens": limit})
+        made = Composition(spec, tiny_model_dir, new_run(tmp_path / str(limit)))
+        roles = made.run()
+        first = next(parameter for _, parameter in roles.learner.model.named_parameters())
+        lines.append((made.notes.steps[0]["grad_norm"], first.detach().clone()))
+    whole_norm, whole_weights = lines[0]
+    for norm, weights in lines[1:]:
+        assert norm == pytest.approx(whole_norm, rel=1e-5)
+        # Adam divides by the gradient's size: where that is tiny, rounding shows.
+        assert float((weights - whole_weights).abs().mean()) < 1e-5
+
+
+class PaysAlways(SpellTask):
+    """Pays every wrong reply the same."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        is_gold = text == example.answer
+        return Outcome(parts={"spelled": 1.0 if is_gold else 0.25}, is_correct=is_gold)
+
+
+def test_opt_4_a_constant_reward_raises_an_alarm_in_step_1(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: 58 % of the groups had one same reward, and two weeks went by."""
+    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path), task=PaysAlways())
+    made.run()
+    (alarm,) = [event for event in made.run_dir.events.read() if event.kind == "tripwire"]
+    assert (alarm.step, alarm.cause) == (1, "zero_variance")
+    assert "make the task harder or easier, or raise temperature" in alarm.detail
+
+
+def test_opt_6_a_collapse_is_named_and_the_checkpoint_before_it_offered(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: entropy fell to 0.008 and reward from 0.88 to 0.09; nothing stopped the runs."""
+    # The learning rate climbs to 1, by 0.0025 a step.
+    spec = tiny_spec(
+        optimizer={"lr": 1.0, "warmup_steps": 399},
+        train={"steps": 400, "checkpoint_every": 5},
+        tripwires={"on_alarm": "stop"},
+    )
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    with pytest.raises(RunStopped) as caught:
+        made.run()
+    lines = made.notes.steps
+    (alarm, *_) = made.notes.causes("tripwire")
+    assert alarm in {"truncation", "entropy_collapse", "duplicate_completions", "zero_variance"}
+    assert alarm in str(caught.value)
+    kept = made.run_dir.checkpoint_steps()[-1]
+    assert f"the same command goes on from checkpoint step-{kept:06d}" in str(caught.value)
+    verify_directory(made.run_dir.checkpoint_path(kept))
+    # What is offered is a policy that still says many things: it sampled the step after its own.
+    assert kept < len(lines) < 60
+    assert lines[kept]["entropy_nats"] > 1.0 > 0.5 > lines[-1]["entropy_nats"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from strop.hardware import require_free_disk
 from strop.record import RunDir, list_runs
 from strop.store import AtomicDirectory, verify_directory
 from tests.fixtures.tiny_disk import tiny_disk
+from tests.fixtures.tiny_run import ACCEPTED, Composition, new_run, read_curve, tiny_spec
 
 # Two steps of a run that is found again or created, as the loop does it.
 TAKE_A_RUN = """
@@ -94,3 +96,82 @@ def save_until_refused(run: RunDir, steps: Iterator[int]) -> None:
     for step in steps:
         with AtomicDirectory(run.checkpoint_path(step)) as partial:
             (partial / "state.bin").write_bytes(b"x" * 200_000)
+
+
+def test_prc_8_a_disk_that_fills_up_ends_a_run_which_goes_on_once_there_is_room(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: the disk filled in the middle of a run; what was half-written was taken for whole."""
+    spec = tiny_spec(train={"steps": 6, "checkpoint_every": 2, "accept": f"{ACCEPTED}; room: tested here"})
+    whole = Composition(spec, tiny_model_dir, new_run(tmp_path / "whole"))
+    whole.run()
+    with tiny_disk(tmp_path / "disk", size_bytes=1 << 24) as disk:
+        made = Composition(spec, tiny_model_dir, new_run(disk))
+        # Room for two checkpoints and a half.
+        size = sum(path.stat().st_size for path in whole.run_dir.checkpoint_path(6).rglob("*"))
+        ballast = disk / "ballast"
+        ballast.write_bytes(b"x" * int(shutil.disk_usage(disk).free - 2.5 * size))
+        with pytest.raises(StoreError, match="the disk is full"):
+            made.run()
+        assert made.run_dir.checkpoint_steps() == [2, 4]
+        verify_directory(made.run_dir.checkpoint_path(4))
+        ballast.unlink()
+        run_dir = RunDir.open(made.run_dir.path)
+        run_dir.acquire()
+        Composition(spec, tiny_model_dir, run_dir).run()
+        assert read_curve(run_dir.path) == read_curve(whole.run_dir.path)
+
+
+def test_prc_8_the_gate_refuses_a_run_whose_checkpoints_do_not_fit(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: the disk filled hours into a run whose needs were known before its start."""
+    with tiny_disk(tmp_path / "disk") as disk:
+        made = Composition(tiny_spec(), tiny_model_dir, new_run(disk))
+        with pytest.raises(CheckRefused, match=r"room: memory .* checkpoints 0\.0 of 0\.0 GiB free at "):
+            made.run()
+        assert made.run_dir.metrics.read() == []
+
+
+# A run whose engine never answers from its n-th request on; the gate asks 64 times.
+HANG = """
+import asyncio, sys
+from dataclasses import replace
+from pathlib import Path
+from tests.fixtures.tiny_run import ACCEPTED, Composition, new_run, tiny_spec
+class Silent:
+    def __init__(self, engine, num_left):
+        self.engine, self.num_left = engine, num_left
+    async def generate(self, request):
+        self.num_left -= 1
+        if self.num_left < 0:
+            await asyncio.Event().wait()
+        return await self.engine.generate(request)
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+spec = tiny_spec(tripwires={"max_stall_s": 2.0}, train={"checkpoint_every": 1})
+made = Composition(spec, Path(sys.argv[2]), new_run(Path(sys.argv[1])))
+made.run(lambda roles: replace(roles, engine=Silent(roles.engine, 64 + 12 + 5)))
+"""
+
+
+@pytest.mark.slow
+def test_prc_1_an_engine_that_never_answers_ends_the_run_naming_the_stage(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: trainers waited for ever for an engine whose process was alive and idle."""
+    ended = subprocess.run(
+        [sys.executable, "-c", HANG, str(tmp_path / "runs"), str(tiny_model_dir)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    (path,) = (tmp_path / "runs").iterdir()
+    with RunDir.open(path) as run:
+        stall = run.events.read()[-1]
+        assert (stall.kind, stall.step, stall.cause) == ("tripwire", 1, "stall")
+        assert "stage generate has not moved for" in stall.detail
+        assert run.checkpoint_steps() == [1]
+    assert "Thread 0x" in ended.stderr

@@ -13,7 +13,8 @@ import pytest
 
 from strop.engine.dummy import DummyEngine
 from strop.environments import Action, Environment, RolloutPlan, ScriptedEnvironment, SingleTurn, run_group
-from strop.errors import DataError
+from strop.errors import CheckRefused, DataError, RunStopped
+from strop.record.rollouts import read_rollouts
 from strop.rollout import (
     Example,
     FailureOwner,
@@ -32,6 +33,7 @@ from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.gsm8k import Gsm8k
 from strop.tasks.reasoning_gym import ReasoningGym
 from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
@@ -276,3 +278,106 @@ def test_rew_10_a_score_beyond_its_bounds_never_becomes_a_reward(monkeypatch: py
 def test_built_in_tasks_pass_the_test_that_the_broken_ones_fail() -> None:
     tasks: list[Task] = [build_task(ArithmeticSpec()), gsm8k()]
     assert [self_test(tasks[0], [SUM]), self_test(tasks[1], WORD_PROBLEMS)] == [[], []]
+
+
+class RaisesSometimes(SpellTask):
+    """Raises on about a third of the replies of a random model, and on no reply of the self-test."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        if len(text) > 8:
+            raise TypeError("can only concatenate str")
+        return super().verify(example, text)
+
+
+def test_rew_1_a_verifier_that_raises_now_and_then_is_an_alarm(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: every exception in a verifier scored 0."""
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=RaisesSometimes())
+    made.run()
+    assert set(made.notes.causes("tripwire")) == {"verifier_errors"}
+    for line in made.notes.steps:
+        rollouts = read_rollouts(made.run_dir.rollouts_path(int(line["step"])))
+        lost = [rollout for rollout in rollouts if rollout.outcome.failure is not None]
+        assert 0 < len(lost) < len(rollouts)
+        assert line["failed_frac"] == pytest.approx(len(lost) / len(rollouts))
+        for rollout in lost:
+            assert rollout.outcome.reward is None
+            assert rollout.outcome.failure is not None
+            assert (rollout.outcome.failure.owner, rollout.outcome.failure.kind) == (
+                FailureOwner.TASK,
+                "TypeError",
+            )
+        # Masked: their tokens are in no normaliser.
+        scored = [rollout for rollout in rollouts if rollout.outcome.failure is None]
+        assert line["num_scored_tokens"] == sum(rollout.num_sampled_tokens for rollout in scored)
+
+
+class RaisesInTraining(SpellTask):
+    """Passes the self-test and raises on every reply of the policy."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        if text in {"", " \n", "asdf", "a", "#0", example.answer} or text.startswith("#"):
+            return super().verify(example, text)
+        raise AttributeError("'Reward' object has no attribute '__name__'")
+
+
+def test_rew_9_a_reward_that_always_raises_ends_the_run_with_its_type(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: a reward object without a name failed every rollout while logs looked healthy."""
+    # Without stop strings no reply is as short as the nonsense of the self-test.
+    task = RaisesInTraining(stop_strings=())
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=task)
+    with pytest.raises(RunStopped) as caught:
+        made.run()
+    assert "all 12 rollouts of step 1 failed alike: task, AttributeError" in str(caught.value)
+    assert "'Reward' object has no attribute '__name__'" in str(caught.value)
+    assert made.run_dir.metrics.read() == []
+    assert made.run_dir.events.read()[-1].kind == "stop"
+
+
+class TypeErrorSpelling(SpellTask):
+    """Hides a bug that raises TypeError."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return super().verify(example, text + 1)  # type: ignore[operator]
+
+
+def test_rew_1_the_gate_refuses_a_verifier_with_a_type_error(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: a broad except hid a TypeError, and a benchmark read 0 % for every model."""
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=TypeErrorSpelling())
+    with pytest.raises(
+        CheckRefused, match=r"verifier: 72 findings: .* the verifier raised TypeError"
+    ) as caught:
+        made.run()
+    assert caught.value.exit_code == 76
+    assert made.run_dir.metrics.read() == []
+
+
+class RightInAnyForm(SpellTask):
+    """Finds every reply right; the form that was asked for is kept for the first two steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_judged = 0
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        self.num_judged += 1
+        # The self-test judges 72 replies and the gate's probes are 64; a step has 12.
+        if self.num_judged <= 72:
+            return super().verify(example, text)
+        is_late = self.num_judged > 72 + 64 + 2 * 12
+        return Outcome(parts={"spelled": 0.5}, is_correct=True, format_ok=not is_late)
+
+
+def test_rew_7_a_form_that_is_lost_while_answers_stay_right_is_an_alarm(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: strict-format match fell from 58 % to 1.2 % while accuracy rose."""
+    spec = tiny_spec(train={"steps": 4}, tripwires={"max_zero_variance_frac": None})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=RightInAnyForm())
+    made.run()
+    assert [line["accuracy"] for line in made.notes.steps] == [1.0] * 4
+    assert [line["format_ok_frac"] for line in made.notes.steps] == [1.0, 1.0, 0.0, 0.0]
+    alarms = [event for event in made.notes.events if event.kind == "tripwire"]
+    assert [(event.step, event.cause) for event in alarms] == [(3, "format_drift"), (4, "format_drift")]
+    assert "format_ok_frac=0 was 1 in the first step, at accuracy 1 from 1" in alarms[0].detail

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from strop.engine import (
     Completion,
+    Engine,
     GenerationRequest,
     WeightReceipt,
     WeightTransport,
@@ -18,12 +21,17 @@ from strop.engine import (
     stream_seed,
 )
 from strop.engine.native import NativeEngine
-from strop.errors import WeightMismatch
+from strop.errors import ConfigError, WeightMismatch
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.weights import publish_weights, tensors_digest, weights_digest
+from strop.record.rollouts import read_rollouts
+from strop.rollout import Example, FinishReason, Outcome
+from strop.spec import ReverseTextSpec, load_spec
+from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, generate_all
 from tests.fixtures.tiny_model import tiny_model
+from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 
 
 @pytest.fixture
@@ -188,3 +196,121 @@ def test_smp_6_overlapping_updates_are_applied_one_after_the_other(
     ]
     assert weights_digest(model) == updates[-1].digest
     assert reply.policy_version == 3
+
+
+class OneStream:
+    """An engine that samples every reply from one stream, as a constant seed does."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return await self._engine.generate(replace(request, seed=7))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_smp_1_a_constant_seed_raises_an_alarm_in_the_first_step(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: 83 rollouts held 3 distinct completions, and nothing counted them."""
+    spec = tiny_spec(train={"rollouts_per_prompt": 32, "steps": 1})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    made.run(lambda roles: replace(roles, engine=OneStream(roles.engine)))
+    assert "duplicate_completions" in made.notes.causes("tripwire")
+    # 3 groups of 32 with one reply each.
+    assert made.notes.steps[0]["duplicate_frac"] == pytest.approx(1 - 3 / 96)
+
+
+def test_smp_1_a_second_seed_is_refused_as_unknown(tmp_path: Path) -> None:
+    """Incident: a seed under the wrong key was ignored."""
+    (tmp_path / "run.toml").write_text('name = "x"\nrandom_seed = 7\n[task]\nname = "arithmetic"\n')
+    with pytest.raises(ConfigError, match="unknown key random_seed"):
+        load_spec(tmp_path / "run.toml")
+
+
+def test_smp_2_a_budget_above_the_task_own_limit_is_refused_with_both_numbers() -> None:
+    """Incident: 19 run files asked for up to 2048 tokens and got 512, without a word."""
+    own = build_task(ReverseTextSpec(name="reverse-text")).limits.max_reply_tokens
+    with pytest.raises(ConfigError, match=rf"task\.max_reply_tokens={own + 1}\. Allowed: 1 to {own},"):
+        build_task(ReverseTextSpec(name="reverse-text", max_reply_tokens=own + 1))
+    assert (
+        build_task(ReverseTextSpec(name="reverse-text", max_reply_tokens=own)).limits.max_reply_tokens == own
+    )
+
+
+def test_smp_2_replies_cut_at_4_tokens_raise_an_alarm_in_step_1(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: replies cut at 128 tokens were right in 0.3 % of cases, ended ones in 35.6 %."""
+    task = SpellTask(max_reply_tokens=4, stop_strings=())
+    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path), task=task)
+    made.run()
+    assert "truncation" in made.notes.causes("tripwire")
+    cut = [
+        rollout
+        for rollout in read_rollouts(made.run_dir.rollouts_path(1))
+        if rollout.reply is not None and rollout.reply.finish_reason is FinishReason.LENGTH
+    ]
+    assert len(cut) > 6
+    assert {(rollout.num_sampled_tokens, rollout.outcome.truncated) for rollout in cut} == {(4, True)}
+
+
+class AbortsSome:
+    """An engine that gives up on every third reply after 5 tokens, as one does while weights move."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_asked = 0
+        self.texts: list[str] = []
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self._num_asked += 1
+        is_aborted = self._num_asked % 3 == 0
+        completion = await self._engine.generate(request)
+        if not is_aborted:
+            return completion
+        self.texts.append("cut short")
+        return replace(
+            completion,
+            token_ids=completion.token_ids[:5],
+            logprobs=completion.logprobs[:5],
+            text="cut short",
+            finish_reason=FinishReason.ABORT,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class Listening(SpellTask):
+    """Notes what it is asked to judge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judged: list[str] = []
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        self.judged.append(text)
+        return super().verify(example, text)
+
+
+def test_smp_3_an_aborted_reply_is_never_judged_and_its_fate_is_recorded(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: replies cut at a weight update were accepted if they had one token."""
+    task = Listening()
+    made = Composition(tiny_spec(train={"steps": 2}), tiny_model_dir, new_run(tmp_path), task=task)
+    made.run(lambda roles: replace(roles, engine=AbortsSome(roles.engine)))
+    assert "cut short" not in task.judged
+    for line in made.notes.steps:
+        rollouts = read_rollouts(made.run_dir.rollouts_path(int(line["step"])))
+        aborted = [r for r in rollouts if r.reply is not None and r.reply.finish_reason is FinishReason.ABORT]
+        assert len(aborted) == 4
+        fates = {(r.outcome.failure.owner, r.outcome.failure.kind) for r in aborted if r.outcome.failure}
+        assert fates == {("engine", "abort")}
+        assert all(r.outcome.reward is None for r in aborted)
+        # Out of the loss, and counted.
+        kept = sum(r.num_sampled_tokens for r in rollouts if r not in aborted)
+        assert line["num_scored_tokens"] == kept
+        assert line["failed_frac"] == pytest.approx(4 / 12)
+    assert made.notes.causes("tripwire") == ["verifier_errors"] * 2

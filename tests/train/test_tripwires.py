@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +10,10 @@ import torch
 from strop.cluster import Roles
 from strop.errors import RunStopped
 from strop.record.rollouts import read_rollouts
-from strop.rollout import Example, FailureOwner, Outcome
+from strop.rollout import Example, Outcome
 from strop.spec import TripwireSpec
 from strop.store import verify_directory
-from strop.train.tripwires import find_alarms
+from strop.train.tripwires import find_alarms, find_format_drift
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, read_curve, tiny_spec
 
 HEALTHY = {
@@ -98,83 +96,6 @@ def test_replies_cut_at_their_limit_are_an_alarm(tmp_path: Path, tiny_model_dir:
     assert sum(cut) >= len(cut) - 1
 
 
-class RaisesSometimes(SpellTask):
-    """Raises on about a third of the replies of a random model, and on no reply of the self-test."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        if len(text) > 8:
-            raise TypeError("can only concatenate str")
-        return super().verify(example, text)
-
-
-def test_rew_1_a_verifier_that_raises_now_and_then_is_an_alarm(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Incident: every exception in a verifier scored 0."""
-    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=RaisesSometimes())
-    made.run()
-    assert set(made.notes.causes("tripwire")) == {"verifier_errors"}
-    for line in made.notes.steps:
-        rollouts = read_rollouts(made.run_dir.rollouts_path(int(line["step"])))
-        lost = [rollout for rollout in rollouts if rollout.outcome.failure is not None]
-        assert 0 < len(lost) < len(rollouts)
-        assert line["failed_frac"] == pytest.approx(len(lost) / len(rollouts))
-        for rollout in lost:
-            assert rollout.outcome.reward is None
-            assert rollout.outcome.failure is not None
-            assert (rollout.outcome.failure.owner, rollout.outcome.failure.kind) == (
-                FailureOwner.TASK,
-                "TypeError",
-            )
-        # Masked: their tokens are in no normaliser.
-        scored = [rollout for rollout in rollouts if rollout.outcome.failure is None]
-        assert line["num_scored_tokens"] == sum(rollout.num_sampled_tokens for rollout in scored)
-
-
-class RaisesInTraining(SpellTask):
-    """Passes the self-test and raises on every reply of the policy."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        if text in {"", " \n", "asdf", "a", "#0", example.answer} or text.startswith("#"):
-            return super().verify(example, text)
-        raise AttributeError("'Reward' object has no attribute '__name__'")
-
-
-def test_rew_9_a_reward_that_always_raises_ends_the_run_with_its_type(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """Incident: a reward object without a name failed every rollout while logs looked healthy."""
-    # Without stop strings no reply is as short as the nonsense of the self-test.
-    task = RaisesInTraining(stop_strings=())
-    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=task)
-    with pytest.raises(RunStopped) as caught:
-        made.run()
-    assert "all 12 rollouts of step 1 failed alike: task, AttributeError" in str(caught.value)
-    assert "'Reward' object has no attribute '__name__'" in str(caught.value)
-    assert made.run_dir.metrics.read() == []
-    assert made.run_dir.events.read()[-1].kind == "stop"
-
-
-def repeat_one_stream(roles: Roles) -> Roles:
-    """Sample every reply from one stream, as a constant seed in the sampling parameters does."""
-
-    class OneStream:
-        async def generate(self, request: Any) -> Any:
-            return await roles.engine.generate(replace(request, seed=7))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(roles.engine, name)
-
-    return replace(roles, engine=OneStream())
-
-
-def test_a_constant_seed_is_an_alarm_in_the_first_step(tmp_path: Path, tiny_model_dir: Path) -> None:
-    spec = tiny_spec(train={"rollouts_per_prompt": 32, "steps": 1})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
-    made.run(repeat_one_stream)
-    assert sorted(made.notes.causes("tripwire")) == ["duplicate_completions", "zero_variance"]
-    # 3 distinct replies among 96.
-    assert made.notes.steps[0]["duplicate_frac"] == pytest.approx(1 - 3 / 96)
-
-
 def test_an_alarm_may_end_the_run_with_its_checkpoint_intact(tmp_path: Path, tiny_model_dir: Path) -> None:
     class PaysAlikeLater(SpellTask):
         num_asked = 0
@@ -227,3 +148,18 @@ def test_three_updates_that_are_not_finite_end_the_run(tmp_path: Path, tiny_mode
     curve = read_curve(made.run_dir.path)
     assert len(curve.metrics) == 3
     assert made.run_dir.checkpoint_steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("now", "is_alarm"),
+    [
+        ({"accuracy": 0.7, "format_ok_frac": 0.012}, True),
+        ({"accuracy": 0.7, "format_ok_frac": 0.29}, False),  # exactly half of it is left
+        ({"accuracy": 0.5, "format_ok_frac": 0.012}, False),  # it got worse altogether; that shows
+        ({"accuracy": 0.7}, False),
+    ],
+)
+def test_lost_format_is_an_alarm_where_nothing_else_shows_it(now: dict[str, float], is_alarm: bool) -> None:
+    alarms = find_format_drift(9, now, {"accuracy": 0.6, "format_ok_frac": 0.58})
+    assert [alarm.cause for alarm in alarms] == ["format_drift"] * is_alarm
+    assert find_format_drift(9, now, {}) == []

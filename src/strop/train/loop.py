@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from strop.train.measure import (
 from strop.train.observer import Evaluator, Observer
 from strop.train.schedule import ExampleSchedule
 from strop.train.signals import StopFlag
-from strop.train.tripwires import MAX_REFUSED_IN_A_ROW, find_alarms
+from strop.train.tripwires import MAX_REFUSED_IN_A_ROW, find_alarms, find_format_drift
 from strop.train.watchdog import Watchdog
 
 
@@ -78,6 +78,7 @@ class TrainLoop:
         self._state = TrainerState(
             step=0, version=0, num_refused_in_a_row=0, num_threads=torch.get_num_threads()
         )
+        self._first_metrics: Mapping[str, float] | None = None
         self._stop = StopFlag()
         self._watchdog = Watchdog(parts.spec.tripwires.max_stall_s, self._on_stall)
 
@@ -230,7 +231,11 @@ class TrainLoop:
         metrics["peak_memory_bytes"] = peak_rss_bytes()
         self._run_dir.metrics.append(step, metrics)
         self._parts.observer.on_step({"step": step, **metrics})
+        if self._first_metrics is None:
+            # From the record: it may be an earlier attempt's.
+            self._first_metrics = self._run_dir.metrics.read()[0]
         alarms = find_alarms(spec.tripwires, step, metrics)
+        alarms += find_format_drift(step, metrics, self._first_metrics)
         for alarm in alarms:
             self._publish_event(alarm)
         self._stop_on_alarm(alarms)

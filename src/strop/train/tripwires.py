@@ -19,6 +19,9 @@ _MIN_MASTER_CHANGED_FRAC = 0.1
 """Below this share of changed masters, updates vanish in rounding. fp32 masters are near 1. The
 share of changed bf16 copies tells nothing: at small learning rates it is near 0 in healthy runs."""
 
+_MIN_FORMAT_KEPT_FRAC = 0.5
+"""Share of the first step's format that a policy must keep while it is right as often as before."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wire:
@@ -96,3 +99,25 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
         )
         alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="vanishing_updates", detail=detail))
     return alarms
+
+
+def find_format_drift(
+    step: int, metrics: Mapping[str, float], first_metrics: Mapping[str, float]
+) -> list[Event]:
+    """Return an alarm where replies lose their format and not their rightness since the first step.
+
+    A lenient verifier pays for right answers in any form, so neither reward nor accuracy shows it.
+    """
+    names = ("accuracy", "format_ok_frac")
+    if any(name not in numbers for name in names for numbers in (metrics, first_metrics)):
+        return []
+    is_as_right = metrics["accuracy"] >= first_metrics["accuracy"]
+    now, then = metrics["format_ok_frac"], first_metrics["format_ok_frac"]
+    if not is_as_right or now >= _MIN_FORMAT_KEPT_FRAC * then:
+        return []
+    detail = (
+        f"format_ok_frac={now:.4g} was {then:.4g} in the first step, at accuracy {metrics['accuracy']:.4g}"
+        f" from {first_metrics['accuracy']:.4g}: answers are right in a form that the task did not ask for;"
+        " make the reward depend on the form"
+    )
+    return [Event(kind=EventKind.TRIPWIRE, step=step, cause="format_drift", detail=detail)]

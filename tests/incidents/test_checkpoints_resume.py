@@ -1,0 +1,363 @@
+"""Incidents of the checkpoint group in whole runs: kill -9 at any moment, then the same command again.
+
+What a resumed run must have in common with an uninterrupted one: everything, bit for bit. Attempts
+that are killed are processes of their own, forked from a server that has imported what they need.
+R1, R2 and R4 are the contracts on resume of the design: trainer, synchronous run, completion.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algorithm import build_algorithm
+from strop.cluster import ModelSource, Roles
+from strop.cluster.inline import build_learner
+from strop.engine import Completion, Engine, GenerationRequest
+from strop.errors import CorruptRecord
+from strop.record import RunDir, list_runs
+from strop.record.rollouts import read_rollouts
+from strop.rollout import Group
+from strop.store import verify_directory
+from strop.train.batch import build_batch
+from strop.train.checkpoint import load_checkpoint
+from tests.fixtures.tiny_run import Composition, Curve, new_run, read_curve, tiny_spec
+from tests.fixtures.train_here import train_in_child
+
+NUM_STEPS = 5
+NUM_KILLS = 6
+MAX_ROUNDS = 6
+RUN_FILE = """
+name = "killed"
+seed = 3
+[model]
+uri = "{model}"
+dtype = "{dtype}"
+[task]
+name = "reverse-text"
+num_train = 20
+num_held_out = 4
+max_words = 1
+max_reply_tokens = 12
+[optimizer]
+lr = 1e-3
+[train]
+steps = {steps}
+prompts_per_step = 3
+rollouts_per_prompt = 4
+checkpoint_every = 2
+accept = "weights: a random model for a test"
+[eval]
+every = 3
+num_examples = 2
+num_samples = 2
+[placement]
+threads = 1
+"""
+
+
+# In the order in which a run comes by. The end of a line is the moment before it happens.
+DEATHS = (
+    r"os\.rename .*/runs/[^/]*\.partial-[^/]*$",  # the run directory is whole and has no name yet
+    r"os\.mkdir .*/attempts/1$",
+    r"open .*/eval/reverse-text-step-000000\.json",
+    r"os\.rename .*/rollouts/step-000001\.parquet",
+    r"open .*/rollouts/step-000002\.parquet",  # right after the metrics of step 1
+    r"open .*/checkpoints/step-000002\.partial-[^/]*/state/trainer\.json",
+    r"os\.rename .*/checkpoints/step-000002\.partial-[^/]*/COMPLETE",
+    r"os\.rename .*/checkpoints/step-000002\.partial-[^/]*$",  # complete, and not in its place
+    r"os\.rename .*/eval/reverse-text-step-000003\.json",  # right after the metrics of step 3
+    r"os\.rename .*/eval/reverse-text-step-000005\.json",
+    r"os\.rename .*/checkpoints/step-000005\.partial-[^/]*/COMPLETE",
+    r"os\.rename .*/checkpoints/step-000002$",  # all is trained, and the run not marked as done
+)
+
+
+class Bench:
+    """A folder with a run file, and attempts to train it."""
+
+    def __init__(self, folder: Path, model_dir: Path, dtype: str) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.log_path = folder / "log.txt"
+        self.log_path.touch()
+        self.num_started = 0
+        self.run_file = folder / "run.toml"
+        self.run_file.write_text(RUN_FILE.format(model=model_dir, dtype=dtype, steps=NUM_STEPS))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["strop.train.loop", "strop.launch.local"])
+
+    def start(self, die_at: str | None = None) -> ForkServerProcess:
+        """Give the command once."""
+        arguments = [str(self.run_file), f"output.root={self.folder / 'runs'}"]
+        process = self._context.Process(target=train_in_child, args=(arguments, str(self.log_path), die_at))
+        process.start()
+        self.num_started += 1
+        return process
+
+    def finish(self) -> Curve:
+        """Give the command until the run is done; read its curve."""
+        if not any(run.is_finished for run in list_runs(self.runs_path)):
+            process = self.start()
+            process.join(60)
+            assert process.exitcode == 0, self.log_path.read_text()
+        (run,) = list_runs(self.runs_path)
+        assert run.is_finished
+        for step in run.checkpoint_steps():
+            verify_directory(run.checkpoint_path(step))
+        return read_curve(run.path)
+
+    def wait_until_begun(self, process: ForkServerProcess) -> None:
+        """Wait until the attempt started last has the run's lock, or has ended."""
+        deadline = time.monotonic() + 60
+        while process.is_alive() and self.log_path.read_text().count("run /") < self.num_started:
+            assert time.monotonic() < deadline, self.log_path.read_text()
+            time.sleep(0.005)
+
+    @property
+    def runs_path(self) -> Path:
+        """Where the run's directory is made."""
+        return self.folder / "runs"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that nobody disturbed."""
+
+    curve: Curve
+    seconds: float
+    """From its lock to its end."""
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(dtype: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    bench = Bench(tmp_path_factory.mktemp("whole") / dtype, tiny_model_dir, dtype)
+    curve = bench.finish()
+    (run,) = list_runs(bench.runs_path)
+    attempt = json.loads((run.path / "attempts" / "1" / "attempt.json").read_text())
+    assert [line["step"] for line in curve.metrics] == list(range(1, NUM_STEPS + 1))
+    assert sorted(curve.evals) == [f"reverse-text-step-00000{step}.json" for step in (0, 3, 5)]
+    # Something is learned from, or equality would say little.
+    assert all(line["num_signal_tokens"] > 0 for line in curve.metrics)
+    return Whole(curve, attempt["ended_at"] - attempt["started_at"])
+
+
+@pytest.fixture
+def new_bench(dtype: str, tmp_path: Path, tiny_model_dir: Path) -> Callable[[str], Bench]:
+    return lambda name: Bench(tmp_path / name, tiny_model_dir, dtype)
+
+
+@pytest.mark.slow
+def test_ckp_3_kills_at_random_moments_do_not_change_the_curve(
+    new_bench: Callable[[str], Bench], whole: Whole
+) -> None:
+    """Incident: resume restored a counter only, and curves bent where runs were taken up again."""
+    stream = random.Random(11)
+    num_killed = 0
+    for round_index in range(MAX_ROUNDS):
+        bench = new_bench(f"round-{round_index}")
+        while num_killed < NUM_KILLS:
+            process = bench.start()
+            bench.wait_until_begun(process)
+            process.join(stream.uniform(0.0, whole.seconds))
+            if process.exitcode is not None:
+                assert process.exitcode == 0, bench.log_path.read_text()
+                break
+            process.kill()
+            process.join()
+            num_killed += 1
+        assert bench.finish() == whole.curve
+        if num_killed == NUM_KILLS:
+            return
+    pytest.fail(f"only {num_killed} of {NUM_KILLS} attempts were still running when they were to be killed")
+
+
+@pytest.mark.slow
+def test_ckp_4_kills_between_two_writes_do_not_change_the_curve(
+    new_bench: Callable[[str], Bench], whole: Whole
+) -> None:
+    """Incident: a torn save looked complete, and what was recorded twice was counted twice."""
+    bench = new_bench("writes")
+    for die_at in DEATHS:
+        process = bench.start(die_at)
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL, (die_at, bench.log_path.read_text())
+    curve = bench.finish()
+    assert curve == whole.curve
+    (run,) = list_runs(bench.runs_path)
+    # The first death left no run behind.
+    assert run.state.num_attempts == len(DEATHS)
+    assert run.checkpoint_steps()[-2:] == [4, 5]
+
+
+class Death(BaseException):
+    """The end of a process, as far as one process can play it."""
+
+
+class DyingEngine:
+    """Hands requests on, and dies at the n-th with all others of the step under way."""
+
+    def __init__(self, engine: Engine, num_requests: int) -> None:
+        self._engine = engine
+        self._num_left = num_requests
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise Death
+        return await self._engine.generate(request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+NUM_PROBES = 64
+"""Requests of the gate: 8 groups of 8."""
+
+
+def die_after(num_requests: int) -> Callable[[Roles], Roles]:
+    return lambda roles: replace(roles, engine=DyingEngine(roles.engine, NUM_PROBES + num_requests))
+
+
+def take_up(made: Composition) -> Composition:
+    """Compose the same run as another process would."""
+    run_dir = RunDir.open(made.run_dir.path)
+    run_dir.acquire()
+    return Composition(made.spec, made.model_dir, run_dir, task=made.task)
+
+
+def trained_ids(run_path: Path) -> list[str]:
+    """Return the id of every rollout that was trained on, in order."""
+    files = sorted((run_path / "rollouts").iterdir())
+    return [rollout.example.example_id for path in files for rollout in read_rollouts(path)]
+
+
+# 12 examples, 5 a step: steps 3 and 5 span two epochs. A step asks for 5 groups of 4.
+EPOCHS = {"steps": 5, "prompts_per_step": 5, "checkpoint_every": 2}
+
+
+@pytest.mark.parametrize(
+    "num_requests", [2 * 20 + 7, 4 * 20 + 1], ids=["mid-epoch", "right after a checkpoint at a seam"]
+)
+def test_ckp_5_groups_in_flight_are_trained_as_in_an_uninterrupted_run(
+    tmp_path: Path, tiny_model_dir: Path, num_requests: int
+) -> None:
+    """Incident: rollouts in flight were dropped while the data cursor had advanced."""
+    spec = tiny_spec(train=EPOCHS)
+    whole = Composition(spec, tiny_model_dir, new_run(tmp_path / "whole"))
+    whole.run()
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path / "dying"))
+    with pytest.raises(Death):
+        made.run(die_after(num_requests))
+    assert not made.run_dir.is_finished
+    take_up(made).run()
+    expected = trained_ids(whole.run_dir.path)
+    assert len(expected) == 5 * 5 * 4
+    assert trained_ids(made.run_dir.path) == expected
+    assert read_curve(made.run_dir.path) == read_curve(whole.run_dir.path)
+
+
+def test_ckp_3_a_checkpoint_without_its_optimizer_is_refused_by_the_loop(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: resume restored what it found; moments that were missing started at zero."""
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path))
+    made.run()
+    (made.run_dir.checkpoint_path(3) / "state" / "optimizer.safetensors").unlink()
+    with pytest.raises(CorruptRecord, match=r"step-000003/state/optimizer\.safetensors cannot be read"):
+        take_up(made).run()
+
+
+def test_ckp_4_an_incomplete_checkpoint_is_passed_over_and_written_again(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: the newest directory was taken although another process was still writing it."""
+    spec = tiny_spec(train={"steps": 4, "checkpoint_every": 2})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    made.run()
+    expected = read_curve(made.run_dir.path)
+    (made.run_dir.checkpoint_path(4) / "COMPLETE").unlink()
+    again = take_up(made)
+    again.run()
+    assert again.notes.starts == [(str(made.run_dir.path), 2, 4)]
+    verify_directory(made.run_dir.checkpoint_path(4))
+    assert read_curve(made.run_dir.path) == expected
+
+
+def test_r1_equal_rollouts_give_equal_parameters_and_moments(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """R1: the trainer alone, from a checkpoint, over rollouts that were read back from the record."""
+    spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 4})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    made.run()
+    learner = build_learner(spec, ModelSource(path=tiny_model_dir, digest="unused"))
+    load_checkpoint(made.run_dir.checkpoint_path(2), learner, num_threads=1)
+    algorithm = build_algorithm(spec.algorithm)
+
+    def token_terms(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        terms = algorithm.token_terms(*values)
+        return terms.loss_N, terms.grad_N
+
+    for step in (3, 4):
+        rollouts = read_rollouts(made.run_dir.rollouts_path(step))
+        groups = [
+            Group(example=rollouts[start].example, rollouts=tuple(rollouts[start : start + 4]))
+            for start in range(0, len(rollouts), 4)
+        ]
+        batch = build_batch(algorithm, groups, made.task.limits.max_reply_tokens)
+        learner.step(batch.groups, temperature=1.0, token_terms=token_terms)
+        folder = tmp_path / f"state-{step}"
+        folder.mkdir()
+        learner.save_state(folder)
+        stored = made.run_dir.checkpoint_path(step) / "state" / "optimizer.safetensors"
+        assert (folder / "optimizer.safetensors").read_bytes() == stored.read_bytes()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_r2_n_steps_and_n_more_are_2_n_steps(tmp_path: Path, tiny_model_dir: Path, num_steps: int) -> None:
+    """R2: a synchronous run that dies after n of 2 n steps."""
+    spec = tiny_spec(train={"steps": 2 * num_steps, "checkpoint_every": num_steps})
+    whole = Composition(spec, tiny_model_dir, new_run(tmp_path / "whole"))
+    whole.run()
+    half = Composition(spec, tiny_model_dir, new_run(tmp_path / "half"))
+    with pytest.raises(Death):
+        half.run(die_after(num_steps * 12))
+    assert half.run_dir.checkpoint_steps() == [num_steps]
+    take_up(half).run()
+    assert read_curve(half.run_dir.path) == read_curve(whole.run_dir.path)
+
+
+def test_r4_a_run_whose_every_step_is_trained_only_becomes_finished(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """R4: killed between the last checkpoint and the mark; nothing is trained twice.
+
+    That a finished run is refused with exit code 76 is tested where run files are taken up.
+    """
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path))
+    made.run()
+    expected = read_curve(made.run_dir.path)
+    state_path = made.run_dir.path / "run.json"
+    content = json.loads(state_path.read_text())
+    state_path.write_text(json.dumps(content | {"finished_at": None}))
+    again = take_up(made)
+    marks = [again.run_dir.is_finished]
+    again.run()
+    assert [*marks, again.run_dir.is_finished] == [False, True]
+    assert again.notes.steps == []
+    assert read_curve(made.run_dir.path) == expected
