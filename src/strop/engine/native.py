@@ -21,6 +21,7 @@ import torch
 
 from strop.engine.contract import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
 from strop.engine.decoding import DecodeBatch
+from strop.engine.prepacked import PrepackedLinears
 from strop.engine.settling import settle
 from strop.errors import EngineError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
@@ -55,6 +56,7 @@ class NativeEngine:
         self._runner: asyncio.Task[None] | None = None
         self._update_lock = asyncio.Lock()
         self._batch: DecodeBatch | None = None
+        self._prepacked = PrepackedLinears(model)
         self._is_closed = False
 
     @property
@@ -85,6 +87,7 @@ class NativeEngine:
             await self._wait_until_idle()
             if update.transport is WeightTransport.FILE:
                 self._load_file(update)
+            self._prepacked.invalidate()
             self._version = update.version
             return WeightReceipt(version=update.version, digest=update.digest)
 
@@ -96,6 +99,7 @@ class NativeEngine:
             await asyncio.gather(self._runner, return_exceptions=True)
         self._fail_all({}, None)  # A runner that had not begun has told nobody.
         self._batch = None
+        self._prepacked.invalidate()
 
     async def _wait_until_idle(self) -> None:
         while self._runner is not None and not self._runner.done():
@@ -155,7 +159,7 @@ class NativeEngine:
                 await settle(lambda: len(self._inbox))
                 batch = self._fitting_batch([entry.request for entry in self._inbox])
             # Left before giving way: the mode is the thread's, and others train in this thread.
-            with torch.inference_mode():
+            with torch.inference_mode(), self._prepacked.active():
                 self._admit(batch, waiting)
                 completions = batch.step(self._version)
             for ticket, completion in completions:

@@ -100,7 +100,8 @@ class LanguageModel:
 
     def logits(self, hidden_N_D: torch.Tensor) -> torch.Tensor:
         """Project hidden states on the vocabulary. Shapes: returns (N, V) in the compute type."""
-        return torch.nn.functional.linear(hidden_N_D, self.head_weight)
+        logits: torch.Tensor = self.module.get_output_embeddings()(hidden_N_D)
+        return logits
 
     def _prove_attention(self, path: Path, expected_N_V: torch.Tensor) -> None:
         """Compare strop's path with the model's own eager forward on a few tokens."""

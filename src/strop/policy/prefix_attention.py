@@ -167,11 +167,12 @@ def _attend_folded(
     num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
     ratio = num_heads // num_kv_heads
     folded = query.reshape(rows, num_kv_heads, ratio * length, head_width)
-    mask = bias.get(num_kv_heads, ratio, query.dtype)
     if query.device.type == "cpu" and ratio * length * num_keys <= MAX_ROW_SCORES:
+        mask = bias.get(num_kv_heads, ratio, query.dtype)
         output = attend_short(folded.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), mask, scaling)
     else:
+        mask = bias.get(1, ratio, query.dtype).unsqueeze(1)
         output = torch.nn.functional.scaled_dot_product_attention(
-            folded, keys, values, attn_mask=mask.view(rows, num_kv_heads, *mask.shape[1:]), scale=scaling
+            folded, keys, values, attn_mask=mask, scale=scaling
         )
     return output.reshape(rows, num_heads, length, head_width)
