@@ -61,7 +61,8 @@ def _pack(linear: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward of a linear layer on a packed copy of its weights."""
     operators: Any = torch.ops.mkldnn
     weight = operators._reorder_linear_weight(linear.weight.detach())
-    bias = None if linear.bias is None else linear.bias.detach()
+    # Copied like the weight: half old and half new would be neither version.
+    bias = None if linear.bias is None else linear.bias.detach().clone()
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = operators._linear_pointwise(inputs, weight, bias, "none", [], "")
