@@ -111,9 +111,10 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(folder: Path) -> None:
-    # Steps of about a second, so that both signals fall into one.
-    process = start(folder, "first.log", "train.rollouts_per_prompt=64")
+    # Steps of a second and more, so that both signals fall into the second one.
+    process = start(folder, "first.log", "train.rollouts_per_prompt=128")
     wait_for(process, lambda: len(steps_of(folder)) >= 1)
+    time.sleep(0.25)
     process.send_signal(signal.SIGINT)
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)

@@ -83,8 +83,9 @@ _WIRES = (
 def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> list[Event]:
     """Return the alarms that the numbers of a step raise. An absent number raises none."""
     alarms = []
+    bounds = _read_bounds(spec)
     for wire in _WIRES:
-        bound, value = getattr(spec, wire.setting), metrics.get(wire.metric)
+        bound, value = bounds[wire.setting], metrics.get(wire.metric)
         if bound is None or value is None:
             continue
         if value > bound if wire.is_upper else value < bound:
@@ -99,6 +100,18 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
         )
         alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="vanishing_updates", detail=detail))
     return alarms
+
+
+def _read_bounds(spec: TripwireSpec) -> dict[str, float | None]:
+    """Return the bounds by setting. Spelled out, so that a renamed setting is a type error."""
+    return {
+        "max_zero_variance_frac": spec.max_zero_variance_frac,
+        "max_duplicate_frac": spec.max_duplicate_frac,
+        "max_truncated_frac": spec.max_truncated_frac,
+        "max_failed_frac": spec.max_failed_frac,
+        "max_drift_nats": spec.max_drift_nats,
+        "min_entropy_nats": spec.min_entropy_nats,
+    }
 
 
 def find_format_drift(
