@@ -62,3 +62,13 @@ def test_float32_is_left_alone(tmp_path: Path) -> None:
     model = LanguageModel.load(tiny_model(tmp_path, family="llama", dtype="float32"), dtype=torch.float32)
     with PrepackedLinears(model).active():
         assert all("forward" not in module.__dict__ for module in model.module.modules())
+
+
+def test_a_gated_mlp_is_the_plain_one(model: LanguageModel) -> None:
+    mlp = model.module.model.layers[0].mlp
+    inputs = torch.randn(5, mlp.gate_proj.in_features).bfloat16()
+    plain = mlp(inputs)
+    with torch.inference_mode(), PrepackedLinears(model).active():
+        assert "forward" in mlp.__dict__
+        packed = mlp(inputs)
+    assert torch.allclose(plain.float(), packed.float(), atol=1e-2, rtol=2e-2)

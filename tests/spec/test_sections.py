@@ -37,6 +37,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("optimizer.eps", "optimizer.max_grad_norm", "optimizer.warmup_steps"),
         *("train.steps", "train.prompts_per_step", "train.rollouts_per_prompt"),
         *("train.micro_batch_tokens", "train.checkpoint_every", "train.keep_checkpoints"),
+        "train.accept",
         *("eval.every", "eval.num_examples", "eval.num_samples"),
         *("engine.max_rows", "placement.kind", "placement.threads"),
         *("tripwires.max_zero_variance_frac", "tripwires.max_duplicate_frac"),

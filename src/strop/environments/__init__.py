@@ -7,7 +7,7 @@ Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 """
 
 from strop.environments.contract import Action, Environment, StepResult
-from strop.environments.rollout import PromptCache, RolloutPlan, run_group, run_rollout
+from strop.environments.rollout import PromptCache, RolloutPlan, run_group, run_groups, run_rollout
 from strop.environments.scripted import ScriptedEnvironment
 from strop.environments.single_turn import SingleTurn
 
@@ -20,5 +20,6 @@ __all__ = [
     "SingleTurn",
     "StepResult",
     "run_group",
+    "run_groups",
     "run_rollout",
 ]

@@ -250,3 +250,33 @@ async def run_group(
             rollout.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     return Group(example=plans[0].example, rollouts=tuple(rollouts))
+
+
+async def run_groups(
+    make_environment: Callable[[], Environment],
+    engine: Engine,
+    tokenizer: Tokenizer,
+    plans_P_G: Sequence[Sequence[RolloutPlan]],
+    *,
+    on_group: Callable[[], None] | None = None,
+) -> list[Group]:
+    """Attempt several examples at once, each several times; groups stand in the order of the plans.
+
+    `on_group` is called whenever a group is done, so that a watcher sees long stages move.
+    Raises: like `run_group`, after every other group was cancelled.
+    """
+
+    async def run(plans_G: Sequence[RolloutPlan]) -> Group:
+        group = await run_group(make_environment, engine, tokenizer, plans_G)
+        if on_group is not None:
+            on_group()
+        return group
+
+    running = [asyncio.ensure_future(run(plans_G)) for plans_G in plans_P_G]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        # Not a task group: it would wrap the one exception that ended the run in a group.
+        for group in running:
+            group.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

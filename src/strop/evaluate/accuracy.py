@@ -13,7 +13,6 @@ Left out on purpose: other harnesses, several tasks at once, and any default for
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +20,11 @@ from functools import partial
 import numpy as np
 
 from strop.engine.contract import Engine
-from strop.environments import RolloutPlan, SingleTurn, run_group
+from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, EngineError, explain_refusal
 from strop.evaluate.result import EvalResult, Score, Validity, digest_examples
 from strop.evaluate.statistics import clustered_interval
-from strop.rollout import Example, Group, Rollout, Sampling, Split
+from strop.rollout import Example, Rollout, Sampling, Split
 from strop.tasks import PromptFormat, Task, resolve_prompt_format
 from strop.tokenizer import Tokenizer
 
@@ -81,7 +80,7 @@ async def evaluate_task(
     _refuse_trained(task, settings.split, examples, trained_ids)
     prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
     plans_P_G = [_plan_example(example, budget, prompt_format, settings) for example in examples]
-    groups = await _run_groups(task, engine, tokenizer, plans_P_G)
+    groups = await run_groups(partial(SingleTurn, task), engine, tokenizer, plans_P_G)
     greedy = _score([group.rollouts[:1] for group in groups], 1)
     sampled = None
     if settings.num_samples is not None:
@@ -180,22 +179,6 @@ def _plan_example(
         )
         for sample_index, sampling in wanted
     ]
-
-
-async def _run_groups(
-    task: Task, engine: Engine, tokenizer: Tokenizer, plans_P_G: Sequence[Sequence[RolloutPlan]]
-) -> list[Group]:
-    running = [
-        asyncio.ensure_future(run_group(partial(SingleTurn, task), engine, tokenizer, plans_G))
-        for plans_G in plans_P_G
-    ]
-    try:
-        return await asyncio.gather(*running)
-    finally:
-        # Not a task group: it would wrap the one exception that ended the evaluation in a group.
-        for group in running:
-            group.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _score(rollouts_P_G: Sequence[Sequence[Rollout]], num_samples: int) -> Score:

@@ -16,6 +16,7 @@ from strop.policy.footprint import (
     checkpoint_bytes,
     decode_flop,
     learn_flop,
+    micro_batch_positions,
     prefill_flop,
     state_bytes,
 )
@@ -91,8 +92,13 @@ def split_memory(
     copies = 0 if dtype == "float32" else size.num_params * _COPY_BYTES[dtype]
     positions = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
     if max_prompt_tokens is not None:
-        group_positions = max_prompt_tokens + spec.train.rollouts_per_prompt * max_reply_tokens
-        positions = min(positions, spec.train.prompts_per_step * group_positions)
+        positions = micro_batch_positions(
+            budget=positions,
+            num_prompts=spec.train.prompts_per_step,
+            num_rollouts=spec.train.rollouts_per_prompt,
+            prompt_tokens=max_prompt_tokens,
+            reply_tokens=max_reply_tokens,
+        )
     rows = count_rows(spec)
     num_slots = max_reply_tokens + positions // rows
     parts = [

@@ -102,6 +102,16 @@ def activation_bytes(size: ModelSize, dtype: str, num_positions: int) -> int:
     return num_positions * per_position + head
 
 
+def micro_batch_positions(
+    *, budget: int, num_prompts: int, num_rollouts: int, prompt_tokens: int, reply_tokens: int
+) -> int:
+    """Positions of the largest micro-batch: the whole step where it fits the budget.
+
+    Units: `num_rollouts` is per prompt, `prompt_tokens` and `reply_tokens` are the longest of each.
+    """
+    return min(budget, num_prompts * (prompt_tokens + num_rollouts * reply_tokens))
+
+
 def cache_bytes(size: ModelSize, dtype: str, num_rows: int, num_slots: int) -> int:
     """Bytes of a KV cache."""
     per_slot = 2 * size.num_layers * size.num_kv_heads * size.head_width * _COPY_BYTES[dtype]

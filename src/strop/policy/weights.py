@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 from strop.errors import StoreError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
@@ -115,6 +116,7 @@ def export_model(model: LanguageModel, tokenizer_dir: Path, target: Path) -> Non
 
     Raises: StoreError if what was written is not what the policy holds.
     """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.module.save_pretrained(target)
     for name in _COPIED_FILES:
         if (tokenizer_dir / name).exists():

@@ -7,7 +7,6 @@ name and reason stops the run with exit code 76.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,14 @@ import numpy as np
 import torch
 
 from strop.cluster import Roles
-from strop.environments import RolloutPlan, SingleTurn, run_group
+from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.hardware import describe_machine, free_disk_bytes
 from strop.policy.footprint import (
     activation_bytes,
     cache_bytes,
     checkpoint_bytes,
+    micro_batch_positions,
     read_model_size,
     state_bytes,
 )
@@ -139,8 +139,7 @@ async def _probe(gate: GateInput) -> list[Group]:
         for example in examples
     ]
     roles = gate.roles
-    runs = [run_group(partial(SingleTurn, task), roles.engine, roles.tokenizer, plan) for plan in plans]
-    return list(await asyncio.gather(*runs))
+    return await run_groups(partial(SingleTurn, task), roles.engine, roles.tokenizer, plans)
 
 
 def check_prompt(gate: GateInput) -> GateCheck:
@@ -205,10 +204,18 @@ def check_room(gate: GateInput) -> GateCheck:
     """Refuse a run whose estimated memory or disk is not there."""
     spec, size = gate.spec, read_model_size(gate.model_dir)
     dtype = spec.model.dtype
-    positions = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    tokenizer, task, prompt_format = gate.roles.tokenizer, gate.task, spec.model.prompt_format
+    probed = task.examples(Split.TRAIN)[:_NUM_PROBE_PROMPTS]
+    positions = micro_batch_positions(
+        budget=spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
+        num_prompts=spec.train.prompts_per_step,
+        num_rollouts=spec.train.rollouts_per_prompt,
+        prompt_tokens=max(len(render_prompt(tokenizer, task.render(e), prompt_format)[1]) for e in probed),
+        reply_tokens=task.limits.max_reply_tokens,
+    )
     rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
     memory_bytes = state_bytes(size, dtype) + activation_bytes(size, dtype, positions)
-    memory_bytes += cache_bytes(size, dtype, rows, gate.task.limits.max_reply_tokens + positions // rows)
+    memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + positions // rows)
     disk_bytes = (spec.train.keep_checkpoints + 1) * checkpoint_bytes(size, dtype)
     have_memory, have_disk = describe_machine().memory_bytes, free_disk_bytes(gate.run_path)
     is_on_cpu = gate.roles.learner.model.device.type == "cpu"

@@ -8,7 +8,6 @@ recorded after the last checkpoint is cut off on resume and computed again, to t
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch
 
 from strop.algorithm import build_algorithm
 from strop.cluster import Roles
-from strop.environments import RolloutPlan, SingleTurn, run_group
+from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import Interrupted, LearnerError, RunStopped, WeightMismatch, explain_refusal
 from strop.hardware.memory import peak_rss_bytes
 from strop.policy.learner import StepReport
@@ -80,7 +79,11 @@ class TrainLoop:
         )
         self._first_metrics: Mapping[str, float] | None = None
         self._stop = StopFlag()
-        self._watchdog = Watchdog(parts.spec.tripwires.max_stall_s, self._on_stall)
+        self._watchdog = Watchdog(
+            parts.spec.tripwires.max_stall_s,
+            self._on_stall,
+            log_path=parts.run_dir.path / "latest" / "train.log",
+        )
 
     async def run(self) -> None:
         """Train until every requested step is done.
@@ -177,9 +180,8 @@ class TrainLoop:
         self._watchdog.progress("generate")
         spec, task = self._spec, self._parts.task
         sampling = Sampling(**spec.sampling.model_dump())
-        runs = []
-        for example in self._schedule.examples(self._state.step):
-            plans = [
+        plans_P_G = [
+            [
                 RolloutPlan(
                     example=example,
                     step=self._state.step,
@@ -191,10 +193,15 @@ class TrainLoop:
                 )
                 for index in range(spec.train.rollouts_per_prompt)
             ]
-            runs.append(
-                run_group(partial(SingleTurn, task), self._roles.engine, self._roles.tokenizer, plans)
-            )
-        return list(await asyncio.gather(*runs))
+            for example in self._schedule.examples(self._state.step)
+        ]
+        return await run_groups(
+            partial(SingleTurn, task),
+            self._roles.engine,
+            self._roles.tokenizer,
+            plans_P_G,
+            on_group=lambda: self._watchdog.progress("generate"),
+        )
 
     def _learn(self, batch: TrainBatch) -> StepReport | None:
         """Take the optimizer step. Returns None where there is nothing to count or it was refused."""

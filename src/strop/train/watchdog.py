@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from strop.errors import EXIT_FAILED
 
@@ -20,7 +21,14 @@ from strop.errors import EXIT_FAILED
 class Watchdog:
     """Watches that `progress` is called often enough."""
 
-    def __init__(self, max_stall_s: float | None, on_stall: Callable[[str, float], None]) -> None:
+    def __init__(
+        self,
+        max_stall_s: float | None,
+        on_stall: Callable[[str, float], None],
+        *,
+        log_path: Path | None = None,
+    ) -> None:
+        self._log_path = log_path
         self._max_stall_s = max_stall_s
         self._on_stall = on_stall
         self._stage = "start"
@@ -55,6 +63,13 @@ class Watchdog:
                     self._on_stall(self._stage, stalled_s)
                 finally:
                     # Whoever is told may fail too, for example on the disk that everything waits for.
-                    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                    self._dump_stacks()
                     # Not sys.exit: the main thread is the one that hangs.
                     os._exit(EXIT_FAILED)
+
+    def _dump_stacks(self) -> None:
+        """Write the stacks of all threads to standard error and to the run's log."""
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        if self._log_path is not None and self._log_path.parent.is_dir():
+            with self._log_path.open("a") as log:
+                faulthandler.dump_traceback(file=log, all_threads=True)
