@@ -9,8 +9,6 @@ import pytest
 
 from strop.hardware import Calibration, Machine
 from strop.launch.estimate import (
-    DEFAULT_MAX_ROWS,
-    DEFAULT_MICRO_BATCH_POSITIONS,
     Speeds,
     Work,
     choose_speeds,
@@ -20,7 +18,12 @@ from strop.launch.estimate import (
     list_assumptions,
     split_memory,
 )
-from strop.policy.footprint import ModelSize, activation_bytes, cache_bytes, state_bytes
+from strop.policy.footprint import (
+    ModelSize,
+    activation_bytes,
+    cache_bytes,
+    state_bytes,
+)
 from strop.spec import RunSpec
 
 # Body: 1 layer x (2 x 10x10 + 2 x 10x10 + 3 x 10x20) = 1000 parameters; head and embedding: 100 x 10, tied.
@@ -76,9 +79,9 @@ def test_the_sizes_are_as_the_comment_says() -> None:
 def test_the_parts_of_memory_add_up_to_what_the_gate_counts(dtype: str) -> None:
     spec = make_spec(model={"dtype": dtype})
     parts = split_memory(spec, SIZE, 8)
-    # 16 rows, each with 8 slots for its reply and its share of the 4096 positions: 256.
+    # 16 rows, each with 8 slots for its reply and its share of the 1280 positions: 80.
     expected = (
-        state_bytes(SIZE, dtype) + activation_bytes(SIZE, dtype, 4096) + cache_bytes(SIZE, dtype, 16, 264)
+        state_bytes(SIZE, dtype) + activation_bytes(SIZE, dtype, 1280) + cache_bytes(SIZE, dtype, 16, 88)
     )
     assert sum(part.amount for part in parts) == expected
 
@@ -169,12 +172,3 @@ def test_every_assumption_has_its_reason() -> None:
     assumptions = list_assumptions(8)
     assert [one.value for one in assumptions] == [6.0, 0.5, 0.5]
     assert all(one.why for one in assumptions)
-
-
-def test_the_defaults_are_those_of_the_learner_and_the_engine() -> None:
-    # Here and not in the source, which must not load torch.
-    from strop.engine import native
-    from strop.policy import learner
-
-    assert learner.DEFAULT_MICRO_BATCH_POSITIONS == DEFAULT_MICRO_BATCH_POSITIONS
-    assert native.DEFAULT_MAX_ROWS == DEFAULT_MAX_ROWS

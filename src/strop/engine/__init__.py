@@ -6,6 +6,7 @@ The contract is small and free of torch. Engines are imported by their module:
 """
 
 from strop.engine.contract import (
+    DEFAULT_MAX_ROWS,
     Completion,
     Engine,
     GenerationRequest,
@@ -16,6 +17,7 @@ from strop.engine.contract import (
 from strop.engine.seeds import stream_seed
 
 __all__ = [
+    "DEFAULT_MAX_ROWS",
     "Completion",
     "Engine",
     "GenerationRequest",

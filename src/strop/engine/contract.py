@@ -13,6 +13,9 @@ from typing import Protocol
 
 from strop.rollout import FinishReason, FloatArray, IntArray, Sampling
 
+DEFAULT_MAX_ROWS = 128
+"""Rows decoded at once. Past 64 rows a CPU decode step is bound by arithmetic, not by memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:

@@ -19,7 +19,14 @@ from pathlib import Path
 
 import torch
 
-from strop.engine.contract import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
+from strop.engine.contract import (
+    DEFAULT_MAX_ROWS,
+    Completion,
+    GenerationRequest,
+    WeightReceipt,
+    WeightTransport,
+    WeightUpdate,
+)
 from strop.engine.decoding import DecodeBatch
 from strop.engine.prepacked import PrepackedLinears
 from strop.engine.settling import settle
@@ -29,9 +36,6 @@ from strop.policy.scoring import score_reply
 from strop.policy.weights import load_published
 from strop.rollout import FloatArray, IntArray
 from strop.tokenizer import Tokenizer
-
-DEFAULT_MAX_ROWS = 128
-"""Rows decoded at once. Past 64 rows a CPU decode step is bound by arithmetic, not by memory."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strop.engine import DEFAULT_MAX_ROWS
 from strop.hardware import Calibration, Machine
 from strop.policy.footprint import (
+    DEFAULT_MICRO_BATCH_POSITIONS,
     ModelSize,
     activation_bytes,
     cache_bytes,
@@ -22,10 +24,6 @@ from strop.policy.footprint import (
 )
 from strop.spec import RunSpec
 
-DEFAULT_MICRO_BATCH_POSITIONS = 4096
-"""As in policy.learner, which needs torch; a test compares the two."""
-DEFAULT_MAX_ROWS = 128
-"""As in engine.native, which needs torch; a test compares the two."""
 REPLY_LIMIT_FRAC = 0.75
 SIGNAL_FRAC = 0.5
 EFFICIENCY_FRAC = 0.5

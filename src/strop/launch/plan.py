@@ -16,7 +16,6 @@ from strop.algorithm import Aggregation, build_algorithm
 from strop.errors import DataError
 from strop.hardware import Calibration, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.launch.estimate import (
-    DEFAULT_MICRO_BATCH_POSITIONS,
     Assumption,
     Part,
     TimeEstimate,
@@ -29,7 +28,7 @@ from strop.launch.estimate import (
     split_memory,
 )
 from strop.launch.locate import find_model
-from strop.policy.footprint import ModelSize, read_model_size
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize, read_model_size
 from strop.rollout import Example, Split
 from strop.spec import Gsm8kSpec, ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from strop.policy.footprint import HEAD_CHUNK_ROWS
 from strop.policy.packing import PackedBatch
-
-CHUNK_ROWS = 256
-"""Rows of logits held at once: 48 MiB in fp32 for a vocabulary of 49,152."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,7 +66,7 @@ def token_logprobs(
     batch: PackedBatch,
     temperature: float,
     *,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int = HEAD_CHUNK_ROWS,
 ) -> torch.Tensor:
     """Return the log-probability (nats) of every scored token. Shapes: (M,), fp32."""
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
@@ -87,7 +85,7 @@ def loss_and_gradients(
     temperature: float,
     rule: TokenRule,
     grad_weight: torch.Tensor,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int = HEAD_CHUNK_ROWS,
 ) -> HeadResult:
     """Compute loss and gradients of the scored tokens; add the head's own into `grad_weight`.
 

@@ -19,15 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from strop.errors import CorruptRecord, LearnerError, explain_refusal
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.policy.head import HeadResult, TokenGradient, loss_and_gradients
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedBatch, PackedGroup, split_by_budget
 from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.rollout import FloatArray
 from strop.spec.optimizer import OptimizerSpec
-
-DEFAULT_MICRO_BATCH_POSITIONS = 4096
-"""Fed positions per micro-batch; its activations are what training needs beyond weights."""
 
 _CHANGED_STRIDE = 97
 """Every so many parameters are compared to tell which share a step has changed."""

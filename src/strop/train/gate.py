@@ -21,6 +21,7 @@ from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.hardware import describe_machine, free_disk_bytes
 from strop.policy.footprint import (
+    DEFAULT_MICRO_BATCH_POSITIONS,
     activation_bytes,
     cache_bytes,
     checkpoint_bytes,
@@ -28,7 +29,6 @@ from strop.policy.footprint import (
     read_model_size,
     state_bytes,
 )
-from strop.policy.learner import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.policy.scoring import score_batch, score_reply
 from strop.rollout import Group, Rollout, Sampling, Split
