@@ -79,9 +79,9 @@ def test_the_sizes_are_as_the_comment_says() -> None:
 def test_the_parts_of_memory_add_up_to_what_the_gate_counts(dtype: str) -> None:
     spec = make_spec(model={"dtype": dtype})
     parts = split_memory(spec, SIZE, 8)
-    # 16 rows, each with 8 slots for its reply and its share of the 1280 positions: 80.
+    # 16 rows, each with 8 slots for its reply and its share of the 768 positions: 48.
     expected = (
-        state_bytes(SIZE, dtype) + activation_bytes(SIZE, dtype, 1280) + cache_bytes(SIZE, dtype, 16, 88)
+        state_bytes(SIZE, dtype) + activation_bytes(SIZE, dtype, 768) + cache_bytes(SIZE, dtype, 16, 56)
     )
     assert sum(part.amount for part in parts) == expected
 
@@ -109,7 +109,7 @@ def test_an_engine_apart_holds_the_weights_once_more() -> None:
 def test_rows_and_disk() -> None:
     assert count_rows(make_spec()) == 16
     assert count_rows(make_spec(engine={"max_rows": 5})) == 5
-    assert count_rows(make_spec(train={"prompts_per_step": 200, "rollouts_per_prompt": 4})) == 128
+    assert count_rows(make_spec(train={"prompts_per_step": 200, "rollouts_per_prompt": 4})) == 64
     # Two kept and one being written, each 2000 x (2 + 4 + 8) bytes.
     assert estimate_disk_bytes(make_spec(), SIZE) == 3 * 2000 * 14
 

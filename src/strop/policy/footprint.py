@@ -13,7 +13,7 @@ from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 
-DEFAULT_MICRO_BATCH_POSITIONS = 1280
+DEFAULT_MICRO_BATCH_POSITIONS = 768
 """Fed positions per micro-batch; its activations are what training needs beyond weights.
 
 About 1 MiB each for a model of 135M parameters. Fewer, larger micro-batches save only the adding of
