@@ -179,6 +179,16 @@ def test_a_named_directory_of_another_spec_is_refused(here: Here) -> None:
     assert here.train(f"output.dir={named}").run_path == named
 
 
+def test_a_new_run_in_a_directory_that_is_there_is_refused(here: Here) -> None:
+    named = here.folder / "mine"
+    named.mkdir()
+    with pytest.raises(
+        CheckRefused, match=r"a new run was asked for, and output\.dir=.*mine is there already"
+    ):
+        here.train(f"output.dir={named}", is_new=True)
+    assert list(named.iterdir()) == []
+
+
 def test_a_directory_in_use_is_refused_naming_its_holder(here: Here) -> None:
     named = here.folder / "mine"
     here.notes = BreakingNotes(1)

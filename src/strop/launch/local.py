@@ -128,7 +128,7 @@ def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) 
     if spec.output.dir is not None:
         path = Path(spec.output.dir)
         if path.exists():
-            return _open_named_run(path, digest)
+            return _open_named_run(path, digest, is_new=is_new)
         run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
         run_dir.move_to(path)
         return run_dir
@@ -137,8 +137,16 @@ def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) 
     return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
 
 
-def _open_named_run(path: Path, digest: str) -> RunDir:
+def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
     """Open the run in a directory that the run file names."""
+    if is_new:
+        raise CheckRefused(
+            explain_refusal(
+                f"a new run was asked for, and output.dir={path} is there already",
+                allowed="a directory that does not exist yet",
+                next_step="choose another output.dir, or leave --new out to continue the run in it",
+            )
+        )
     run_dir = RunDir.open(path)
     run_dir.acquire()
     if run_dir.state.spec_digest == digest and not run_dir.is_finished:
