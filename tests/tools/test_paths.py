@@ -22,7 +22,7 @@ def test_a_home_folder_is_found_with_its_line(path: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "src/work/main.py",
+        "src/" + "work/main.py",
         "~/.cache/strop",
         f"{HOME}/ada/m",
         "https://example.org/work/it",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from strop.engine import DEFAULT_MAX_ROWS
 from strop.hardware import Calibration, Machine
 from strop.policy.footprint import (
+    COPY_BYTES,
     DEFAULT_MICRO_BATCH_POSITIONS,
     ModelSize,
     activation_bytes,
@@ -31,7 +32,6 @@ EFFICIENCY_FRAC = 0.5
 FAST_GFLOPS_PER_CORE = 60.0
 PLAIN_GFLOPS_PER_CORE = 25.0
 COPY_GB_PER_S = 5.0
-_COPY_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ def split_memory(
     """
     dtype = spec.model.dtype
     # In float32 the masters themselves are computed with.
-    copies = 0 if dtype == "float32" else size.num_params * _COPY_BYTES[dtype]
+    copies = 0 if dtype == "float32" else size.num_params * COPY_BYTES[dtype]
     positions = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
     if max_prompt_tokens is not None:
         positions = micro_batch_positions(
@@ -108,7 +108,7 @@ def split_memory(
         (f"key-value cache ({rows} rows)", cache_bytes(size, dtype, rows, num_slots)),
     ]
     if spec.placement.kind == "process":
-        parts.append(("weights of the engine's process", size.num_params * _COPY_BYTES[dtype]))
+        parts.append(("weights of the engine's process", size.num_params * COPY_BYTES[dtype]))
     return tuple(Part(name=name, amount=float(num_bytes)) for name, num_bytes in parts if num_bytes)
 
 
@@ -218,7 +218,7 @@ def _generate_s(work: Work, speeds: Speeds, num_rollouts: int, prompt_tokens: fl
     prefill_s = _compute_s(prefill_flop(size, prompt_tokens), speeds)
     compute_s = _compute_s(decode_flop(size, reply_tokens), speeds)
     # Every token of all rows at once reads all weights once.
-    read_s = reply_tokens / rows * size.num_params * _COPY_BYTES[dtype] / speeds.copy_gb_per_s / 1e9
+    read_s = reply_tokens / rows * size.num_params * COPY_BYTES[dtype] / speeds.copy_gb_per_s / 1e9
     limit = "arithmetic" if compute_s >= read_s else "memory bandwidth"
     return prefill_s + max(compute_s, read_s), limit
 

@@ -23,7 +23,8 @@ HEAD_CHUNK_ROWS = 256
 """Rows of logits held at once: 48 MiB in fp32 for a vocabulary of 49,152."""
 _STATE_BYTES = {"bfloat16": 18, "float32": 16}
 """Per parameter: fp32 master 4, moments 8, gradient 4, and a bf16 copy 2 where there is one."""
-_COPY_BYTES = {"bfloat16": 2, "float32": 4}
+COPY_BYTES = {"bfloat16": 2, "float32": 4}
+"""Per parameter or cached value of the type that is computed with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +99,7 @@ def state_bytes(size: ModelSize, dtype: str) -> int:
 
 def activation_bytes(size: ModelSize, dtype: str, num_positions: int) -> int:
     """Bytes that autograd keeps for one micro-batch, attention and head workspace included."""
-    item = _COPY_BYTES[dtype]
+    item = COPY_BYTES[dtype]
     # Per layer: two norms keep fp32 inputs and normalised values, attention its projections before
     # and after rotary embedding, the MLP four tensors of its width.
     norms = 2 * size.hidden_width * (8 + 2 * item)
@@ -121,13 +122,13 @@ def micro_batch_positions(
 
 def cache_bytes(size: ModelSize, dtype: str, num_rows: int, num_slots: int) -> int:
     """Bytes of a KV cache."""
-    per_slot = 2 * size.num_layers * size.num_kv_heads * size.head_width * _COPY_BYTES[dtype]
+    per_slot = 2 * size.num_layers * size.num_kv_heads * size.head_width * COPY_BYTES[dtype]
     return num_rows * num_slots * per_slot
 
 
 def checkpoint_bytes(size: ModelSize, dtype: str) -> int:
     """Bytes of one checkpoint: export, masters and two moments."""
-    return size.num_params * (_COPY_BYTES[dtype] + 12)
+    return size.num_params * (COPY_BYTES[dtype] + 12)
 
 
 def decode_flop(size: ModelSize, num_tokens: float) -> float:
