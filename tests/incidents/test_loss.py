@@ -5,6 +5,7 @@ The toy policy is a linear map from three features to the logits of four tokens,
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from strop.algorithm import ALGORITHMS, Aggregation, Algorithm, Credit, assign_credit
 from strop.algorithm.losses import CLIPPED, LOSSES, TokenLoss
 from strop.errors import DataError, RunStopped
+from strop.record import RunDir
 from strop.rollout import Example, Outcome
 from strop.spec.run import RunSpec
 from strop.store import verify_directory
@@ -260,3 +262,33 @@ def test_opt_6_a_collapse_is_named_and_the_checkpoint_before_it_offered(
     # What is offered is a policy that still says many things: it sampled the step after its own.
     assert kept < len(lines) < 60
     assert lines[kept]["entropy_nats"] > 1.0 > 0.5 > lines[-1]["entropy_nats"]
+
+
+def test_opt_6_a_learning_rate_of_1_is_named_in_two_steps_and_the_checkpoint_before_it_offered(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: answers shrank to a quarter, KL reached 9,748, and nothing stopped the runs."""
+    sizes = {"checkpoint_every": 1, "steps": 3}
+    calm = Composition(tiny_spec(train=sizes), tiny_model_dir, new_run(tmp_path))
+    calm.run()
+    run_dir = RunDir.open(calm.run_dir.path)
+    run_dir.acquire()
+    # The next update, step 4's, destroys the policy; step 5 is the first to sample from it.
+    spec = tiny_spec(optimizer={"lr": 1.0}, train={**sizes, "steps": 20}, tripwires={"on_alarm": "stop"})
+    made = Composition(spec, tiny_model_dir, run_dir)
+    with pytest.raises(RunStopped, match=r"step 5 raised .*length_explosion") as caught:
+        made.run()
+    path = run_dir.checkpoints_path
+    assert (
+        f"goes on from checkpoint step-000004, whose weights raised this alarm; remove {path}/step-000004"
+        " to go on from step-000003 before it"
+    ) in str(caught.value)
+    verify_directory(path / "step-000003")
+    # Which is what happens then.
+    shutil.rmtree(path / "step-000004")
+    run_dir = RunDir.open(run_dir.path)
+    run_dir.acquire()
+    Composition(tiny_spec(train={**sizes, "steps": 4}), tiny_model_dir, run_dir).run()
+    lengths = [line["reply_tokens_mean"] for line in run_dir.metrics.read()]
+    assert len(lengths) == 4
+    assert max(lengths) < 4 * min(lengths)

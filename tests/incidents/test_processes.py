@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused, StoreError
+from strop.errors import CheckRefused, RunStopped, StoreError
 from strop.hardware import require_free_disk
+from strop.hardware.machine import read_cgroup_memory
+from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.record import RunDir, list_runs
+from strop.rollout import Example, Outcome
 from strop.store import AtomicDirectory, verify_directory
 from tests.fixtures.tiny_disk import tiny_disk
-from tests.fixtures.tiny_run import ACCEPTED, Composition, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import ACCEPTED, Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
 
 # Two steps of a run that is found again or created, as the loop does it.
 TAKE_A_RUN = """
@@ -111,8 +115,11 @@ def test_prc_8_a_disk_that_fills_up_ends_a_run_which_goes_on_once_there_is_room(
         size = sum(path.stat().st_size for path in whole.run_dir.checkpoint_path(6).rglob("*"))
         ballast = disk / "ballast"
         ballast.write_bytes(b"x" * int(shutil.disk_usage(disk).free - 2.5 * size))
-        with pytest.raises(StoreError, match="the disk is full"):
+        with pytest.raises(RunStopped, match="the disk is nearly full: ") as caught:
             made.run()
+        assert "the same command goes on from checkpoint step-000004" in str(caught.value)
+        assert [line["step"] for line in made.run_dir.metrics.read()] == [1, 2, 3, 4, 5]
+        assert made.notes.causes("tripwire") == ["disk_low"]
         assert made.run_dir.checkpoint_steps() == [2, 4]
         verify_directory(made.run_dir.checkpoint_path(4))
         ballast.unlink()
@@ -120,6 +127,72 @@ def test_prc_8_a_disk_that_fills_up_ends_a_run_which_goes_on_once_there_is_room(
         run_dir.acquire()
         Composition(spec, tiny_model_dir, run_dir).run()
         assert read_curve(run_dir.path) == read_curve(whole.run_dir.path)
+
+
+def test_prc_8_a_disk_that_is_nearly_full_gets_one_more_checkpoint(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: hours of training were lost, because the disk filled between two checkpoints."""
+
+    class Filler(Notes):
+        """Someone else's program, which leaves room for 1.1 checkpoints after step 3."""
+
+        def on_step(self, metrics: Mapping[str, float]) -> None:
+            super().on_step(metrics)
+            if metrics["step"] == 3:
+                free = shutil.disk_usage(disk).free
+                (disk / "ballast").write_bytes(b"x" * int(free - 1.1 * size))
+
+    spec = tiny_spec(train={"steps": 6, "checkpoint_every": 2})
+    with tiny_disk(tmp_path / "disk", size_bytes=1 << 24) as disk:
+        made = Composition(spec, tiny_model_dir, new_run(disk), notes=Filler())
+        size = checkpoint_bytes(read_model_size(tiny_model_dir), "float32")
+        with pytest.raises(RunStopped, match="goes on from checkpoint step-000003"):
+            made.run()
+        assert made.run_dir.checkpoint_steps() == [2, 3]
+        verify_directory(made.run_dir.checkpoint_path(3))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_prc_8_a_leak_of_a_fixed_amount_per_step_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: host memory grew for hours until the kernel ended the run."""
+    kept: list[bytes] = []
+
+    class Leaking(SpellTask):
+        def verify(self, example: Example, text: str) -> Outcome:
+            kept.append(b"x" * 200_000)
+            return super().verify(example, text)
+
+    # 12 judgements of 0.2 MB a step. Short replies: a step is quick.
+    spec = tiny_spec(train={"steps": 36, "checkpoint_every": 50})
+    task = Leaking(max_reply_tokens=4)
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)
+    made.run()
+    alarm = next(event for event in made.notes.events if event.cause == "memory_growth")
+    assert alarm.step <= 36
+    assert re.match(r"resident memory grew by 2\.\d MiB in each of the last 24 steps", alarm.detail)
+
+
+def test_prc_8_an_ordinary_run_raises_no_memory_alarm(tmp_path: Path, tiny_model_dir: Path) -> None:
+    spec = tiny_spec(train={"steps": 40, "checkpoint_every": 50})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=SpellTask(max_reply_tokens=4))
+    made.run()
+    assert "memory_growth" not in made.notes.causes("tripwire")
+    assert all(line["memory_bytes"] > 0 for line in made.notes.steps)
+
+
+def test_prc_8_memory_is_compared_with_what_is_free_in_this_container(tmp_path: Path) -> None:
+    """Incident: a run was planned with the memory of the host, and ended by its container's limit."""
+    limit, used, stat = (tmp_path / name for name in ("memory.max", "memory.current", "memory.stat"))
+    paths = [(tmp_path / "absent", tmp_path / "absent"), (limit, used)]
+    limit.write_text("1000000\n")
+    used.write_text("900000\n")
+    assert read_cgroup_memory(paths) == (1_000_000, 100_000)
+    # Files read lately can be dropped at any time.
+    stat.write_text("anon 600000\ninactive_file 250000\n")
+    assert read_cgroup_memory(paths) == (1_000_000, 350_000)
+    limit.write_text("max\n")
+    assert read_cgroup_memory(paths) == (None, None)
 
 
 def test_prc_8_the_gate_refuses_a_run_whose_checkpoints_do_not_fit(

@@ -42,7 +42,9 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("engine.max_rows", "placement.kind", "placement.threads"),
         *("tripwires.max_zero_variance_frac", "tripwires.max_duplicate_frac"),
         *("tripwires.max_truncated_frac", "tripwires.max_failed_frac", "tripwires.max_drift_nats"),
-        *("tripwires.min_entropy_nats", "tripwires.max_stall_s", "tripwires.on_alarm"),
+        *("tripwires.min_entropy_nats", "tripwires.max_length_ratio", "tripwires.max_grad_norm_ratio"),
+        *("tripwires.min_reward_kept_frac", "tripwires.max_memory_growth_bytes"),
+        *("tripwires.max_stall_s", "tripwires.on_alarm"),
         *("output.root", "output.dir"),
     )
 

@@ -49,6 +49,7 @@ METRICS = {
     "scored_tokens_per_s",
     "policy_version",
     "peak_memory_bytes",
+    "memory_bytes",
 }
 
 

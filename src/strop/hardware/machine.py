@@ -10,14 +10,18 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 NVIDIA_SMI_LIMIT_S = 10.0
-# Where a container finds its own memory limit: cgroup v2, then v1.
-CGROUP_LIMIT_PATHS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+# Where a container finds its own memory limit and what it uses of it: cgroup v2, then v1.
+CGROUP_PATHS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
 )
 
 
@@ -46,7 +50,7 @@ class Machine:
     memory_bytes: int | None
     """Installed, or the limit of this container if that is lower."""
     free_memory_bytes: int | None
-    """What programs can get now without swapping."""
+    """What programs can get now without swapping, and within the limit of this container."""
     load_average: float | None
     """Runnable processes over the last minute."""
     cpu_flags: tuple[str, ...]
@@ -67,9 +71,8 @@ def describe_machine() -> Machine:
     cpus = _read_cpus()
     allowed = _allowed_cpus()
     flags = set(cpus[0].get("flags", "").split()) if cpus else set()
-    memory = _read_meminfo()
-    total_bytes = memory.get("MemTotal")
-    limit_bytes = _read_cgroup_limit()
+    total_bytes = _read_meminfo().get("MemTotal")
+    limit_bytes, _ = read_cgroup_memory()
     return Machine(
         host=platform.node(),
         platform=platform.platform(),
@@ -78,11 +81,18 @@ def describe_machine() -> Machine:
         num_physical_cores=_count_physical_cores(cpus, allowed),
         num_logical_cpus=len(allowed),
         memory_bytes=min((size for size in (total_bytes, limit_bytes) if size is not None), default=None),
-        free_memory_bytes=memory.get("MemAvailable"),
+        free_memory_bytes=free_memory_bytes(),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         cpu_flags=tuple(flag for flag in _INTERESTING_FLAGS if flag in flags),
         gpus=read_gpus(),
     )
+
+
+def free_memory_bytes() -> int | None:
+    """Return what programs can get now without swapping, here and in this container; None if unknown."""
+    _, container_bytes = read_cgroup_memory()
+    known = (_read_meminfo().get("MemAvailable"), container_bytes)
+    return min((size for size in known if size is not None), default=None)
 
 
 def read_gpus(*, command: str = "nvidia-smi") -> tuple[Gpu, ...]:
@@ -152,13 +162,34 @@ def _read_meminfo() -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
 
 
-def _read_cgroup_limit() -> int | None:
-    for path in CGROUP_LIMIT_PATHS:
-        try:
-            text = path.read_text().strip()
-        except OSError:
+def read_cgroup_memory(
+    paths: Sequence[tuple[Path, Path]] = CGROUP_PATHS,
+) -> tuple[int | None, int | None]:
+    """Return the memory limit of this container and what is left of it, None each where unknown."""
+    for limit_path, used_path in paths:
+        limit_bytes = _read_number(limit_path)
+        if limit_bytes is None:
             continue
-        # "max" is how version 2 says that there is no limit; version 1 says a huge number.
-        if text.isdigit():
-            return int(text)
-    return None
+        used_bytes = _read_number(used_path)
+        # Files read lately count as used, and are dropped before anything fails.
+        reclaimable_bytes = _read_inactive_file(used_path.with_name("memory.stat"))
+        free_bytes = None if used_bytes is None else max(limit_bytes - used_bytes + reclaimable_bytes, 0)
+        return limit_bytes, free_bytes
+    return None, None
+
+
+def _read_number(path: Path) -> int | None:
+    """Read a file of one number. "max" is how cgroups of version 2 say that there is no limit."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _read_inactive_file(path: Path) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

@@ -44,6 +44,31 @@ class TripwireSpec(Section):
         description="Mean entropy of the policy over sampled tokens, in nats; below it is an alarm."
         " none = not watched.",
     )
+    max_length_ratio: float | None = Field(
+        default=4.0,
+        gt=1.0,
+        description="How many times shorter or longer than in the first 8 steps the mean reply may get"
+        " while the reward is no better than there. none = not watched.",
+    )
+    max_grad_norm_ratio: float | None = Field(
+        default=20.0,
+        gt=1.0,
+        description="Gradient norm before clipping, as a multiple of the median of the last 16 steps with a"
+        " gradient. Above it is an alarm. none = not watched.",
+    )
+    min_reward_kept_frac: float | None = Field(
+        default=0.5,
+        gt=0.0,
+        le=1.0,
+        description="Share of the mean reward of its best 8 steps in a row that a run keeps; 8 steps in a row"
+        " below it are an alarm. none = not watched.",
+    )
+    max_memory_growth_bytes: int | None = Field(
+        default=1 << 20,
+        ge=0,
+        description="Bytes that the resident memory of the trainer may grow per step, steadily, after its"
+        " first 8 steps. none = not watched.",
+    )
     max_stall_s: float | None = Field(
         default=600.0,
         gt=0.0,

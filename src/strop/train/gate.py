@@ -19,7 +19,7 @@ import torch
 from strop.cluster import Roles
 from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
-from strop.hardware import describe_machine, free_disk_bytes
+from strop.hardware import free_disk_bytes, free_memory_bytes, rss_bytes
 from strop.policy.footprint import (
     DEFAULT_MICRO_BATCH_POSITIONS,
     activation_bytes,
@@ -35,6 +35,7 @@ from strop.rollout import Group, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task, render_prompt, self_test
 from strop.train.batch import pack_reply
+from strop.train.room import LOW_DISK_FACTOR, directory_bytes
 
 PARITY_TOLERANCE_NATS = {"bfloat16": 0.06, "float32": 1e-3}
 """Largest mean abs(engine - trainer) log-probability at equal weights."""
@@ -201,7 +202,11 @@ def check_schedule(gate: GateInput) -> GateCheck:
 
 
 def check_room(gate: GateInput) -> GateCheck:
-    """Refuse a run whose estimated memory or disk is not there."""
+    """Refuse a run whose estimated memory or disk is not free now.
+
+    What this process holds already, weights and masters among it, and checkpoints already written are
+    part of the plan, so they count as free.
+    """
     spec, size = gate.spec, read_model_size(gate.model_dir)
     dtype = spec.model.dtype
     tokenizer, task, prompt_format = gate.roles.tokenizer, gate.task, spec.model.prompt_format
@@ -216,13 +221,15 @@ def check_room(gate: GateInput) -> GateCheck:
     rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
     memory_bytes = state_bytes(size, dtype) + activation_bytes(size, dtype, positions)
     memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + positions // rows)
-    disk_bytes = (spec.train.keep_checkpoints + 1) * checkpoint_bytes(size, dtype)
-    have_memory, have_disk = describe_machine().memory_bytes, free_disk_bytes(gate.run_path)
+    disk_bytes = int((spec.train.keep_checkpoints + LOW_DISK_FACTOR) * checkpoint_bytes(size, dtype))
+    there_bytes = directory_bytes(gate.run_path / "checkpoints")
+    free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + there_bytes
+    have_memory = None if free_bytes is None else free_bytes + (rss_bytes() or 0)
     is_on_cpu = gate.roles.learner.model.device.type == "cpu"
     has_memory = have_memory is None or memory_bytes <= have_memory or not is_on_cpu
     known = "an unknown amount" if have_memory is None else f"{have_memory / 2**30:.1f} GiB"
     detail = (
-        f"memory about {memory_bytes / 2**30:.1f} GiB of {known}, checkpoints"
+        f"memory about {memory_bytes / 2**30:.1f} GiB of {known} free, checkpoints"
         f" {disk_bytes / 2**30:.1f} of {have_disk / 2**30:.1f} GiB free at {gate.run_path}"
     )
     is_passed = disk_bytes <= have_disk and has_memory

@@ -21,7 +21,8 @@ from strop.algorithm import build_algorithm
 from strop.cluster import Roles
 from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import Interrupted, LearnerError, RunStopped, WeightMismatch, explain_refusal
-from strop.hardware.memory import peak_rss_bytes
+from strop.hardware import peak_rss_bytes, rss_bytes
+from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.policy.learner import StepReport
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
@@ -39,8 +40,10 @@ from strop.train.measure import (
     verify_seconds,
 )
 from strop.train.observer import Evaluator, Observer
+from strop.train.room import DiskWatch, MemoryWatch
 from strop.train.schedule import ExampleSchedule
 from strop.train.signals import StopFlag
+from strop.train.trends import History, find_trend_alarms
 from strop.train.tripwires import MAX_REFUSED_IN_A_ROW, find_alarms, find_format_drift
 from strop.train.watchdog import Watchdog
 
@@ -77,7 +80,10 @@ class TrainLoop:
         self._state = TrainerState(
             step=0, version=0, num_refused_in_a_row=0, num_threads=torch.get_num_threads()
         )
-        self._first_metrics: Mapping[str, float] | None = None
+        self._history = History()
+        self._memory = MemoryWatch(parts.spec.tripwires.max_memory_growth_bytes)
+        size = read_model_size(parts.model_dir)
+        self._disk = DiskWatch(parts.run_dir, checkpoint_bytes(size, parts.spec.model.dtype))
         self._stop = StopFlag()
         self._watchdog = Watchdog(
             parts.spec.tripwires.max_stall_s,
@@ -115,6 +121,8 @@ class TrainLoop:
             self._event(EventKind.RESUME, "checkpoint", f"training goes on from {path.name}")
         else:
             self._run_dir.truncate_after(0)
+        # From the record: earlier steps may be an earlier attempt's.
+        self._history = History(self._run_dir.metrics.read())
 
     async def _publish(self) -> None:
         """Make the engine serve the learner's weights, and check that it does."""
@@ -235,22 +243,42 @@ class TrainLoop:
         """Record the step's numbers, checkpoint, evaluate, and stop where a tripwire says so."""
         step, spec = self._state.step, self._spec
         metrics["policy_version"] = self._state.version
-        metrics["peak_memory_bytes"] = peak_rss_bytes()
+        metrics |= _measure_memory()
         self._run_dir.metrics.append(step, metrics)
         self._parts.observer.on_step({"step": step, **metrics})
-        if self._first_metrics is None:
-            # From the record: it may be an earlier attempt's.
-            self._first_metrics = self._run_dir.metrics.read()[0]
-        alarms = find_alarms(spec.tripwires, step, metrics)
-        alarms += find_format_drift(step, metrics, self._first_metrics)
+        alarms = self._find_alarms(metrics)
         for alarm in alarms:
             self._publish_event(alarm)
         self._stop_on_alarm(alarms)
         is_last = step == spec.train.steps
         if is_last or (spec.eval.every is not None and step % spec.eval.every == 0):
             await self._evaluate()
-        if is_last or step % spec.train.checkpoint_every == 0 or self._stop.cause is not None:
+        is_due = is_last or step % spec.train.checkpoint_every == 0 or self._stop.cause is not None
+        if not is_last:
+            self._stop_on_low_disk()
+        if is_due:
             self._checkpoint()
+
+    def _find_alarms(self, metrics: Mapping[str, float]) -> list[Event]:
+        """Compare the step's numbers with their bounds and with the steps before."""
+        step, wires = self._state.step, self._spec.tripwires
+        alarms = find_alarms(wires, step, metrics) + find_trend_alarms(wires, step, metrics, self._history)
+        self._history.add(metrics)
+        alarms += find_format_drift(step, metrics, self._history.first[0])
+        if "memory_bytes" in metrics:
+            alarms += self._memory.find_growth(step, metrics["memory_bytes"])
+        return alarms
+
+    def _stop_on_low_disk(self) -> None:
+        """End the run before the disk is full, with one more checkpoint where it still fits."""
+        found = self._disk.find_low(self._state.step)
+        if found is None:
+            return
+        alarm, has_room = found
+        self._publish_event(alarm)
+        if has_room:
+            self._checkpoint()
+        self._stop_run(f"the disk is nearly full: {alarm.detail}", "room for the next checkpoint")
 
     def _stop_on_alarm(self, alarms: Sequence[Event]) -> None:
         """End the run where updates keep failing, or on any alarm where the run file asks for it."""
@@ -262,7 +290,11 @@ class TrainLoop:
             )
         if alarms and self._spec.tripwires.on_alarm == "stop":
             causes = ", ".join(alarm.cause for alarm in alarms)
-            self._stop_run(f"step {step} raised {causes}", "steps without alarm, as tripwires.on_alarm asks")
+            self._stop_run(
+                f"step {step} raised {causes}",
+                "steps without alarm, as tripwires.on_alarm asks",
+                suspect_step=step - 1,
+            )
 
     def _stop_if_all_failed(self, groups: Sequence[Group]) -> None:
         """End the run where nothing could be scored: what breaks every rollout heals by no next step."""
@@ -277,11 +309,13 @@ class TrainLoop:
                 "steps in which some rollout can be scored",
             )
 
-    def _stop_run(self, given: str, allowed: str) -> NoReturn:
-        """End the run as a tripwire does: the cause on record, the last checkpoint offered."""
+    def _stop_run(self, given: str, allowed: str, *, suspect_step: int | None = None) -> NoReturn:
+        """End the run as a tripwire does: the cause on record, the last checkpoint offered.
+
+        `suspect_step` is the step whose weights gave the numbers that raised the alarm.
+        """
         self._event(EventKind.STOP, "tripwire", given)
-        kept = self._run_dir.latest_checkpoint()
-        where = f"the same command goes on from checkpoint {kept[1].name}" if kept else "no checkpoint yet"
+        where = self._offer_checkpoint(suspect_step)
         raise RunStopped(
             explain_refusal(
                 given,
@@ -289,6 +323,21 @@ class TrainLoop:
                 next_step=f"read {self._run_dir.path}/events.jsonl and mend the cause; {where}",
             )
         )
+
+    def _offer_checkpoint(self, suspect_step: int | None) -> str:
+        """Say where the run goes on: a checkpoint of suspect weights only together with one before it."""
+        steps = self._run_dir.checkpoint_steps()
+        if not steps:
+            return "no checkpoint yet"
+        name = self._run_dir.checkpoint_path(steps[-1]).name
+        if suspect_step is None or steps[-1] < suspect_step:
+            return f"the same command goes on from checkpoint {name}"
+        suspect = f"the same command goes on from checkpoint {name}, whose weights raised this alarm"
+        before = [step for step in steps if step < suspect_step]
+        if not before:
+            return f"{suspect}, and there is none before it"
+        good = self._run_dir.checkpoint_path(before[-1]).name
+        return f"{suspect}; remove {self._run_dir.checkpoint_path(steps[-1])} to go on from {good} before it"
 
     def _stop_if_asked(self) -> None:
         """End after a signal. The step that was under way has been checkpointed."""
@@ -329,3 +378,10 @@ class TrainLoop:
         """Called by the watchdog's thread, just before it ends the process."""
         detail = f"stage {stage} has not moved for {stalled_s:.0f} s; stacks follow in the log"
         self._event(EventKind.TRIPWIRE, "stall", detail)
+
+
+def _measure_memory() -> dict[str, float]:
+    """Return the resident memory of this process, now where the system tells, and at its peak."""
+    metrics: dict[str, float] = {"peak_memory_bytes": peak_rss_bytes()}
+    now = rss_bytes()
+    return metrics if now is None else metrics | {"memory_bytes": now}

@@ -1,0 +1,124 @@
+"""Signs of trouble that no single step shows: numbers compared with those of earlier steps.
+
+Every bound is relative to the run's own past, and replies may change length as far as they like while
+the reward gets better: a healthy run may end with replies a tenth as long as its first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from statistics import fmean, median
+
+from strop.record.events import Event, EventKind
+from strop.spec.tripwires import TripwireSpec
+
+NUM_FIRST = 8
+"""Steps at the start that later reply lengths are compared with; their median is robust to one odd step."""
+NUM_RECENT = 16
+"""Steps back whose gradient norms a new one is compared with: a norm that grows slowly is no spike."""
+NUM_LOW = 8
+"""Steps in a row with a low reward that are a fall and not the luck of one step's examples."""
+_MIN_NORMS = 4
+
+
+class History:
+    """What later steps are compared with; its size is fixed, however long the run."""
+
+    def __init__(self, records: Iterable[Mapping[str, float]] = ()) -> None:
+        self.first: list[Mapping[str, float]] = []
+        """The first steps of the run, of whichever attempt."""
+        self.grad_norms: deque[float] = deque(maxlen=NUM_RECENT)
+        """Those of the last steps with a gradient."""
+        self.rewards: deque[float] = deque(maxlen=NUM_LOW)
+        """Mean rewards of the last steps."""
+        self.best_reward: float | None = None
+        """Highest mean of `NUM_LOW` rewards in a row."""
+        for record in records:
+            self.add(record)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Take the numbers of the next step."""
+        if len(self.first) < NUM_FIRST:
+            self.first.append(dict(metrics))
+        # A step without signal has norm 0 and says nothing about the norms of others.
+        if metrics.get("grad_norm"):
+            self.grad_norms.append(metrics["grad_norm"])
+        if "reward_mean" in metrics:
+            self.rewards.append(metrics["reward_mean"])
+            if len(self.rewards) == NUM_LOW:
+                self.best_reward = max(fmean(self.rewards), self.best_reward or 0.0)
+
+    def first_values(self, metric: str) -> list[float]:
+        """Return a metric's values in the first steps."""
+        return [metrics[metric] for metrics in self.first if metric in metrics]
+
+
+def find_trend_alarms(
+    spec: TripwireSpec, step: int, metrics: Mapping[str, float], history: History
+) -> list[Event]:
+    """Return the alarms that a step raises beside the steps before it. `history` does not hold it yet."""
+    found = (
+        _find_length_change(spec.max_length_ratio, metrics, history),
+        _find_norm_spike(spec.max_grad_norm_ratio, metrics, history),
+        _find_reward_fall(spec.min_reward_kept_frac, metrics, history),
+    )
+    return [
+        Event(kind=EventKind.TRIPWIRE, step=step, cause=cause, detail=detail)
+        for cause, detail in (alarm for alarm in found if alarm is not None)
+    ]
+
+
+def _find_length_change(
+    bound: float | None, metrics: Mapping[str, float], history: History
+) -> tuple[str, str] | None:
+    """Find replies far shorter or longer than in the first steps, without a better reward."""
+    lengths, rewards = history.first_values("reply_tokens_mean"), history.first_values("reward_mean")
+    now, reward = metrics.get("reply_tokens_mean"), metrics.get("reward_mean")
+    if bound is None or now is None or reward is None or not lengths or not rewards:
+        return None
+    usual, usual_reward = median(lengths), fmean(rewards)
+    # Growing or shrinking replies that earn more are what was asked for.
+    if reward > usual_reward or usual / bound <= now <= usual * bound:
+        return None
+    cause, word = ("length_collapse", "shorter") if now < usual else ("length_explosion", "longer")
+    return cause, (
+        f"reply_tokens_mean={now:.4g} was {usual:.4g} in the first steps, more than"
+        f" tripwires.max_length_ratio={bound:g} times {word} at a reward of {reward:.4g} from"
+        f" {usual_reward:.4g}: the policy is falling apart; lower optimizer.lr and go back to an earlier"
+        " checkpoint"
+    )
+
+
+def _find_norm_spike(
+    bound: float | None, metrics: Mapping[str, float], history: History
+) -> tuple[str, str] | None:
+    """Find a gradient far above those of the last steps."""
+    now = metrics.get("grad_norm")
+    if bound is None or now is None or len(history.grad_norms) < _MIN_NORMS:
+        return None
+    usual = median(history.grad_norms)
+    if now <= bound * usual:
+        return None
+    return "grad_norm", (
+        f"grad_norm={now:.4g} is above tripwires.max_grad_norm_ratio={bound:g} times the usual {usual:.4g}:"
+        " one step undoes what many have learned; lower optimizer.lr or optimizer.max_grad_norm, and look at"
+        " the step's rollouts"
+    )
+
+
+def _find_reward_fall(
+    bound: float | None, metrics: Mapping[str, float], history: History
+) -> tuple[str, str] | None:
+    """Find a reward that stays far below what the run once had."""
+    best, now = history.best_reward, metrics.get("reward_mean")
+    if bound is None or not best or now is None:
+        return None
+    rewards = [*history.rewards, now][-NUM_LOW:]
+    if max(rewards) >= bound * best:
+        return None
+    return "reward_collapse", (
+        f"reward_mean={now:.4g} stays below tripwires.min_reward_kept_frac={bound:g} of the best"
+        f" {NUM_LOW} steps' {best:.4g} for {NUM_LOW} steps: what was learned is lost; lower optimizer.lr and"
+        " go back to an earlier checkpoint"
+    )

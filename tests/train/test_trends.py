@@ -1,0 +1,90 @@
+"""Alarms that compare a step with the steps before it, by hand-made numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.spec import TripwireSpec
+from strop.train.trends import History, find_trend_alarms
+
+SPEC = TripwireSpec()
+
+# Every third step of recipes/arithmetic.toml, as measured: replies get a third as long, gradients grow
+# fourfold, and the reward rises.
+HEALTHY = [
+    {"reply_tokens_mean": length, "grad_norm": norm, "reward_mean": reward}
+    for length, norm, reward in (
+        *((27.3, 0.745, 0.078), (28.4, 0.998, 0.094), (28.0, 0.969, 0.094), (26.2, 0.794, 0.047)),
+        *((26.1, 1.063, 0.141), (24.5, 1.186, 0.219), (25.5, 1.381, 0.141), (19.5, 1.915, 0.297)),
+        *((17.8, 1.983, 0.406), (16.1, 2.554, 0.5), (15.3, 2.189, 0.75), (12.2, 2.342, 0.594)),
+        *((11.2, 2.184, 0.781), (11.2, 2.374, 0.828), (10.0, 3.155, 0.891)),
+    )
+]
+
+
+def causes(history: History, **metrics: float) -> list[str]:
+    return [alarm.cause for alarm in find_trend_alarms(SPEC, 9, metrics, history)]
+
+
+def test_a_healthy_run_raises_nothing() -> None:
+    history = History()
+    for index, metrics in enumerate(HEALTHY):
+        assert find_trend_alarms(SPEC, index + 1, metrics, history) == []
+        history.add(metrics)
+    assert find_trend_alarms(SPEC, 16, {}, history) == []
+    assert find_trend_alarms(SPEC, 1, HEALTHY[0], History()) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "reward", "found"),
+    [
+        (1300.0, 0.3, ["length_collapse"]),  # 5500 / 1300 = 4.2
+        (1376.0, 0.3, []),  # just above 5500 / 4 = 1375
+        (1300.0, 0.41, []),  # a quarter as long, and better than the 0.4 it had
+        (23_000.0, 0.4, ["length_explosion"]),
+        (21_999.0, 0.4, []),
+        (23_000.0, 0.7, []),  # longer reasoning that earns more
+    ],
+)
+def test_replies_may_change_length_only_as_the_reward_gets_better(
+    length: float, reward: float, found: list[str]
+) -> None:
+    """Incident: answers shrank from 5,500 to 1,300 tokens within 100 steps, and nothing stopped the run."""
+    # Medians of the first eight steps: 5500 tokens; mean reward 0.4.
+    history = History([{"reply_tokens_mean": 5500.0, "reward_mean": 0.4}] * 8)
+    for _ in range(90):
+        history.add({"reply_tokens_mean": 2000.0, "reward_mean": 0.4})
+    assert causes(history, reply_tokens_mean=length, reward_mean=reward) == found
+
+
+@pytest.mark.parametrize(("norm", "found"), [(20.1, ["grad_norm"]), (19.9, [])])
+def test_a_gradient_far_above_the_last_ones_is_an_alarm(norm: float, found: list[str]) -> None:
+    # Norms 1 but for two steps, one of which had no gradient: the median is 1.
+    history = History({"grad_norm": value} for value in (1.0, 1.0, 0.0, 9.0, 1.0))
+    assert causes(history, grad_norm=norm) == found
+    # Fewer than four say nothing.
+    assert causes(History([{"grad_norm": 1.0}] * 3), grad_norm=norm) == []
+
+
+def test_a_reward_that_is_lost_for_eight_steps_is_an_alarm() -> None:
+    """Incident: the training reward went from .88 to .09 by step 208, unattended."""
+    # The best eight steps have mean 0.88; half of it is 0.44.
+    history = History([{"reward_mean": 0.5}] * 4 + [{"reward_mean": 0.88}] * 8)
+    for _ in range(7):
+        assert causes(history, reward_mean=0.09) == []
+        history.add({"reward_mean": 0.09})
+    assert causes(history, reward_mean=0.09) == ["reward_collapse"]
+    assert causes(history, reward_mean=0.45) == []
+
+
+def test_a_trend_that_is_switched_off_is_silent() -> None:
+    spec = TripwireSpec(max_length_ratio=None, max_grad_norm_ratio=None, min_reward_kept_frac=None)
+    history = History([{"reply_tokens_mean": 50.0, "reward_mean": 0.8, "grad_norm": 1.0}] * 16)
+    metrics = {"reply_tokens_mean": 1.0, "reward_mean": 0.0, "grad_norm": 1e6}
+    assert find_trend_alarms(spec, 17, metrics, history) == []
+    alarms = find_trend_alarms(SPEC, 17, metrics, history)
+    assert [alarm.cause for alarm in alarms] == ["length_collapse", "grad_norm"]
+    assert (
+        "more than tripwires.max_length_ratio=4 times shorter at a reward of 0 from 0.8" in alarms[0].detail
+    )
+    assert "above tripwires.max_grad_norm_ratio=20 times the usual 1" in alarms[1].detail
