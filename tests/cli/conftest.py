@@ -16,7 +16,6 @@ uri = "{model}"
 dtype = "float32"
 [task]
 name = "arithmetic"
-max_reply_tokens = 8
 [train]
 steps = 2
 prompts_per_step = 2

@@ -10,7 +10,7 @@ import pytest
 from strop.evaluate import read_result
 from tests.cli.conftest import Run
 
-ASK = ("--task", "arithmetic", "max_reply_tokens=8", "model.dtype=float32", "placement.threads=1")
+ASK = ("--task", "arithmetic", "model.dtype=float32", "placement.threads=1")
 
 
 def test_a_checkpoint_is_evaluated_as_its_run_did(finished_run: Path, run: Run) -> None:
@@ -38,6 +38,32 @@ def test_what_eval_prints_can_be_compared(finished_run: Path, folder: Path, run:
     refused = run("compare", "a.json", "c.json")
     assert refused.code == 76
     assert "num_examples 4 and 3" in refused.err
+
+
+def test_eva_2_a_budget_lowered_on_the_command_line_is_no_score(
+    run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: a default of 256 new tokens cut 13 % of the answers of all baselines."""
+    words = ("eval", tiny_model_dir, *ASK, "max_reply_tokens=8", "--split", "held_out", "--num-examples", "3")
+    ended = run(*words, "--json")
+    assert ended.code == 76
+    assert "invalid: truncation: a share of 1.000 of replies was cut at 8 tokens" in ended.err
+    (folder / "cut.json").write_text(ended.out)
+    refused = run("compare", "cut.json", "cut.json")
+    assert refused.code == 76
+    assert "invalid: truncation" in refused.err
+
+
+def test_eva_2_a_run_with_a_lowered_budget_says_so(run: Run, folder: Path) -> None:
+    """Incident: as above, for the scores that a run takes of itself."""
+    ended = run("train", "run.toml", "task.max_reply_tokens=8")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("held-out accuracy: invalid: truncation") == 2
+    assert "change" not in ended.out
+    assert "invalid_eval" in ended.err
+    (events,) = (folder / "runs").glob("*/events.jsonl")
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["step"] for event in found if event["cause"] == "invalid_eval"] == [0, 2]
 
 
 def test_a_result_is_shown_with_its_split_and_interval(run: Run, folder: Path, tiny_model_dir: Path) -> None:

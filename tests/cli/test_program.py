@@ -132,7 +132,7 @@ def test_explain_says_meaning_value_and_origin(run: Run, folder: Path) -> None:
         "  default  40",
         "  value    7 (override)",
     ]
-    assert "run.toml:7" in run("explain", "task.max_reply_tokens", "run.toml").out
+    assert "run.toml:8" in run("explain", "train.steps", "run.toml").out
     assert "task arithmetic has no such setting" in run("explain", "task.min_words", "run.toml").out
     section = run("explain", "optimizer")
     assert section.out.count("optimizer.") == 7

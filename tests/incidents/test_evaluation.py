@@ -108,6 +108,27 @@ def test_eva_2_a_score_under_a_cutting_budget_is_invalid(tmp_path: Path) -> None
         compare_results(whole, cut)
 
 
+def test_eva_2_a_run_file_that_lowers_the_budget_lowers_no_claim(tmp_path: Path) -> None:
+    """Incident: as above, and a later default configuration brought the small budget back.
+
+    Here it is the task's own section that asks for less, so the task object itself has the small limit.
+    """
+    tokenizer, lowered = make_tokenizer(tmp_path), make_task(max_reply_tokens=16)
+    assert (lowered.limits.max_reply_tokens, lowered.limits.own_reply_tokens) == (16, 32)
+    cut = evaluate(tokenizer, lambda a, b, request: f"The total is {a + b:>5}", lowered)
+    assert (cut.validity.value, cut.greedy.truncated_frac) == ("invalid: truncation", 1.0)
+    with pytest.raises(CheckRefused, match=r"invalid: truncation: .* 16 tokens, .* leave task\.max_reply"):
+        refuse_invalid(cut)
+    with pytest.raises(CheckRefused, match="invalid: truncation"):
+        compare_results(cut, cut)
+    # Replies of 2 or 3 tokens: nothing is cut, and nothing is wrong with the small budget.
+    assert evaluate(tokenizer, task=lowered).is_valid
+    # The same number written down is no lowering.
+    same = make_task(max_reply_tokens=32)
+    endless = ScriptedReply(text="1 and ", ends=False)
+    assert evaluate(tokenizer, lambda a, b, request: endless, same).is_valid
+
+
 def test_eva_2_a_small_budget_that_cuts_nothing_is_fine(tmp_path: Path) -> None:
     """Incident: as above; what makes a score invalid is the cutting, not the number."""
     assert evaluate(make_tokenizer(tmp_path), max_reply_tokens=16).validity is Validity.VALID

@@ -6,7 +6,8 @@ could not be judged is unscored: it counts neither as solved nor as wrong, and a
 of them is invalid. A prompt that leaves no room for a reply is the environment's to judge.
 
 Cut replies: what a task's own budget cuts was too long by the task's word, and counts as it was
-judged. What a smaller budget cuts says something about the budget; the result is then invalid.
+judged. What a smaller budget cuts, whether these settings or the run file's `task.max_reply_tokens`
+lowered it, says something about the budget; above a small share the result is then invalid.
 
 Left out on purpose: other harnesses, several tasks at once, and any default for the split.
 """
@@ -103,7 +104,7 @@ async def evaluate_task(
         num_samples=settings.num_samples,
         greedy=greedy,
         sampled=sampled,
-        validity=_judge_validity(scores, settings, is_budget_cut=budget < task.limits.max_reply_tokens),
+        validity=_judge_validity(scores, settings, is_budget_cut=budget < task.limits.own_reply_tokens),
     )
 
 

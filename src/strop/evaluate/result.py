@@ -237,7 +237,7 @@ def refuse_invalid(result: EvalResult) -> None:
             f"the result of {result.task} at step {result.step} is {result.validity}: a share of {cut:.3f}"
             f" of replies was cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts unscored",
             allowed="results that are valid",
-            next_step="evaluate with the task's own reply budget"
+            next_step="evaluate with the task's own reply budget: leave task.max_reply_tokens out"
             if result.validity is Validity.TRUNCATION
             else "mend what kept the rollouts from being judged and evaluate again",
         )

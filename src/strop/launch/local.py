@@ -248,4 +248,5 @@ class Evaluation:
             greedy_low=result.greedy.low,
             greedy_high=result.greedy.high,
             sampled_accuracy=result.sampled.accuracy if result.sampled is not None else None,
+            invalid_cause=None if result.is_valid else result.validity.value,
         )

@@ -18,11 +18,18 @@ class TaskLimits:
     """What a reply may use, and what it can earn."""
 
     max_reply_tokens: int
-    """Tokens that a full solution needs at most; a run may ask for less, never for more."""
+    """Tokens that a reply may use: what a full solution needs at most, or less where a run asks so."""
+    full_reply_tokens: int | None = None
+    """The task's own budget where a run lowered `max_reply_tokens`. None: it did not."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a reply, beside the model's own terminator."""
     max_reward: float = 1.0
     """What a right reply earns. Rewards lie in [0, max_reward]."""
+
+    @property
+    def own_reply_tokens(self) -> int:
+        """The task's own budget, whatever a run made of it."""
+        return self.full_reply_tokens or self.max_reply_tokens
 
 
 class Task(Protocol):

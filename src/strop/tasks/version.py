@@ -24,7 +24,7 @@ def hash_version(
 
 
 def limit_reply(limits: TaskLimits, max_reply_tokens: int | None) -> TaskLimits:
-    """Apply `task.max_reply_tokens`.
+    """Apply `task.max_reply_tokens`, and remember the task's own limit beside it.
 
     Raises: ConfigError if it is larger than the task's own limit.
     """
@@ -38,4 +38,4 @@ def limit_reply(limits: TaskLimits, max_reply_tokens: int | None) -> TaskLimits:
                 next_step=f"set task.max_reply_tokens to {limits.max_reply_tokens} or leave it out",
             )
         )
-    return replace(limits, max_reply_tokens=max_reply_tokens)
+    return replace(limits, max_reply_tokens=max_reply_tokens, full_reply_tokens=limits.max_reply_tokens)

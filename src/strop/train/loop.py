@@ -366,6 +366,9 @@ class TrainLoop:
         self._watchdog.progress("evaluate")
         summary = await self._parts.evaluate(self._state.step)
         self._parts.observer.on_eval(summary)
+        if summary.invalid_cause is not None:
+            detail = f"{summary.invalid_cause}: the scores of this step are kept and never compared"
+            self._event(EventKind.TRIPWIRE, "invalid_eval", detail)
 
     def _event(self, kind: EventKind, cause: str, detail: str) -> None:
         self._publish_event(Event(kind=kind, step=self._state.step, cause=cause, detail=detail))

@@ -21,6 +21,8 @@ class EvalSummary:
     """Lower end of the 95 % interval."""
     greedy_high: float
     sampled_accuracy: float | None
+    invalid_cause: str | None = None
+    """Why the numbers may not be believed, None where they may."""
 
 
 Evaluator = Callable[[int], Awaitable[EvalSummary]]

@@ -46,6 +46,7 @@ class TerminalObserver:
             f"step {summary.step}: held-out accuracy {summary.greedy_accuracy:.1%} greedy (95% interval "
             f"{summary.greedy_low:.1%} to {summary.greedy_high:.1%}, {summary.num_examples} examples)"
             + (f", {sampled:.1%} sampled" if sampled is not None else "")
+            + (f", {summary.invalid_cause}" if summary.invalid_cause is not None else "")
         )
 
     def on_end(self, *, cause: str) -> None:
