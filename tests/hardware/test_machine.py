@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused
+from strop.errors import CheckRefused, StoreError
 from strop.hardware import (
     Gpu,
     calibrate_machine,
@@ -18,6 +18,7 @@ from strop.hardware import (
     peak_rss_bytes,
     read_calibration,
     require_free_disk,
+    require_writable,
     reset_peak_rss,
     rss_bytes,
 )
@@ -105,3 +106,23 @@ def test_a_measurement_is_kept_for_this_cpu(tmp_path: Path) -> None:
     for damaged in ("", "[]", "{}"):
         path.write_text(damaged)
         assert read_calibration(tmp_path) is None
+
+
+def test_a_cache_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(
+        StoreError, match=r"cache/strop/hardware\.json could not be written .*Allowed: .*Next: "
+    ):
+        calibrate_machine(
+            cache_dir=tmp_path / "cache" / "strop", gemm_size=8, copy_bytes=1 << 10, time_limit_s=0.0
+        )
+
+
+def test_a_place_that_cannot_be_written_is_refused_and_any_other_left_as_it_is(tmp_path: Path) -> None:
+    require_writable(tmp_path / "not" / "yet", "a run")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(
+        CheckRefused, match=r"a run cannot be written to .*taken/runs \(Not a directory: .*taken\)"
+    ):
+        require_writable(tmp_path / "taken" / "runs", "a run")

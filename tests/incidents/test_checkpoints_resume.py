@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import signal
 import time
@@ -20,16 +21,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.algorithm import build_algorithm
 from strop.cluster import ModelSource, Roles
 from strop.cluster.inline import build_learner
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.errors import CorruptRecord
+from strop.errors import CheckRefused, CorruptRecord
+from strop.launch.local import train_here
 from strop.record import RunDir, list_runs
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Group
+from strop.spec import load_spec
 from strop.store import verify_directory
+from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.checkpoint import load_checkpoint
 from tests.fixtures.tiny_run import Composition, Curve, new_run, read_curve, tiny_spec
@@ -361,3 +366,65 @@ def test_r4_a_run_whose_every_step_is_trained_only_becomes_finished(
     assert [*marks, again.run_dir.is_finished] == [False, True]
     assert again.notes.steps == []
     assert read_curve(made.run_dir.path) == expected
+
+
+def make_unwritable(folder: Path, kind: str) -> Path:
+    """Return a place for runs at which nothing can be written. Root passes permissions, so none is used."""
+    if kind == "file":
+        (folder / "taken").write_text("a file where the directory of runs should be")
+        return folder / "taken" / "runs"
+    return Path("/proc/runs")  # a disk on which nobody makes files
+
+
+@pytest.mark.parametrize("kind", ["file", "disk"])
+@pytest.mark.parametrize("setting", ["output.root", "output.dir"])
+def test_ckp_6_a_run_directory_that_cannot_be_written_is_refused_by_name(
+    tmp_path: Path, setting: str, kind: str
+) -> None:
+    """Incident: results reached storage only at the end, where it turned out that they could not."""
+    place = make_unwritable(tmp_path, kind)
+    run_file = tmp_path / "run.toml"
+    # The model does not exist either: the refusal comes before it is looked for.
+    run_file.write_text(RUN_FILE.format(model=tmp_path / "absent", dtype="float32", steps=2))
+    resolved = load_spec(run_file, [f"{setting}={place}"])
+    with pytest.raises(CheckRefused, match="the run's directory cannot be written to ") as caught:
+        train_here(resolved, SilentObserver(), on_run=lambda run_dir: None)
+    assert str(place) in str(caught.value)
+    assert caught.value.exit_code == 76
+    assert not place.exists()
+
+
+@pytest.mark.slow
+def test_ckp_6_a_run_that_is_killed_holds_a_usable_checkpoint_at_every_moment(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: three of four sweep jobs left traces only; results were copied at a successful end."""
+    bench = Bench(tmp_path / "killed", tiny_model_dir, "float32")
+    bench.run_file.write_text(bench.run_file.read_text().replace("steps = 5", "steps = 500"))
+    process = bench.start()
+    bench.wait_until_begun(process)
+    (run,) = list_runs(bench.runs_path)
+    assert process.pid is not None
+    seen: set[int] = set()
+    deadline = time.monotonic() + 60
+    while len(seen) < 4:
+        assert process.is_alive(), bench.log_path.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        # Held still, wherever it is: in the middle of a write as well.
+        os.kill(process.pid, signal.SIGSTOP)
+        for step in run.checkpoint_steps():
+            verify_directory(run.checkpoint_path(step))
+            seen.add(step)
+        os.kill(process.pid, signal.SIGCONT)
+    process.kill()
+    process.join()
+    latest = run.latest_checkpoint()
+    assert latest is not None
+    assert latest[0] >= max(seen)
+    verify_directory(latest[1])
+    # It serves without strop, and a run goes on from it.
+    served: Any = AutoModelForCausalLM.from_pretrained(latest[1] / "model")
+    learner = build_learner(tiny_spec(), ModelSource(path=tiny_model_dir, digest="unused"))
+    assert load_checkpoint(latest[1], learner, num_threads=1).step == latest[0]
+    assert torch.equal(served.get_input_embeddings().weight, learner.model.head_weight)

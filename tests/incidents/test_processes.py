@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from strop.errors import CheckRefused, RunStopped, StoreError
+from strop.cluster import ModelSource, Roles
+from strop.cluster.process import ProcessPlacement
+from strop.engine import Completion, GenerationRequest
+from strop.errors import CheckRefused, EngineError, RunStopped, StoreError
+from strop.evaluate import read_result
 from strop.hardware import require_free_disk
 from strop.hardware.machine import read_cgroup_memory
+from strop.launch.local import Evaluation
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.record import RunDir, list_runs
 from strop.rollout import Example, Outcome
+from strop.spec import RunSpec
 from strop.store import AtomicDirectory, verify_directory
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import ACCEPTED, Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
@@ -248,3 +258,146 @@ def test_prc_1_an_engine_that_never_answers_ends_the_run_naming_the_stage(
         assert "stage generate has not moved for" in stall.detail
         assert run.checkpoint_steps() == [1]
     assert "Thread 0x" in ended.stderr
+
+
+# Loaded by Python before the engine's program: says its last words and ends, at once or once a file is there.
+LAST_WORDS = """
+import os, sys, threading, time
+def end():
+    os.write(2, b"cannot go on: libgpu.so is gone\\n")
+    os._exit({status})
+def wait():
+    while not os.path.exists({trigger!r}):
+        time.sleep(0.01)
+    end()
+if "strop.engine.server" in sys.orig_argv:
+    end() if {is_at_import} else threading.Thread(target=wait, daemon=True).start()
+"""
+
+
+@dataclass(frozen=True)
+class DoomedEngine:
+    """Engine processes that are made to end, and runs over them."""
+
+    folder: Path
+    model_dir: Path
+
+    @property
+    def trigger(self) -> Path:
+        return self.folder / "end-now"
+
+    def doom(self, monkeypatch: pytest.MonkeyPatch, *, status: int, is_at_import: bool) -> None:
+        text = LAST_WORDS.format(status=status, trigger=str(self.trigger), is_at_import=is_at_import)
+        (self.folder / "sitecustomize.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(self.folder), prepend=os.pathsep)
+
+    def compose(self, spec: RunSpec, run_dir: RunDir) -> Composition:
+        source = ModelSource(path=self.model_dir, digest="unused")
+        placement = ProcessPlacement(spec, source, run_dir.path / "roles")
+        return Composition(spec, self.model_dir, run_dir, placement=placement)
+
+    def end_at(
+        self, made: Composition, num_requests: int, *, is_evaluated: bool = False
+    ) -> Callable[[Roles], Roles]:
+        """Let the engine end before it answers request `num_requests + 1`."""
+
+        def change(roles: Roles) -> Roles:
+            engine = EndedEngine(roles.engine, made.placement, self.trigger, num_requests)
+            changed = replace(roles, engine=engine)
+            if is_evaluated:
+                made.evaluate = Evaluation(made.spec, made.task, changed, "digest", made.run_dir)
+            return changed
+
+        return change
+
+
+class EndedEngine:
+    """Hands everything on; at the n-th request its process ends by itself."""
+
+    def __init__(self, engine: Any, placement: Any, trigger: Path, num_left: int) -> None:
+        self._engine, self._placement = engine, placement
+        self._trigger, self._num_left = trigger, num_left
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self._num_left -= 1
+        if self._num_left < 0 and not self._trigger.exists():
+            self._trigger.touch()
+            wait_until_ended(self._placement.engine_pid)
+        completion: Completion = await self._engine.generate(request)
+        return completion
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def wait_until_ended(pid: int) -> None:
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists() and stat.read_text().split(") ")[1][0] != "Z":
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def doomed(tmp_path: Path, tiny_model_dir: Path) -> DoomedEngine:
+    (tmp_path / "hook").mkdir()
+    return DoomedEngine(tmp_path / "hook", tiny_model_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [0, 3])
+def test_prc_5_a_role_that_ends_at_import_is_told_with_status_and_last_words(
+    tmp_path: Path, doomed: DoomedEngine, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Incident: a worker ended before it had logged anything, and its partner idled for 12 hours."""
+    doomed.doom(monkeypatch, status=status, is_at_import=True)
+    made = doomed.compose(tiny_spec(), new_run(tmp_path / "runs"))
+    with pytest.raises(EngineError, match="the engine did not start") as caught:
+        made.run()
+    assert f"ended with exit code {status}\nIts last log lines:\ncannot go on: libgpu.so is gone" in str(
+        caught.value
+    )
+    assert made.run_dir.metrics.read() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [0, 3])
+def test_prc_5_a_role_that_ends_in_mid_run_is_told_with_status_and_last_words(
+    tmp_path: Path, doomed: DoomedEngine, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Incident: an engine that exited with status 0 was not missed by anyone."""
+    doomed.doom(monkeypatch, status=status, is_at_import=False)
+    spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1})
+    made = doomed.compose(spec, new_run(tmp_path / "runs"))
+    # The gate asks 64 times, and each step 12 times.
+    with pytest.raises(RunStopped, match="all 12 rollouts of step 3 failed alike: engine") as caught:
+        made.run(doomed.end_at(made, 64 + 24))
+    assert f"ended with exit code {status}" in str(caught.value)
+    assert "cannot go on: libgpu.so is gone" in str(caught.value)
+    assert "goes on from checkpoint step-000002" in str(caught.value)
+    assert [line["step"] for line in made.run_dir.metrics.read()] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_answered", [0, 5], ids=["none", "some"])
+def test_prc_5_an_evaluation_that_was_cut_off_is_repeated(
+    tmp_path: Path, doomed: DoomedEngine, monkeypatch: pytest.MonkeyPatch, num_answered: int
+) -> None:
+    """Incident: a checkpoint was marked as evaluated before its evaluation had ended."""
+    doomed.doom(monkeypatch, status=0, is_at_import=False)
+    spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1}, eval={"every": 2, "num_samples": 1})
+    made = doomed.compose(spec, new_run(tmp_path / "runs"))
+    # 12 held-out examples, each once greedily and once sampled; then two steps.
+    num_before = 64 + 24 + 24
+    with pytest.raises(EngineError, match="ended with exit code 0") as caught:
+        made.run(doomed.end_at(made, num_before + num_answered, is_evaluated=True))
+    assert "cannot go on: libgpu.so is gone" in str(caught.value)
+    # Step 2 is trained, and has no checkpoint before it is evaluated.
+    assert [line["step"] for line in made.run_dir.metrics.read()] == [1, 2]
+    assert made.run_dir.checkpoint_steps() == [1]
+    doomed.trigger.unlink()
+    run_dir = RunDir.open(made.run_dir.path)
+    run_dir.acquire()
+    again = doomed.compose(spec, run_dir)
+    again.run(doomed.end_at(again, 10**6, is_evaluated=True))
+    assert [summary.step for summary in again.notes.summaries] == [2, 4]
+    results = [read_result(run_dir.eval_path(again.task.name, step)) for step in (0, 2, 4)]
+    assert all(result.is_valid and result.greedy.num_unscored == 0 for result in results)

@@ -13,6 +13,7 @@ from strop.hardware.memory import (
     free_disk_bytes,
     peak_rss_bytes,
     require_free_disk,
+    require_writable,
     reset_peak_rss,
     rss_bytes,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "peak_rss_bytes",
     "read_calibration",
     "require_free_disk",
+    "require_writable",
     "reset_peak_rss",
     "rss_bytes",
     "spawn",

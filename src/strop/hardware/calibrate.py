@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.hardware.machine import describe_machine
-from strop.store.atomic import write_bytes_atomically
+from strop.store.atomic import explain_write_failure, write_bytes_atomically
 from strop.store.cache import user_cache_dir
 
 if TYPE_CHECKING:
@@ -66,7 +66,10 @@ def calibrate_machine(
         copy_gb_per_s=copy_bytes / _best_s(lambda: target.copy_(source), time_limit_s) / 1e9,
     )
     parent = cache_dir or user_cache_dir()
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, parent / CALIBRATION_NAME) from error
     write_bytes_atomically(parent / CALIBRATION_NAME, json.dumps(asdict(result), indent=1).encode())
     return result
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
@@ -42,6 +43,27 @@ def free_disk_bytes(path: Path) -> int:
     """Return what this user can still write under `path`, which need not exist yet."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
+
+
+def require_writable(path: Path, purpose: str) -> None:
+    """Refuse a place that cannot be written, before anything is done for it. Nothing is left there.
+
+    `path` need not exist; then the directory counts in which it would be made.
+
+    Raises: CheckRefused naming the place and what the system says.
+    """
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    try:
+        # Asked by writing: root passes every permission, and no permission tells of a read-only disk.
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise CheckRefused(
+            explain_refusal(
+                f"{purpose} cannot be written to {path} ({error.strerror}: {existing})",
+                allowed="a directory that this user may write to, or one that can be made",
+                next_step="mend its permissions, or choose another place for runs (output.root)",
+            )
+        ) from error
 
 
 def require_free_disk(path: Path, needed_bytes: int, purpose: str) -> None:

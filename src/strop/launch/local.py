@@ -22,7 +22,7 @@ from strop.errors import (
     explain_refusal,
 )
 from strop.evaluate import EvalResult, EvalSettings, evaluate_task, read_result, write_result
-from strop.hardware import describe_machine, keep_freed_memory
+from strop.hardware import describe_machine, keep_freed_memory, require_writable
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.rollout import Sampling, Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
@@ -51,10 +51,12 @@ def train_here(
     `is_new` starts a new run even where an unfinished one could go on. `on_run` is told the run
     directory once it is locked, before anything heavy happens.
 
-    Raises: CheckRefused if the directory is in use, finished, or the gate refuses; Interrupted
-        after a signal; StropError for everything else that strop refuses.
+    Raises: CheckRefused if the directory is in use, finished or not writable, or the gate refuses;
+        Interrupted after a signal; StropError for everything else that strop refuses.
     """
     spec = resolved.spec
+    # Before a model is fetched: that may take an hour.
+    require_writable(Path(spec.output.dir or spec.output.root), "the run's directory")
     threads = set_threads(spec.placement.threads)
     model = get_model(spec.model.uri)
     task = build_task(spec.task)

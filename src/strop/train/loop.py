@@ -20,7 +20,7 @@ import torch
 from strop.algorithm import build_algorithm
 from strop.cluster import Roles
 from strop.environments import RolloutPlan, SingleTurn, run_groups
-from strop.errors import Interrupted, LearnerError, RunStopped, WeightMismatch, explain_refusal
+from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, WeightMismatch, explain_refusal
 from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.policy.learner import StepReport
@@ -46,6 +46,9 @@ from strop.train.signals import StopFlag
 from strop.train.trends import History, find_trend_alarms
 from strop.train.tripwires import MAX_REFUSED_IN_A_ROW, find_alarms, find_format_drift
 from strop.train.watchdog import Watchdog
+
+_SIGN_OF_LIFE = "Is anyone there?"
+"""What a doubtful engine is asked to score."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,11 +367,27 @@ class TrainLoop:
         if self._parts.evaluate is None:
             return
         self._watchdog.progress("evaluate")
-        summary = await self._parts.evaluate(self._state.step)
+        try:
+            summary = await self._parts.evaluate(self._state.step)
+        except (EngineError, RunStopped):
+            # A dead engine tells why it died; what its silence led to does not.
+            await self._require_engine()
+            raise
+        if summary.invalid_cause is not None:
+            await self._require_engine()
         self._parts.observer.on_eval(summary)
         if summary.invalid_cause is not None:
             detail = f"{summary.invalid_cause}: the scores of this step are kept and never compared"
             self._event(EventKind.TRIPWIRE, "invalid_eval", detail)
+
+    async def _require_engine(self) -> None:
+        """See that the engine still answers: what a dead one left of an evaluation is no result.
+
+        Raises: EngineError with the cause of its end. The step has no checkpoint yet, so a resumed run
+            removes the evaluation and repeats it.
+        """
+        token_ids = self._roles.tokenizer.encode(_SIGN_OF_LIFE)
+        await self._roles.engine.score(token_ids[:1], token_ids[1:], 1.0)
 
     def _event(self, kind: EventKind, cause: str, detail: str) -> None:
         self._publish_event(Event(kind=kind, step=self._state.step, cause=cause, detail=detail))
