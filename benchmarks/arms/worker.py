@@ -63,6 +63,23 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def generation_record(
+    total_s: float, prompt_lengths: Sequence[int], lengths: Sequence[int], peak_bytes: int
+) -> Record:
+    """Return the record of one batch of generation; lengths are in tokens, one per prompt and reply."""
+    return {
+        "step_s": total_s,
+        "t_gen": total_s,
+        "Lp_mean": sum(prompt_lengths) / len(prompt_lengths),
+        "Lp_max": max(prompt_lengths),
+        "Lc_mean": sum(lengths) / len(lengths),
+        "Lc_max": max(lengths),
+        "scored_tok": sum(lengths),
+        "tok_per_s": sum(lengths) / total_s,
+        "peak_bytes": peak_bytes,
+    }
+
+
 class Channel:
     """The worker's end of the pipe. Make it before importing anything that prints."""
 
