@@ -11,6 +11,7 @@ everything before it, under the distribution that it was sampled from.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -35,13 +36,19 @@ class Split(StrEnum):
     HELD_OUT = "held_out"
 
 
+RESTART = "restart"
+"""Role of a prompt that was rendered anew because the ids before it could not be extended."""
+TERMINATOR = "terminator"
+"""Role of the terminator behind a reply that a stop string ended; nobody sampled it."""
+
+
 class FinishReason(StrEnum):
     """Why generation of a turn ended."""
 
     EOS = "eos"
     """A stop token was sampled; it is the last token of the turn."""
     STOP_STRING = "stop_string"
-    """A stop string was completed by the last token of the turn."""
+    """A stop string was completed. A turn ends before it: at the last token that reaches into the text."""
     LENGTH = "length"
     """The token budget was used up; the text is cut."""
     ABORT = "abort"
@@ -120,6 +127,7 @@ class Turn:
     """What one speaker said, as text and as the exact token ids that were fed or sampled."""
 
     role: str
+    """'prompt', 'assistant', `RESTART` or `TERMINATOR`."""
     text: str
     token_ids: IntArray
     logprobs: FloatArray | None = None
@@ -221,8 +229,24 @@ class Rollout:
         return next((turn for turn in reversed(self.turns) if turn.is_sampled), None)
 
     @property
+    def heard(self) -> tuple[Turn, ...]:
+        """Everything before the last turn that the policy spoke; all turns if it never did."""
+        reply = self.reply
+        return self.turns if reply is None else self.turns[: self.turns.index(reply)]
+
+    @property
+    def samples(self) -> tuple[tuple[Turn, ...], ...]:
+        """The turns, cut where a prompt was rendered anew: what the policy saw and said in one piece.
+
+        Each piece begins with a prompt. Its ids, joined, are what the engine was given and sampled.
+        """
+        restarts = [index for index, turn in enumerate(self.turns) if turn.role == RESTART]
+        edges = [0, *restarts, len(self.turns)]
+        return tuple(self.turns[start:end] for start, end in itertools.pairwise(edges))
+
+    @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled over all turns."""
+        """Tokens that the policy sampled over all turns, those of stop strings left out."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
 
 

@@ -25,6 +25,7 @@ from strop.environments import (
 )
 from strop.errors import ConfigError, DataError, WeightMismatch
 from strop.rollout import (
+    RESTART,
     Example,
     FailureOwner,
     FinishReason,
@@ -200,16 +201,19 @@ def test_terminator_is_added_after_a_stop_string(tokenizer: Tokenizer) -> None:
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}[assistant]",
     ],
 )
-def test_template_that_cannot_be_extended_loses_the_rollout(tmp_path: Path, template: str) -> None:
+def test_template_that_cannot_be_extended_begins_a_new_sample(tmp_path: Path, template: str) -> None:
     (tiny_tokenizer(tmp_path) / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer.load(tmp_path)
-    rollout = attempt(asking("a?", "b?"), DummyEngine(tokenizer, ["x", "7"]), tokenizer)
-    assert rollout.outcome.reward is None
-    assert rollout.outcome.failure is not None
-    assert (rollout.outcome.failure.owner, rollout.outcome.failure.kind) == (
-        FailureOwner.INFRA,
-        "prefix_break",
-    )
+    engine = DummyEngine(tokenizer, ["x", "7"])
+    rollout = attempt(asking("a?", "b?"), engine, tokenizer)
+    assert rollout.outcome.reward == 1.0
+    assert [turn.role for turn in rollout.turns] == ["prompt", "assistant", RESTART, "assistant"]
+    history = [Message(role=role, content=text) for role, text in (("user", "a?"), ("assistant", "x"))]
+    rendered = tokenizer.render([*history, Message(role="user", content="b?")])
+    assert rollout.turns[2].text == rendered
+    assert [len(turns) for turns in rollout.samples] == [2, 2]
+    for request, turns in zip(engine.requests, rollout.samples, strict=True):
+        assert request.prompt_ids.tolist() == turns[0].token_ids.tolist()
 
 
 def test_cut_turn_ends_the_attempt(tokenizer: Tokenizer) -> None:

@@ -276,7 +276,7 @@ def test_opt_6_a_learning_rate_of_1_is_named_in_two_steps_and_the_checkpoint_bef
     # The next update, step 4's, destroys the policy; step 5 is the first to sample from it.
     spec = tiny_spec(optimizer={"lr": 1.0}, train={**sizes, "steps": 20}, tripwires={"on_alarm": "stop"})
     made = Composition(spec, tiny_model_dir, run_dir)
-    with pytest.raises(RunStopped, match=r"step 5 raised .*length_explosion") as caught:
+    with pytest.raises(RunStopped, match=r"step 5 raised .*truncation") as caught:
         made.run()
     path = run_dir.checkpoints_path
     assert (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,12 @@ import torch
 from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.dummy import DummyEngine, ScriptedReply
-from strop.environments import RolloutPlan, SingleTurn, run_group
+from strop.environments import Action, RolloutPlan, ScriptedEnvironment, SingleTurn, run_group, run_rollout
 from strop.errors import ConfigError
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.policy.scoring import score_reply
 from strop.rollout import (
+    TERMINATOR,
     Example,
     FinishReason,
     Group,
@@ -28,13 +29,17 @@ from strop.rollout import (
     Rollout,
     Sampling,
     Split,
+    Turn,
     make_example,
 )
 from strop.spec import ArithmeticSpec
+from strop.spec.tripwires import TripwireSpec
 from strop.tasks import TaskLimits, build_task, render_prompt, resolve_prompt_format
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch, pack_reply
 from strop.train.gate import check_terminator
+from strop.train.measure import measure_rollouts
+from strop.train.tripwires import find_alarms
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.incidents.faulty_engines import TamperedEngine, build_gate
 from tests.policy.worlds import build_learner, load_model, make_model, terms_of
@@ -96,8 +101,8 @@ class Question:
         return ("yes",)
 
 
-def attempt(engine: Engine, tokenizer: Tokenizer, num_rollouts: int) -> Group:
-    task = Question()
+def attempt(engine: Engine, tokenizer: Tokenizer, num_rollouts: int, task: Question | None = None) -> Group:
+    task = task or Question()
     plans = [
         RolloutPlan(
             example=task.examples(Split.TRAIN)[0],
@@ -116,9 +121,9 @@ def pack(group: Group) -> list[PackedGroup]:
     return list(build_batch(ALGORITHMS["rloo"], [group], 16).groups)
 
 
-def drop_pads(rollout: Rollout, advantage: float, weight: float) -> PackedReply:
+def drop_pads(turns: Sequence[Turn], advantage: float, weight: float) -> PackedReply:
     """The fault of TOK-1: tokens whose id is the pad id are left out of the loss."""
-    reply = pack_reply(rollout, advantage, weight)
+    reply = pack_reply(turns, advantage, weight)
     is_scored = reply.is_scored & (reply.token_ids != PAD_ID)
     return replace(reply, is_scored=is_scored, engine_logprobs=reply.engine_logprobs[is_scored])
 
@@ -232,20 +237,226 @@ def test_tok_4_a_reply_that_ends_by_itself_is_trained_as_scored(tmp_path: Path) 
         assert reply.is_scored.all()
 
 
-def test_tok_4_a_stop_string_is_not_scored_and_trained_as_sampled(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("said", "scored"), [("yes\nQ: and more", "yes"), ("\nQ: what", "")])
+def test_tok_4_a_stop_string_is_neither_scored_nor_trained(tmp_path: Path, said: str, scored: str) -> None:
     """Incident: as above, where a stop string ended the reply.
 
-    Every sampled token keeps its own log-probability and credit: leaving out the sampled stop string, or
-    adding a terminator that was never sampled, would train on what no policy did. What earns the
-    reward is the text before it, and whatever would have come after is not there.
+    The ids are the scored text and one terminator. The terminator was not sampled, so it has no
+    behaviour log-probability and no policy gradient; every other token was, and has both.
     """
     tokenizer = Tokenizer.load(make_model(tmp_path))
-    group = attempt(DummyEngine(tokenizer, ["yes\nQ: and more", "no"]), tokenizer, 2)
+    engine = DummyEngine(tokenizer, [said, "no"])
+    rollout, other = attempt(engine, tokenizer, 2).rollouts
+    assert rollout.reply is not None
+    assert (rollout.reply.text, rollout.outcome.reward) == (scored, float(scored == "yes"))
+    assert rollout.reply.finish_reason is FinishReason.STOP_STRING
+    reply = pack_reply(rollout.turns, 1.0, 1.0)
+    assert tokenizer.decode(reply.token_ids[:-1]) == scored
+    assert reply.token_ids.tolist() == [*tokenizer.encode(scored), tokenizer.eos_id]
+    assert reply.is_scored.tolist() == [True] * len(scored) + [False]
+    assert len(reply.engine_logprobs) == rollout.num_sampled_tokens == len(scored)
+    # A reply that ended by itself sampled its terminator, and is trained on it.
+    assert pack_reply(other.turns, 1.0, 1.0).is_scored.tolist() == [True, True, True]
+
+
+def test_tok_4_nothing_of_a_stop_string_reaches_the_batch(tmp_path: Path) -> None:
+    """Incident: as above; two replies of which one is empty, through credit and packing.
+
+    The empty one has nothing to train, and still is one of the two that are compared.
+    """
+    tokenizer = Tokenizer.load(make_model(tmp_path))
+    group = attempt(DummyEngine(tokenizer, ["\nQ:", "yes\nQ:"]), tokenizer, 2)
+    batch = build_batch(ALGORITHMS["rloo"], [group], 16)
+    (packed,) = batch.groups
+    assert [tokenizer.decode(reply.token_ids[:-1]) for reply in packed.replies] == ["yes"]
+    assert (batch.credit.num_counted_tokens, batch.credit.num_empty) == (3, 1)
+    # Rewards 0 and 1: each is compared with the other.
+    assert packed.replies[0].advantage == 1.0
+    tensors = PackedBatch.of_groups([packed], torch.device("cpu"))
+    assert sorted(tensors.target_M.tolist()) == sorted(tokenizer.encode("yes").tolist())
+
+
+def test_tok_4_a_stop_string_inside_a_token_is_recorded(tmp_path: Path) -> None:
+    """Incident: as above, where no token boundary stands before the stop string.
+
+    `the` is one token here. Of the stop string `hen`, `th` is in a token whose first letter was scored.
+    """
+    tokenizer = Tokenizer.load(make_model(tmp_path))
+    task = Question()
+    task.limits = TaskLimits(max_reply_tokens=16, stop_strings=("hen",))
+    group = attempt(DummyEngine(tokenizer, ["so then", "yes"]), tokenizer, 2, task)
     rollout = group.rollouts[0]
     assert rollout.reply is not None
-    assert (rollout.reply.text, rollout.outcome.reward) == ("yes", 1.0)
-    assert rollout.reply.finish_reason is FinishReason.STOP_STRING
-    (packed,) = pack(group)
-    assert tokenizer.decode(packed.replies[0].token_ids) == "yes\nQ:"
-    assert packed.replies[0].is_scored.all()
-    assert tokenizer.eos_id not in packed.replies[0].token_ids
+    assert rollout.reply.text == "so t"
+    assert tokenizer.decode(rollout.reply.token_ids) == "so the"
+    assert rollout.outcome.metrics == {"split_stops": 1.0}
+    assert group.rollouts[1].outcome.metrics == {}
+    assert check_terminator(build_gate(tmp_path, DummyEngine(tokenizer, [])), [group]).is_passed
+
+
+def keep_stop_string(
+    tokenizer: Tokenizer, turns: Sequence[Turn], advantage: float, weight: float
+) -> PackedReply:
+    """The fault of TOK-4: what ended the reply is trained, and no terminator follows."""
+    ids = np.concatenate([turns[1].token_ids, tokenizer.encode("\nQ:")])
+    return PackedReply(
+        token_ids=ids,
+        is_scored=np.ones(len(ids), dtype=np.bool_),
+        engine_logprobs=np.full(len(ids), -1.0, dtype=np.float32),
+        advantage=advantage,
+        weight=weight,
+    )
+
+
+def drop_terminator(
+    tokenizer: Tokenizer, turns: Sequence[Turn], advantage: float, weight: float
+) -> PackedReply:
+    """Trains the text and lets nothing follow it."""
+    return pack_reply([turn for turn in turns if turn.role != TERMINATOR], advantage, weight)
+
+
+@pytest.mark.parametrize("builder", [keep_stop_string, drop_terminator])
+def test_tok_4_a_builder_that_ends_a_reply_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builder: Callable[..., PackedReply]
+) -> None:
+    """Incident: as above; the gate compares what is trained with what was scored."""
+    model_dir = make_model(tmp_path)
+    tokenizer = Tokenizer.load(model_dir)
+    engine = DummyEngine(tokenizer, ["yes\nQ: and", "\nQ:"])
+    group = attempt(engine, tokenizer, 2)
+    gate = build_gate(model_dir, engine)
+    assert check_terminator(gate, [group]).detail.endswith("; 2 replies trained up to their stop string")
+    monkeypatch.setattr("strop.train.gate.pack_reply", partial(builder, tokenizer))
+    check = check_terminator(gate, [group])
+    assert not check.is_passed
+    assert check.detail.startswith(
+        "2 of 2 replies that a stop string ended are not trained as they were scored"
+    )
+
+
+def talk(tokenizer: Tokenizer, engine: Engine) -> Rollout:
+    """Attempt a conversation of three turns; the first reply earns nothing, the last may."""
+    questions = [(Message(role="user", content=text),) for text in ("a?", "b?", "c?")]
+
+    def judge(example: Example, actions: tuple[Action, ...]) -> Outcome:
+        return Outcome(parts={"correct": float(actions[-1].text == "yes")})
+
+    world = ScriptedEnvironment(questions[0], questions[1:], judge, stop_strings=("\nQ:",))
+    plan = RolloutPlan(
+        example=Question().examples(Split.TRAIN)[0],
+        step=0,
+        sample_index=0,
+        run_seed=0,
+        sampling=Sampling(),
+        max_reply_tokens=16,
+    )
+    return asyncio.run(run_rollout(world, engine, tokenizer, plan))
+
+
+def pack_samples(rollout: Rollout) -> list[tuple[list[int], PackedReply]]:
+    return [(turns[0].token_ids.tolist(), pack_reply(turns, 1.0, 1.0)) for turns in rollout.samples]
+
+
+@dataclass
+class Spoken:
+    """Samples every word letter by letter, as no encoder would, and keeps what it was asked and said."""
+
+    tokenizer: Tokenizer
+    engine: DummyEngine
+    asked: list[list[int]] = field(default_factory=list)
+    said: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, request: GenerationRequest, completion: Completion) -> Completion:
+        letters = [self.tokenizer.encode(letter) for letter in completion.text]
+        ids = np.concatenate([*letters, completion.token_ids[-1:]]).astype(np.int32)
+        self.asked.append(request.prompt_ids.tolist())
+        self.said.append(ids.tolist())
+        return replace(completion, token_ids=ids, logprobs=np.full(len(ids), -1.0, dtype=np.float32))
+
+
+def test_tok_5_three_turns_are_trained_as_the_engine_saw_and_said_them(tmp_path: Path) -> None:
+    """Incident: multi-turn text was rendered again; local ids matched the engine's in 0 of 28 turns.
+
+    Decoding and encoding is unstable here: `as` and `the` come back as one token each.
+    """
+    tokenizer = Tokenizer.load(make_model(tmp_path))
+    engine = DummyEngine(tokenizer, ["as", "the", "yes"])
+    spoken = Spoken(tokenizer, engine)
+    rollout = talk(tokenizer, TamperedEngine(engine, tamper=spoken))
+    assert [len(tokenizer.encode(word)) for word in ("as", "the")] == [1, 1]
+    assert [len(ids) for ids in spoken.said] == [3, 4, 4]  # Letters and a terminator.
+    ((prompt_ids, reply),) = pack_samples(rollout)
+    assert prompt_ids + reply.token_ids.tolist() == spoken.asked[-1] + spoken.said[-1]
+    # Each turn extends what was asked and said before it.
+    assert prompt_ids == spoken.asked[0]
+    for earlier, said, later in zip(spoken.asked, spoken.said, spoken.asked[1:], strict=False):
+        assert later[: len(earlier) + len(said)] == earlier + said
+    assert reply.token_ids[reply.is_scored].tolist() == [token for ids in spoken.said for token in ids]
+    metrics = measure_rollouts([Group(example=rollout.example, rollouts=(rollout,))])
+    assert metrics["prefix_break_frac"] == 0.0
+    assert find_alarms(TripwireSpec(), 1, metrics) == []
+
+
+def test_tok_5_a_tampered_turn_begins_a_new_sample(tmp_path: Path) -> None:
+    """Incident: as above; a boolean came back from the world's text as another word.
+
+    The ids of the second reply no longer read as its text, so nothing proves what a third turn behind
+    them would mean. What was sampled before is trained as it was; then a sample of its own begins.
+    """
+    tokenizer = Tokenizer.load(make_model(tmp_path))
+    engine = DummyEngine(tokenizer, ["as", "true", "yes"])
+
+    def round_trip(request: GenerationRequest, completion: Completion) -> Completion:
+        return replace(completion, text=completion.text.replace("true", "True"))
+
+    rollout = talk(tokenizer, TamperedEngine(engine, tamper=round_trip))
+    assert [turn.role for turn in rollout.turns] == [
+        *("prompt", "assistant", "prompt", "assistant"),
+        *("restart", "assistant"),
+    ]
+    assert rollout.outcome.reward == 1.0
+    asked = [request.prompt_ids.tolist() for request in engine.requests]
+    (first_prompt, first), (second_prompt, second) = pack_samples(rollout)
+    true_ids = [*tokenizer.encode("true"), tokenizer.eos_id]
+    assert first_prompt + first.token_ids.tolist() == asked[1] + true_ids
+    assert second_prompt == asked[2]
+    assert second.token_ids.tolist() == [*tokenizer.encode("yes"), tokenizer.eos_id]
+    assert "True" in tokenizer.decode(asked[2])
+    # One of the two turns that answer a reply is broken, and that is an alarm.
+    metrics = measure_rollouts([Group(example=rollout.example, rollouts=(rollout,))])
+    assert metrics["prefix_break_frac"] == 0.5
+    (alarm,) = find_alarms(TripwireSpec(), 1, metrics)
+    assert (alarm.cause, alarm.kind.value) == ("prefix_break", "tripwire")
+    assert "prefix_break_frac=0.5 of the turns" in alarm.detail
+
+
+def test_tok_5_both_samples_are_trained_with_the_credit_of_one_rollout(tmp_path: Path) -> None:
+    """Incident: as above. The boundary changes which ids stand together, not who earns what."""
+    tokenizer = Tokenizer.load(make_model(tmp_path))
+
+    def round_trip(request: GenerationRequest, completion: Completion) -> Completion:
+        return replace(completion, text=completion.text.replace("true", "True"))
+
+    rollouts = [
+        talk(tokenizer, TamperedEngine(DummyEngine(tokenizer, replies), tamper=round_trip))
+        for replies in (["as", "true", "yes"], ["as", "the", "no"])
+    ]
+    group = Group(example=rollouts[0].example, rollouts=tuple(rollouts))
+    batch = build_batch(ALGORITHMS["rloo"], [group], 16)
+    # The rollouts share the first prompt; the new sample has its own.
+    assert [len(packed.replies) for packed in batch.groups] == [2, 1]
+    replies = [reply for packed in batch.groups for reply in packed.replies]
+    assert sorted(reply.advantage for reply in replies) == [-1.0, 1.0, 1.0]
+    assert len({reply.weight for reply in replies}) == 1
+    assert sum(int(reply.is_scored.sum()) for reply in replies) == batch.credit.num_counted_tokens
+
+
+def test_tok_5_after_a_stop_string_the_next_turn_follows_a_terminator(tmp_path: Path) -> None:
+    """Incident: as above; the model is asked what a model that ended by itself is asked."""
+    tokenizer = Tokenizer.load(make_model(tmp_path))
+    stopped, ended = (DummyEngine(tokenizer, [f"as{end}", "yes", "no"]) for end in ("\nQ: no", ""))
+    (sample,) = pack_samples(talk(tokenizer, stopped))
+    talk(tokenizer, ended)
+    assert stopped.requests[1].prompt_ids.tolist() == ended.requests[1].prompt_ids.tolist()
+    # `as` alone, then `yes` and `no` with their terminators.
+    assert int(sample[1].is_scored.sum()) == 1 + 4 + 3

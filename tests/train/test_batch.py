@@ -98,7 +98,7 @@ def test_a_batch_by_hand() -> None:
 
 def test_tokens_of_the_world_are_fed_and_not_trained() -> None:
     many = rollout(scored(1.0), prompt(1, 2), said(ids(3, 260), -1.0), prompt(4, 5, 6), said(ids(7), -2.0))
-    reply = pack_reply(many, 0.5, 0.25)
+    reply = pack_reply(many.turns, 0.5, 0.25)
     assert reply.token_ids.tolist() == [3, 260, 4, 5, 6, 7]
     assert reply.is_scored.tolist() == [True, True, False, False, False, True]
     assert reply.engine_logprobs.tolist() == [-1, -1, -2]

@@ -20,7 +20,7 @@ from strop.errors import CheckRefused, ConfigError
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedReply
 from strop.policy.scoring import score_reply
-from strop.rollout import Example, Message, Outcome, Rollout, Split
+from strop.rollout import Example, Message, Outcome, Split, Turn
 from strop.train import gate as gate_module
 from strop.train.batch import pack_reply
 from strop.train.gate import GateCheck, GateInput, pass_gate, read_accepted
@@ -217,9 +217,9 @@ def test_an_engine_without_replies_is_refused(tmp_path: Path, tiny_model_dir: Pa
     assert "parity: the engine gave no reply to compare" in str(error)
 
 
-def pack_without_pad(rollout: Rollout, advantage: float, weight: float) -> PackedReply:
+def pack_without_pad(turns: Sequence[Turn], advantage: float, weight: float) -> PackedReply:
     """Mask the loss by comparing ids with the pad id, which is the terminator here."""
-    reply = pack_reply(rollout, advantage, weight)
+    reply = pack_reply(turns, advantage, weight)
     is_scored = reply.token_ids != 260
     # As such code did: the first values belong to the tokens that are left.
     return replace(reply, is_scored=is_scored, engine_logprobs=reply.engine_logprobs[: int(is_scored.sum())])

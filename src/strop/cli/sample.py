@@ -56,7 +56,7 @@ def describe_rollout(rollout: Rollout) -> dict[str, Any]:
     """Return what a person wants to see of a rollout."""
     reply, outcome = rollout.reply, rollout.outcome
     return {
-        "prompt": "".join(turn.text for turn in rollout.turns if not turn.is_sampled),
+        "prompt": "".join(turn.text for turn in rollout.heard if not turn.is_sampled),
         "reply": None if reply is None else reply.text,
         "finish_reason": reply.finish_reason.value if reply and reply.finish_reason else None,
         "gold": rollout.example.answer,

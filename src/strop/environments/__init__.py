@@ -1,12 +1,13 @@
 """What world the model acts in: asked, answered, stepped and scored through one rollout path.
 
 `run_rollout` walks one attempt from reset to score, `run_group` all attempts at one example. A
-single-turn task is an environment with one step (`SingleTurn`). Engine ids are kept verbatim and
-extended, never rendered again. Failures of machinery become outcomes without a score.
+single-turn task is an environment with one step (`SingleTurn`). Engine ids are extended, never
+rendered again; where that fails, a new sample begins. Failures become outcomes without a score.
 Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 """
 
 from strop.environments.contract import Action, Environment, StepResult
+from strop.environments.conversation import count_kept_tokens
 from strop.environments.rollout import PromptCache, RolloutPlan, run_group, run_groups, run_rollout
 from strop.environments.scripted import ScriptedEnvironment
 from strop.environments.single_turn import SingleTurn
@@ -19,6 +20,7 @@ __all__ = [
     "ScriptedEnvironment",
     "SingleTurn",
     "StepResult",
+    "count_kept_tokens",
     "run_group",
     "run_groups",
     "run_rollout",

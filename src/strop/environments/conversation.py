@@ -2,18 +2,41 @@
 
 Rendering a reply again can give other ids than were sampled (TOK-5). Here the chat template is asked
 only for the text between a reply and the next one, with a stand-in for the reply, and it must write
-the stand-in right behind the prompt that the reply answered.
+the stand-in right behind the prompt that the reply answered. The reply's ids must read as its text.
+Where either fails, the caller renders everything anew, and a new training sample begins there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strop.rollout import FinishReason, IntArray, Message
+from strop.rollout import FinishReason, IntArray, Message, Turn
 from strop.tasks.prompt import PromptFormat, render_prompt
 from strop.tokenizer import Tokenizer
 
 _STAND_IN = "reply"
+
+
+def count_kept_tokens(tokenizer: Tokenizer, token_ids: IntArray, text: str) -> int:
+    """Return how many of a reply's tokens reach into its text, which ends before a stop string (TOK-4).
+
+    The others lie wholly in the stop string: they were not judged, so they are not trained. A token
+    in which the stop string begins is kept, because a part of it was judged.
+    """
+    for num_tokens in range(len(token_ids), -1, -1):
+        spoken = tokenizer.decode(token_ids[:num_tokens])
+        if spoken == text:
+            return num_tokens
+        if not spoken.startswith(text):
+            return num_tokens + 1
+    return 0
+
+
+def reads_as(tokenizer: Tokenizer, reply: Turn) -> bool:
+    """Whether a reply's ids are its text, before a terminator that the policy sampled."""
+    is_ended = reply.finish_reason is FinishReason.EOS
+    spoken_ids = reply.token_ids[:-1] if is_ended else reply.token_ids
+    return tokenizer.decode(spoken_ids) == reply.text
 
 
 def encode_next_messages(

@@ -15,9 +15,11 @@ import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.contract import Action, Environment
-from strop.environments.conversation import encode_next_messages
+from strop.environments.conversation import count_kept_tokens, encode_next_messages, reads_as
 from strop.errors import DataError, EngineError, explain_refusal
 from strop.rollout import (
+    RESTART,
+    TERMINATOR,
     Example,
     Failure,
     FailureOwner,
@@ -82,6 +84,8 @@ class _Attempt:
     clock: Callable[[], float]
     turns: list[Turn] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
+    num_split_stops: int = 0
+    """Replies whose stop string begins inside a token, which is trained as it was sampled."""
     stage_owner: FailureOwner = FailureOwner.TASK
     """Whose code runs now, hence who owns a failure."""
 
@@ -90,11 +94,9 @@ class _Attempt:
         plan = self.plan
         world_seed = stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
         history = list(await self.environment.reset(plan.example, world_seed))
-        text, new_ids = self.prompts.render(tuple(history))
-        # The ids of the whole conversation: never rendered again, only extended.
-        context_ids = new_ids
+        text, context_ids = self.prompts.render(tuple(history))
+        self.turns.append(Turn(role="prompt", text=text, token_ids=context_ids))
         for turn_index in range(self.environment.max_turns):
-            self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
             completion = await self._generate(context_ids, turn_index)
             if completion.finish_reason is FinishReason.ABORT:
                 return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
@@ -104,20 +106,40 @@ class _Attempt:
             is_last = turn_index + 1 == self.environment.max_turns
             if result.done or is_last or completion.finish_reason is FinishReason.LENGTH:
                 break
-            extension = encode_next_messages(
-                self.prompts.tokenizer,
-                self.prompts.prompt_format,
-                history,
-                result.messages,
-                completion.finish_reason,
-            )
-            if extension is None:
-                detail = "the chat template rewrites earlier messages, so the sampled ids cannot be extended"
-                return Outcome.lost(FailureOwner.INFRA, "prefix_break", detail)
-            text, new_ids = extension
-            context_ids = np.concatenate([context_ids, completion.token_ids, new_ids])
+            context_ids = self._continue(context_ids, history, result.messages)
             history += [Message(role="assistant", content=completion.text), *result.messages]
+        self._close_reply()
         return await self._score()
+
+    def _continue(
+        self, context_ids: IntArray, history: Sequence[Message], new_messages: Sequence[Message]
+    ) -> IntArray:
+        """Add the turn that answers the last reply; return the ids of the whole conversation.
+
+        They are never rendered again, only extended. Where it cannot be shown that this gives what the
+        model would be asked, they are given up and rendered anew: a new sample begins (`prefix_break`).
+        """
+        reply, tokenizer = self.turns[-1], self.prompts.tokenizer
+        assert reply.finish_reason is not None
+        extension = encode_next_messages(
+            tokenizer, self.prompts.prompt_format, history, new_messages, reply.finish_reason
+        )
+        if extension is not None and reads_as(tokenizer, reply):
+            text, new_ids = extension
+            self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
+            return np.concatenate([context_ids, reply.token_ids, new_ids])
+        spoken = Message(role="assistant", content=reply.text)
+        text, new_ids = self.prompts.render((*history, spoken, *new_messages))
+        self.turns.append(Turn(role=RESTART, text=text, token_ids=new_ids))
+        return new_ids
+
+    def _close_reply(self) -> None:
+        """Write the terminator behind a reply that a stop string ended; it is fed, never trained."""
+        reply, tokenizer = self.turns[-1], self.prompts.tokenizer
+        if reply.finish_reason is FinishReason.STOP_STRING:
+            eos_ids = np.array([tokenizer.eos_id], dtype=np.int32)
+            text = tokenizer.token_text(tokenizer.eos_id)
+            self.turns.append(Turn(role=TERMINATOR, text=text, token_ids=eos_ids))
 
     async def _generate(self, context_ids: IntArray, turn_index: int) -> Completion:
         plan = self.plan
@@ -136,23 +158,34 @@ class _Attempt:
         completion = await self.engine.generate(request)
         self.seconds["generate"] += self.clock() - started_at
         _require_logprobs(completion.logprobs)
-        self.turns.append(
-            Turn(
-                role="assistant",
-                text=completion.text,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                policy_version=completion.policy_version,
-                finish_reason=completion.finish_reason,
-            )
+        turn = Turn(
+            role="assistant",
+            text=completion.text,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            policy_version=completion.policy_version,
+            finish_reason=completion.finish_reason,
         )
+        self.turns.append(self._without_stop_string(turn))
         self.stage_owner = FailureOwner.TASK
         return completion
+
+    def _without_stop_string(self, reply: Turn) -> Turn:
+        """Leave out the tokens that lie wholly in the stop string that ended a reply."""
+        if reply.finish_reason is not FinishReason.STOP_STRING or reply.logprobs is None:
+            return reply
+        num_kept = count_kept_tokens(self.prompts.tokenizer, reply.token_ids, reply.text)
+        kept = replace(reply, token_ids=reply.token_ids[:num_kept], logprobs=reply.logprobs[:num_kept])
+        self.num_split_stops += not reads_as(self.prompts.tokenizer, kept)
+        return kept
 
     async def _score(self) -> Outcome:
         started_at = self.clock()
         outcome = await self.environment.score()
         self.seconds["verify"] += self.clock() - started_at
+        if self.num_split_stops:
+            metrics = {**outcome.metrics, "split_stops": float(self.num_split_stops)}
+            outcome = replace(outcome, metrics=metrics)
         is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
         return replace(outcome, truncated=outcome.truncated or is_cut)
 
@@ -170,7 +203,9 @@ async def run_rollout(
 
     A failure of the engine, the task or its world gives a rollout without a score; its turns up to
     there are kept. The turns alternate: 'prompt' with the ids that were added, 'assistant' with the
-    ids that were sampled; all joined are what the engine saw and said.
+    ids that were sampled; all joined are what the engine saw and said, but for tokens of stop strings.
+    A `RESTART` in place of a prompt holds everything anew, and what stands before it was not seen with
+    what follows (`Rollout.samples`).
     Units: `clock` counts seconds.
     Raises: WeightMismatch, ConfigError and cancellation, which concern the whole run.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 from strop.algorithm import Algorithm, Credit, assign_credit
 from strop.policy.packing import PackedGroup, PackedReply
-from strop.rollout import Group, IntArray, Rollout
+from strop.rollout import Group, IntArray, Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ def build_batch(algorithm: Algorithm, groups: Sequence[Group], max_reply_tokens:
     packed: list[PackedGroup] = []
     for index, group in enumerate(groups):
         replies = [
-            (rollout.turns[0].token_ids, pack_reply(rollout, float(advantage), float(weight)))
+            (turns[0].token_ids, pack_reply(turns, float(advantage), float(weight)))
             for rollout, advantage, weight, is_forwarded in zip(
                 group.rollouts,
                 credit.advantage_P_G[index],
@@ -42,6 +42,8 @@ def build_batch(algorithm: Algorithm, groups: Sequence[Group], max_reply_tokens:
                 strict=True,
             )
             if is_forwarded
+            for turns in rollout.samples
+            if any(turn.is_sampled and len(turn.token_ids) for turn in turns)
         ]
         packed += _share_prompts(replies)
     return TrainBatch(groups=tuple(packed), credit=credit)
@@ -58,13 +60,17 @@ def _share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[Pack
     return [PackedGroup(prompt_ids=ids, replies=tuple(members)) for ids, members in by_prompt.values()]
 
 
-def pack_reply(rollout: Rollout, advantage: float, weight: float) -> PackedReply:
-    """Join everything after the opening prompt; only what the policy sampled is scored."""
-    turns = rollout.turns[1:]
+def pack_reply(turns: Sequence[Turn], advantage: float, weight: float) -> PackedReply:
+    """Join everything after the opening prompt of a sample; only what the policy sampled is scored.
+
+    A terminator behind a stop string was not sampled: it has no behaviour log-probability, so no
+    policy gradient either. It ends the ids and is not scored.
+    """
+    replies = turns[1:]
     return PackedReply(
-        token_ids=np.concatenate([turn.token_ids for turn in turns]),
-        is_scored=np.concatenate([np.full(len(turn.token_ids), turn.is_sampled) for turn in turns]),
-        engine_logprobs=np.concatenate([turn.logprobs for turn in turns if turn.logprobs is not None]),
+        token_ids=np.concatenate([turn.token_ids for turn in replies]),
+        is_scored=np.concatenate([np.full(len(turn.token_ids), turn.is_sampled) for turn in replies]),
+        engine_logprobs=np.concatenate([turn.logprobs for turn in replies if turn.logprobs is not None]),
         advantage=advantage,
         weight=weight,
     )

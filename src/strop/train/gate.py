@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from strop.cluster import Roles
-from strop.environments import RolloutPlan, SingleTurn, run_groups
+from strop.environments import RolloutPlan, SingleTurn, count_kept_tokens, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.hardware import free_disk_bytes, free_memory_bytes, rss_bytes
 from strop.policy.footprint import (
@@ -31,9 +31,10 @@ from strop.policy.footprint import (
 )
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.policy.scoring import score_batch, score_reply
-from strop.rollout import Group, Rollout, Sampling, Split
+from strop.rollout import FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task, render_prompt, self_test
+from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.room import LOW_DISK_FACTOR, directory_bytes
 
@@ -237,33 +238,53 @@ def check_room(gate: GateInput) -> GateCheck:
 
 
 def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
-    """Refuse a batch builder that leaves the sampled terminator out of the loss."""
-    stop_ids = gate.roles.tokenizer.stop_token_ids
-    ended = [
-        rollout
-        for group in groups
-        for rollout in group.rollouts
-        if rollout.reply is not None and set(rollout.reply.token_ids[-1:].tolist()) & stop_ids
+    """Refuse a batch builder that leaves a sampled terminator out of the loss, or a stop string in."""
+    tokenizer = gate.roles.tokenizer
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    ended = [r for r in rollouts if _last_sampled_ids(r) & tokenizer.stop_token_ids]
+    untrained = [r for r in ended if not set(_target_ids(r)[-1:].tolist()) & tokenizer.stop_token_ids]
+    stopped = [
+        r for r in rollouts if r.reply is not None and r.reply.finish_reason is FinishReason.STOP_STRING
     ]
-    untrained = []
-    for rollout in ended:
-        reply = pack_reply(rollout, 1.0, 1.0)
-        batch = PackedBatch.of_groups(
-            [PackedGroup(prompt_ids=rollout.turns[0].token_ids, replies=(reply,))], torch.device("cpu")
-        )
-        if not len(batch.target_M) or int(batch.target_M[-1]) not in stop_ids:
-            untrained.append(rollout)
+    overtrained = [r for r in stopped if not _ends_as_scored(tokenizer, r)]
     detail = f"{len(ended)} sampled terminators, all inside the loss mask"
     if untrained:
         detail = f"{len(untrained)} of {len(ended)} sampled terminators are outside the loss mask"
+    elif overtrained:
+        detail = (
+            f"{len(overtrained)} of {len(stopped)} replies that a stop string ended are not trained as they"
+            " were scored: up to the stop string, with one terminator behind"
+        )
+    elif stopped:
+        detail += f"; {len(stopped)} replies trained up to their stop string"
     elif not ended:
         detail = "no probe reply ended by itself; the reply limit may be too small"
-    return GateCheck(name="terminator", is_passed=not untrained, detail=detail)
+    return GateCheck(name="terminator", is_passed=not untrained and not overtrained, detail=detail)
+
+
+def _last_sampled_ids(rollout: Rollout) -> set[int]:
+    return set() if rollout.reply is None else set(rollout.reply.token_ids[-1:].tolist())
+
+
+def _target_ids(rollout: Rollout) -> IntArray:
+    """Return the ids that the loss is computed on, in order."""
+    reply = pack_reply(rollout.turns, 1.0, 1.0)
+    group = PackedGroup(prompt_ids=rollout.turns[0].token_ids, replies=(reply,))
+    target_ids: IntArray = PackedBatch.of_groups([group], torch.device("cpu")).target_M.numpy()
+    return target_ids
+
+
+def _ends_as_scored(tokenizer: Tokenizer, rollout: Rollout) -> bool:
+    """Whether a reply that a stop string ended is trained on its text alone, and then terminated."""
+    target_ids, text = _target_ids(rollout), "" if rollout.reply is None else rollout.reply.text
+    last_ids = pack_reply(rollout.turns, 1.0, 1.0).token_ids[-1:].tolist()
+    is_text = count_kept_tokens(tokenizer, target_ids, text) == len(target_ids)
+    return is_text and last_ids == [tokenizer.eos_id]
 
 
 def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse an engine and a trainer that disagree about the same tokens at equal weights."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.reply is not None]
+    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
     if not rollouts:
         return GateCheck(name="parity", is_passed=False, detail="the engine gave no reply to compare")
     tolerance = PARITY_TOLERANCE_NATS[gate.spec.model.dtype]
@@ -279,7 +300,8 @@ def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
 def _gaps(gate: GateInput, rollouts: Sequence[Rollout], temperature: float) -> np.ndarray:
     """Return trainer minus engine log-probability of every sampled token."""
     groups = [
-        PackedGroup(prompt_ids=r.turns[0].token_ids, replies=(pack_reply(r, 0.0, 0.0),)) for r in rollouts
+        PackedGroup(prompt_ids=r.turns[0].token_ids, replies=(pack_reply(r.turns, 0.0, 0.0),))
+        for r in rollouts
     ]
     model = gate.roles.learner.model
     batch = PackedBatch.of_groups(groups, model.device)

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from strop.policy.learner import StepReport
-from strop.rollout import Group, Rollout
+from strop.rollout import RESTART, TERMINATOR, Group, Rollout
 from strop.train.batch import TrainBatch
 
 
@@ -33,7 +33,10 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
         _add_mean(metrics, "format_ok_frac", [rollout.outcome.format_ok for rollout in scored])
     if sampled:
         metrics["reply_tokens_mean"] = fmean(rollout.num_sampled_tokens for rollout in sampled)
+    if any(rollout.num_sampled_tokens for rollout in sampled):
         metrics["entropy_nats"] = _surprise(sampled)
+    answers = [turn.role for r in rollouts for turn in r.turns[1:] if not turn.is_sampled]
+    _add_mean(metrics, "prefix_break_frac", [role == RESTART for role in answers if role != TERMINATOR])
     return metrics
 
 

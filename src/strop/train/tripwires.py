@@ -99,6 +99,13 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
             " optimizer.lr, and check that masters are float32"
         )
         alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="vanishing_updates", detail=detail))
+    broken_frac = metrics.get("prefix_break_frac", 0.0)
+    if broken_frac > 0.0:
+        detail = (
+            f"prefix_break_frac={broken_frac:.3g} of the turns that answer a reply could not extend its ids;"
+            " a new sample begins there. Look at the chat template, and at what the engine says it sampled"
+        )
+        alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="prefix_break", detail=detail))
     return alarms
 
 

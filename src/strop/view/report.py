@@ -236,7 +236,7 @@ def _show_step(title: str, chosen: RolloutsAtStep | None) -> dict[str, Any] | No
 def show_rollout(rollout: Rollout) -> ShownRollout:
     """Prepare a rollout for the page: harmless texts, cut where they are very long."""
     outcome, reply = rollout.outcome, rollout.reply
-    heard = [turn.text for turn in rollout.turns if turn is not reply]
+    heard = [turn.text for turn in rollout.heard]
     if outcome.failure is not None:
         verdict = "unscored"
     elif outcome.is_correct is None:
