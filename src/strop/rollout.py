@@ -41,6 +41,9 @@ RESTART = "restart"
 TERMINATOR = "terminator"
 """Role of the terminator behind a reply that a stop string ended; nobody sampled it."""
 
+PROMPT_TOO_LONG = "prompt_too_long"
+"""Kind of failure: the model has no room for a whole reply behind the prompt, so nobody was asked."""
+
 
 class FinishReason(StrEnum):
     """Why generation of a turn ended."""
@@ -194,6 +197,11 @@ class Outcome:
         if len(values) < len(self.parts) or not all(math.isfinite(v) for v in values):
             return None
         return math.fsum(values)
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the prompt left no room for a reply, so that there was no attempt."""
+        return self.failure is not None and self.failure.kind == PROMPT_TOO_LONG
 
     @property
     def is_scored(self) -> bool:

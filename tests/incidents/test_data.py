@@ -14,6 +14,7 @@ from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec import Gsm8kSpec
 from strop.tasks import build_task
+from strop.train.schedule import ExampleSchedule
 from tests.fixtures.tiny_run import NUM_TRAIN, Composition, SpellTask, new_run, tiny_spec
 
 
@@ -86,12 +87,69 @@ class OneInTwelveIsLong(SpellTask):
         return (Message(role="user", content=content),)
 
 
-def test_dat_4_overlong_prompts_are_refused_with_their_length(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_dat_4_overlong_prompts_are_refused_above_the_allowance(tmp_path: Path, tiny_model_dir: Path) -> None:
     """Incident: overlong prompts gave empty outputs that were retried for ever."""
     made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=OneInTwelveIsLong())
-    with pytest.raises(CheckRefused, match=r"prompt: the longest prompt has 6\d\d tokens .* 512 positions"):
+    with pytest.raises(
+        CheckRefused, match=r"prompt: the longest prompt has 6\d\d tokens .* 512 pos"
+    ) as caught:
         made.run()
     assert made.run_dir.metrics.read() == []
+    # 1 / 12 = 8.3 %, of which the default allows 1 %.
+    message = str(caught.value)
+    assert (
+        "1 of 12 measured prompts (8.3%) leave no room for a reply, and task.max_too_long_frac=0.01"
+        in message
+    )
+    assert caught.value.exit_code == 76
+
+
+@pytest.mark.parametrize("prompts_per_step", [1, 3])
+def test_dat_4_within_the_allowance_they_have_a_fate_and_the_run_ends(
+    tmp_path: Path, tiny_model_dir: Path, prompts_per_step: int
+) -> None:
+    """Incident: as above. Two epochs here, at one and at three prompts a step.
+
+    With one prompt a step the whole step is too long; that stops nothing either.
+    """
+    steps = 2 * NUM_TRAIN // prompts_per_step
+    spec = tiny_spec(
+        task={"name": "arithmetic", "max_too_long_frac": 0.1},
+        train={"steps": steps, "prompts_per_step": prompts_per_step, "checkpoint_every": steps},
+    )
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=OneInTwelveIsLong())
+    made.run()
+    assert [line["step"] for line in made.run_dir.metrics.read()] == list(range(1, steps + 1))
+    (shown,) = (event.detail for event in made.notes.events if event.cause == "prompt")
+    assert "1 of 12 measured prompts (8.3%) leave no room for a reply" in shown
+    served, lost = [], []
+    for step in range(1, steps + 1):
+        rollouts = read_rollouts(made.run_dir.rollouts_path(step))
+        too_long = [rollout for rollout in rollouts if rollout.outcome.is_too_long]
+        served += [int(r.example.fields["n"]) for r in rollouts if r.sample_index == 0]
+        lost += too_long
+        line = made.notes.steps[step - 1]
+        assert line["prompt_too_long_frac"] == len(too_long) / len(rollouts)
+        assert line["failed_frac"] == 0.0
+    # Tried once per epoch and attempt, never again; the prompt was rendered and nobody was asked.
+    assert len(lost) == 2 * 4
+    for rollout in lost:
+        assert rollout.example.fields["n"] == 7
+        assert rollout.outcome.failure is not None
+        assert (rollout.outcome.failure.owner, rollout.outcome.failure.kind) == ("task", "prompt_too_long")
+        assert [turn.role for turn in rollout.turns] == ["prompt"]
+    noted = [event for event in made.notes.events if event.cause == "prompt_too_long"]
+    assert [(event.kind.value, event.example_ids) for event in noted] == [
+        ("rollout_lost", (lost[0].example.example_id,))
+    ] * 2
+    # Two epochs: the same set, in the order that the schedule declares.
+    first, second = served[:NUM_TRAIN], served[NUM_TRAIN:]
+    assert sorted(first) == sorted(second) == list(range(NUM_TRAIN))
+    schedule = ExampleSchedule(
+        made.task.examples(Split.TRAIN), seed=spec.seed, prompts_per_step=prompts_per_step
+    )
+    declared = [int(example.fields["n"]) for step in range(steps) for example in schedule.examples(step)]
+    assert served == declared
 
 
 def test_dat_4_every_epoch_has_all_examples_in_an_order_of_its_own(

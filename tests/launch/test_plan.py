@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,18 @@ def test_what_the_gate_would_refuse_is_said(plan_it: PlanIt, tmp_path: Path) -> 
     long = plan_it("task.name=gsm8k", "task.source=./long.jsonl", "task.max_reply_tokens=500")
     assert long.warnings[0].startswith("a prompt of ")
     assert "a reply of 500 exceed the model's 512 positions" in long.warnings[0]
+    assert "and so do 18 of 18 measured prompts" in long.warnings[0]
+    assert long.prompt is not None
+    assert long.prompt.num_too_long == 18
+    # A share that the run file allows is no warning. One row is held out, which may be a long one.
+    questions = ["1" * 400, "2" * 400, *(f"{n}?" for n in range(18))]
+    Path("mixed.jsonl").write_text(
+        "\n".join(json.dumps({"question": question, "answer": "#### 1"}) for question in questions)
+    )
+    words = ("task.name=gsm8k", "task.source=./mixed.jsonl", "task.num_held_out=1")
+    (warning,) = plan_it(*words, "task.max_reply_tokens=200").warnings
+    assert re.search("and so do [12] of 19 measured prompts", warning)
+    assert plan_it(*words, "task.max_reply_tokens=200", "task.max_too_long_frac=0.11").warnings == ()
     small = plan_it(machine=replace(describe_machine(), memory_bytes=1000))
     assert small.warnings[0].startswith("memory: ")
 

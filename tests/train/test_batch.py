@@ -111,6 +111,7 @@ def test_the_numbers_of_rollouts_by_hand() -> None:
     assert metrics == pytest.approx(
         {
             "failed_frac": 1 / 5,
+            "prompt_too_long_frac": 0.0,
             "duplicate_frac": 1 / 5,
             "reward_mean": 3 / 4,
             "truncated_frac": 0.0,
@@ -125,7 +126,11 @@ def test_the_numbers_of_rollouts_by_hand() -> None:
 
 def test_what_nobody_knows_is_absent_and_not_0() -> None:
     lost = [Group(example=EXAMPLE, rollouts=(rollout(LOST, prompt(1)), rollout(LOST, prompt(1), index=1)))]
-    assert measure_rollouts(lost) == {"failed_frac": 1.0, "duplicate_frac": 0.0}
+    assert measure_rollouts(lost) == {
+        "failed_frac": 1.0,
+        "prompt_too_long_frac": 0.0,
+        "duplicate_frac": 0.0,
+    }
     silent = Outcome(parts={"toy": 0.5})
     known = measure_rollouts([Group(example=EXAMPLE, rollouts=(rollout(silent, prompt(1), said(ids(2))),))])
     assert known.keys() & {"accuracy", "format_ok_frac"} == set()

@@ -74,6 +74,7 @@ def _show_prompt(output: Output, prompt: PlannedPrompt) -> None:
     output.give(
         f"--- a reply ends at {stops}; prompts have {prompt.tokens_mean:.1f} tokens on average, at most"
         f" {prompt.tokens_max} (the first {prompt.num_measured} measured)"
+        + ("" if prompt.num_too_long is None else f"; {prompt.num_too_long} leave no room for a reply")
     )
 
 

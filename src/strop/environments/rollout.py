@@ -18,6 +18,7 @@ from strop.environments.contract import Action, Environment
 from strop.environments.conversation import count_kept_tokens, encode_next_messages, reads_as
 from strop.errors import DataError, EngineError, explain_refusal
 from strop.rollout import (
+    PROMPT_TOO_LONG,
     RESTART,
     TERMINATOR,
     Example,
@@ -54,7 +55,13 @@ class RolloutPlan:
     sampling: Sampling
     max_reply_tokens: int
     """Tokens per reply, terminator included."""
+    max_positions: int | None = None
+    """Tokens that the model can look at; a prompt without room for a whole reply is not attempted."""
     prompt_format: PromptFormat | str = PromptFormat.AUTO
+
+    def has_room_behind(self, num_prompt_tokens: int) -> bool:
+        """Whether a whole reply fits behind a prompt."""
+        return self.max_positions is None or num_prompt_tokens + self.max_reply_tokens <= self.max_positions
 
 
 class PromptCache:
@@ -97,6 +104,12 @@ class _Attempt:
         text, context_ids = self.prompts.render(tuple(history))
         self.turns.append(Turn(role="prompt", text=text, token_ids=context_ids))
         for turn_index in range(self.environment.max_turns):
+            if not plan.has_room_behind(len(context_ids)):
+                detail = (
+                    f"a prompt of {len(context_ids)} tokens and a reply of {plan.max_reply_tokens} exceed"
+                    f" the model's {plan.max_positions} positions"
+                )
+                return Outcome.lost(FailureOwner.TASK, PROMPT_TOO_LONG, detail)
             completion = await self._generate(context_ids, turn_index)
             if completion.finish_reason is FinishReason.ABORT:
                 return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")

@@ -72,6 +72,8 @@ class PlannedPrompt:
     tokens_mean: float
     tokens_max: int
     """Mean and longest of the measured training prompts."""
+    num_too_long: int | None
+    """Measured prompts that leave no room for a reply; None where the model is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +174,7 @@ def make_plan(
         disk=disk,
         time=time,
         assumptions=list_assumptions(limit),
-        warnings=_warn(prompt, known.size, limit, memory, disk),
+        warnings=(*_warn_of_prompts(spec, prompt, known.size, limit), *_warn(memory, disk)),
         unknown=known.unknown,
         notices=resolved.notices,
     )
@@ -259,6 +261,9 @@ def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | No
         num_measured=len(lengths),
         tokens_mean=fmean(lengths),
         tokens_max=max(lengths),
+        num_too_long=None
+        if known.size is None
+        else sum(length + task.limits.max_reply_tokens > known.size.max_positions for length in lengths),
     )
 
 
@@ -373,16 +378,25 @@ def _plan_time(
     return estimate_time(work, choose_speeds(spec, machine, calibration))
 
 
-def _warn(
-    prompt: PlannedPrompt | None, size: ModelSize | None, limit: int, memory: Room | None, disk: Room | None
+def _warn_of_prompts(
+    spec: RunSpec, prompt: PlannedPrompt | None, size: ModelSize | None, limit: int
 ) -> tuple[str, ...]:
-    """Say what the gate would refuse, as far as it can be known now."""
+    """Say whether more prompts are too long than the gate would allow."""
+    if prompt is None or size is None or not prompt.num_too_long:
+        return ()
+    if prompt.num_too_long <= spec.task.max_too_long_frac * prompt.num_measured:
+        return ()
+    warning = (
+        f"a prompt of {prompt.tokens_max} tokens and a reply of {limit} exceed the model's"
+        f" {size.max_positions} positions, and so do {prompt.num_too_long} of {prompt.num_measured} measured"
+        " prompts; lower task.max_reply_tokens, or raise task.max_too_long_frac to leave them out"
+    )
+    return (warning,)
+
+
+def _warn(memory: Room | None, disk: Room | None) -> tuple[str, ...]:
+    """Say for what there is no room, as far as it can be known now."""
     warnings = []
-    if prompt is not None and size is not None and prompt.tokens_max + limit > size.max_positions:
-        warnings.append(
-            f"a prompt of {prompt.tokens_max} tokens and a reply of {limit} exceed the model's"
-            f" {size.max_positions} positions; lower task.max_reply_tokens"
-        )
     for name, room in (("memory", memory), ("disk", disk)):
         if room is None or room.available_bytes is None or room.needed_bytes <= room.available_bytes:
             continue

@@ -23,6 +23,13 @@ class _TaskSection(Section):
         description="Tokens sampled per reply at most, terminator included. A reply cut here is marked as"
         " cut. none = the task's own limit; a larger value than that is refused.",
     )
+    max_too_long_frac: float = Field(
+        default=0.01,
+        ge=0.0,
+        lt=1.0,
+        description="Share of training prompts that may leave no room for a whole reply in the model's"
+        " positions. They are not attempted; above this share the run is refused.",
+    )
 
 
 class ArithmeticSpec(_TaskSection):

@@ -11,7 +11,8 @@ from strop.spec.task import TaskSpec
 from strop.tasks.contract import TaskLimits
 
 # Where the data lies differs between machines and what it says does not; its content is hashed apart.
-_NOT_HASHED = {"source"}
+# How many prompts may be too long changes no prompt and no score.
+_NOT_HASHED = {"source", "max_too_long_frac"}
 
 
 def hash_version(

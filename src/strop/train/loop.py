@@ -26,7 +26,7 @@ from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.policy.learner import StepReport
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
-from strop.rollout import Group, Sampling, Split
+from strop.rollout import PROMPT_TOO_LONG, Group, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task
 from strop.train.batch import TrainBatch, build_batch
@@ -160,6 +160,7 @@ class TrainLoop:
         """Do one step, from its examples to its checkpoint."""
         started_at = time.perf_counter()
         groups = await self._collect()
+        num_attempted = self._note_too_long(groups)
         self._stop_if_all_failed(groups)
         collected_at = time.perf_counter()
         verify_s = min(verify_seconds(groups), collected_at - started_at)
@@ -175,7 +176,8 @@ class TrainLoop:
             "learn": learned_at - collected_at,
             "sync": time.perf_counter() - learned_at,
         }
-        self._advance(is_refused=report is None)
+        # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
+        self._advance(is_refused=report is None and num_attempted > 0)
         write_rollouts(
             self._run_dir.rollouts_path(self._state.step),
             [rollout for group in groups for rollout in group.rollouts],
@@ -200,6 +202,7 @@ class TrainLoop:
                     run_seed=spec.seed,
                     sampling=sampling,
                     max_reply_tokens=task.limits.max_reply_tokens,
+                    max_positions=self._roles.learner.model.shape.max_positions,
                     prompt_format=spec.model.prompt_format,
                 )
                 for index in range(spec.train.rollouts_per_prompt)
@@ -299,12 +302,29 @@ class TrainLoop:
                 suspect_step=step - 1,
             )
 
+    def _note_too_long(self, groups: Sequence[Group]) -> int:
+        """Record the examples whose prompts left no room for a reply; return how many were attempted."""
+        too_long = [group for group in groups if all(r.outcome.is_too_long for r in group.rollouts)]
+        if too_long:
+            ids = tuple(group.example.example_id for group in too_long)
+            failure = too_long[0].rollouts[0].outcome.failure
+            detail = f"{len(ids)} examples were not attempted: {failure.detail if failure else ''}"
+            event = Event(
+                kind=EventKind.ROLLOUT_LOST,
+                step=self._state.step,
+                cause=PROMPT_TOO_LONG,
+                detail=detail,
+                example_ids=ids,
+            )
+            self._publish_event(event)
+        return len(groups) - len(too_long)
+
     def _stop_if_all_failed(self, groups: Sequence[Group]) -> None:
         """End the run where nothing could be scored: what breaks every rollout heals by no next step."""
-        outcomes = [rollout.outcome for group in groups for rollout in group.rollouts]
+        outcomes = [r.outcome for group in groups for r in group.rollouts if not r.outcome.is_too_long]
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         kinds = {(failure.owner, failure.kind) for failure in failures}
-        if len(failures) == len(outcomes) and len(kinds) == 1:
+        if failures and len(failures) == len(outcomes) and len(kinds) == 1:
             first = failures[0]
             self._stop_run(
                 f"all {len(outcomes)} rollouts of step {self._state.step + 1} failed alike:"

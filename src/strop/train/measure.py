@@ -22,8 +22,11 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout for rollout in rollouts if rollout.outcome.is_scored]
     sampled = [rollout for rollout in rollouts if rollout.reply is not None]
+    num_too_long = sum(rollout.outcome.is_too_long for rollout in rollouts)
     metrics = {
-        "failed_frac": 1.0 - len(scored) / len(rollouts),
+        # Apart: what was never attempted did not fail.
+        "failed_frac": (len(rollouts) - len(scored) - num_too_long) / len(rollouts),
+        "prompt_too_long_frac": num_too_long / len(rollouts),
         "duplicate_frac": _duplicate_frac(groups),
     }
     if scored:
