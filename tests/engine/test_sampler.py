@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.engine.sampler import draw, inverse_cdf, truncate, uniform_stream
+from strop.engine.sampler import draw, draw_plain, inverse_cdf, truncate, uniform_stream
+from strop.errors import EngineError
 from strop.rollout import Sampling
 
 LOGITS = [2.0, 1.0, 0.0, -1.0]
@@ -140,3 +141,27 @@ def test_streams_depend_on_the_seed_and_nothing_else() -> None:
     assert uniform_stream(1, 5).tolist() == uniform_stream(1, 9)[:5].tolist()
     assert uniform_stream(1, 5).tolist() != uniform_stream(2, 5).tolist()
     assert uniform_stream(2**64 - 1, 3).shape == (3,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 256, 1003])
+def test_drawing_with_and_without_kernels_is_the_same(dtype: torch.dtype, vocab: int) -> None:
+    """Tokens may differ only where the uniform falls on the border of two of them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(400, vocab, generator=generator) * 4).to(dtype)
+    logits[:, 1::3] = float("-inf")  # Long stretches that cannot be drawn.
+    samplings = [Sampling(temperature=(1.0, 0.5, 0.0, 2.0)[row % 4]) for row in range(400)]
+    uniforms = uniform_stream(3, 400)
+    uniforms[:8] = [0.0, 0.0, 0.0, 0.0, *[1 - 2**-53] * 4]
+    fast, plain = draw(logits, samplings, uniforms), draw_plain(logits, samplings, uniforms)
+    is_same = fast.token_ids == plain.token_ids
+    assert is_same.mean() >= 0.99
+    np.testing.assert_allclose(fast.logprobs[is_same], plain.logprobs[is_same], rtol=1e-4, atol=1e-5)
+    assert np.isfinite(logits.float().numpy()[np.arange(400), fast.token_ids]).all()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(top_k=2)])
+@pytest.mark.parametrize("logits", [[0.0, math.nan, 1.0], [math.nan] * 3, [math.inf, 0.0, 0.0]])
+def test_logits_that_are_no_distribution_are_refused(logits: list[float], sampling: Sampling) -> None:
+    with pytest.raises(EngineError, match="not finite"):
+        draw(torch.tensor([logits]), [sampling], np.array([0.5]))

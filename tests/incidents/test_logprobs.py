@@ -312,7 +312,7 @@ def test_log_7_what_was_not_computed_is_absent(model_dir: Path) -> None:
     unsampled = [replace(rollout, turns=rollout.turns[:1]) for rollout in group.rollouts]
     lost = [replace(r, outcome=Outcome.lost(FailureOwner.INFRA, "timeout")) for r in unsampled]
     metrics = measure_rollouts([replace(group, rollouts=tuple(lost))])
-    assert metrics == {"failed_frac": 1.0, "duplicate_frac": 0.0}
+    assert metrics == {"failed_frac": 1.0, "prompt_too_long_frac": 0.0, "duplicate_frac": 0.0}
     assert measure_rollouts([group])["entropy_nats"] > 0.0
     # An empty step has no drift, and no share of changed masters either.
     report = build_learner(model_dir).step([], temperature=1.0, token_terms=reinforce)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from strop.hardware import read_calibration
+from strop.kernels import kernel_status
 from strop.launch.doctor import EXTRAS, diagnose
 
 
@@ -20,6 +21,8 @@ def test_the_doctor_measures_keeps_it_and_looks_around(
     checks = {check.name: check for check in found.checks}
     assert not checks["default model"].is_ok
     assert "strop model get" in checks["default model"].detail
+    assert checks["compiled kernels"].is_ok == (kernel_status().path is not None)
+    assert kernel_status().note in checks["compiled kernels"].detail
     assert {f"extra {name}" for name in EXTRAS} <= set(checks)
     # Looking made no folder for runs.
     assert not (tmp_path / "runs").exists()

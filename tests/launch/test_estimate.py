@@ -19,6 +19,7 @@ from strop.launch.estimate import (
     split_memory,
 )
 from strop.policy.footprint import (
+    DEFAULT_MICRO_BATCH_POSITIONS,
     ModelSize,
     activation_bytes,
     cache_bytes,
@@ -79,9 +80,11 @@ def test_the_sizes_are_as_the_comment_says() -> None:
 def test_the_parts_of_memory_add_up_to_what_the_gate_counts(dtype: str) -> None:
     spec = make_spec(model={"dtype": dtype})
     parts = split_memory(spec, SIZE, 8)
-    # 16 rows, each with 8 slots for its reply and its share of the 768 positions: 48.
+    # 16 rows, each with 8 slots for its reply and its share of the 1,280 positions: 80.
     expected = (
-        state_bytes(SIZE, dtype) + activation_bytes(SIZE, dtype, 768) + cache_bytes(SIZE, dtype, 16, 56)
+        state_bytes(SIZE, dtype)
+        + activation_bytes(SIZE, dtype, DEFAULT_MICRO_BATCH_POSITIONS)
+        + cache_bytes(SIZE, dtype, 16, 88)
     )
     assert sum(part.amount for part in parts) == expected
 

@@ -16,6 +16,7 @@ from strop.engine.contract import Completion, GenerationRequest
 from strop.engine.kv_cache import KVCache, PrefillRecorder
 from strop.engine.sampler import draw, uniform_stream
 from strop.engine.stops import StopStrings
+from strop.policy.fused_trunk import Products
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
@@ -24,8 +25,6 @@ from strop.tokenizer import Tokenizer
 
 _PREFILL_POSITIONS = 4096
 """Prompt positions prefilled in one forward, so that its activations stay small."""
-_SPARE_SLOTS_FRAC = 0.25
-"""Cache slots beyond the longest request, so that late rows rarely force a move."""
 _ADMIT_FRAC = 0.125
 """Rows are compacted and admitted once this share of the batch is free."""
 
@@ -70,8 +69,10 @@ class DecodeBatch:
         *,
         max_rows: int,
         requests: Sequence[GenerationRequest],
+        products: Products | None = None,
     ) -> None:
         self._model = model
+        self._products = products
         self._tokenizer = tokenizer
         self._max_tokens = max(_num_tokens(request) for request in requests)
         rows, slots = _plan_cache(requests, max_rows)
@@ -88,7 +89,7 @@ class DecodeBatch:
         return len(self._rows)
 
     def fits(self, request: GenerationRequest) -> bool:
-        """Whether the cache has slots for this request, however late it is admitted."""
+        """Whether the cache has slots for this request."""
         return _num_tokens(request) <= self._max_tokens
 
     def is_made_for(self, requests: Sequence[GenerationRequest], max_rows: int) -> bool:
@@ -114,7 +115,6 @@ class DecodeBatch:
         by_prompt: dict[bytes, list[_Row]] = {}
         for row in rows:
             by_prompt.setdefault(row.request.prompt_ids.tobytes(), []).append(row)
-        self._cache.make_room(max(len(row.request.prompt_ids) for row in rows))
         for shared in _chunk_prompts(list(by_prompt.values())):
             self._prefill(shared)
         return [row.ticket for row in rows]
@@ -149,10 +149,10 @@ class DecodeBatch:
         recorder = PrefillRecorder(PrefixSharedAttention(layout, device), self._model.shape.num_layers)
         token_ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
         positions = torch.from_numpy(layout.position_ids()).to(device)
-        hidden = self._model.trunk(token_ids, positions, recorder)
+        hidden = self._model.trunk(token_ids, positions, recorder, self._products)
         keys, values = torch.stack(recorder.keys), torch.stack(recorder.values)
         ends = np.cumsum(layout.prompt_lens_P)
-        logits = self._model.logits(hidden[torch.from_numpy(ends - 1).to(device)])
+        logits = self._model.logits(hidden[torch.from_numpy(ends - 1).to(device)], self._products)
         for index, rows in enumerate(shared):
             span = slice(int(layout.prompt_starts_P[index]), int(ends[index]))
             for row in rows:
@@ -168,15 +168,13 @@ class DecodeBatch:
             return list(fresh), torch.stack(logits)
         if not self._rows:
             return [], torch.empty(0)
-        self._cache.reserve_slot()
         last = np.array([row.token_ids[row.length - 1] for row in self._rows], dtype=np.int64)
         positions = np.array([len(row.request.prompt_ids) + row.length - 1 for row in self._rows])
         device = self._model.device
-        hidden = self._model.trunk(
-            torch.from_numpy(last).to(device), torch.from_numpy(positions).to(device), self._cache
-        )
+        token_ids, position_ids = torch.from_numpy(last).to(device), torch.from_numpy(positions).to(device)
+        hidden = self._model.trunk(token_ids, position_ids, self._cache, self._products)
         self._cache.advance()
-        return list(self._rows), self._model.logits(hidden)
+        return list(self._rows), self._model.logits(hidden, self._products)
 
     def _finished(self, fresh: Sequence[_Row], version: int) -> list[tuple[int, Completion]]:
         """Drop ended rows and return their replies."""
@@ -213,9 +211,7 @@ def _num_tokens(request: GenerationRequest) -> int:
 def _plan_cache(requests: Sequence[GenerationRequest], max_rows: int) -> tuple[int, int]:
     """Return (rows, time slots) of the cache for a batch that these requests start."""
     longest = max(_num_tokens(request) for request in requests)
-    rows = min(max_rows, len(requests))
-    spare_frac = _SPARE_SLOTS_FRAC if len(requests) > rows else 0.0
-    return rows, int(longest * (1 + spare_frac)) + 1
+    return min(max_rows, len(requests)), longest
 
 
 def _fill_holes(num_rows: int, live: Sequence[int], holes: Sequence[int]) -> list[int]:

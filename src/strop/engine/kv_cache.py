@@ -1,15 +1,15 @@
-"""A preallocated KV cache whose live rows are dense and end at one common index.
+"""A preallocated KV cache: every row has its own length, and live rows are dense.
 
-Rows occupy 0..n-1 and prompts are placed so that all rows end at the same time slot, so that a decode
-step writes one slice. The window, the slots that attention reads, is a contiguous block: batched
-products on a CPU copy anything else at every call. It starts just wide enough and grows by a few slots
-at a time; slots that are not filled yet, or lie before a row's first token, are masked. A row that is
-admitted late is placed to end at the current slot; when the slots run out, everything moves left by
-what no live row uses any more.
+Rows occupy 0..n-1; a row's tokens occupy its slots from 0 on, so rows of any length and age lie side
+by side and nothing is ever moved but a last row into the hole of one that ended.
+
+Keys are stored in tiles of T slots, transposed inside a tile: T scores are then one vector. The C kernel
+wants T = 16 and reads each row only as far as it is filled. Without it one tile holds all slots, and
+attention is two batched products over all rows up to the longest, with the slots behind a row's end
+masked.
 
 Shapes: L layers, n live rows, K key-value heads, R query heads per key-value head, E head width,
-W slots of the window. Keys are stored transposed, (rows, K, E, W), which is the layout the score
-product wants; values are (rows, K, W, E).
+W slots, T slots of a tile. Keys are (L, rows, K, W / T, E, T), values (L, rows, K, W, E).
 """
 
 from __future__ import annotations
@@ -18,36 +18,39 @@ from collections.abc import Sequence
 
 import torch
 
+from strop.kernels import calls
 from strop.policy.attention import AttentionContext
 from strop.policy.language_model import ModelShape
 
-_GROWTH_SLOTS = 32
-"""Slots that a window grows by: wide enough that moving is rare, narrow enough to mask little."""
-
 
 class KVCache:
-    """Keys and values of all layers for up to `max_rows` sequences."""
+    """Keys and values of all layers for up to `max_rows` sequences of up to `num_slots` tokens."""
 
     def __init__(
-        self, shape: ModelShape, *, max_rows: int, num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: ModelShape,
+        *,
+        max_rows: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        may_use_kernels: bool = True,
     ) -> None:
         self.max_rows = max_rows
         self.num_slots = num_slots
-        """Slots that the window may grow to."""
         self.num_rows = 0
-        self.end = 0
-        """Filled time slots; the next token of every row is written here."""
         self._shape = shape
-        self._window = 0
-        per_slot = max_rows * shape.num_kv_heads * shape.head_width
+        is_tiled = may_use_kernels and calls.can_run(device, dtype) and shape.head_width % calls.LANES == 0
+        tile = calls.LANES if is_tiled else num_slots
+        num_tiles = -(-num_slots // tile)
+        rows = (shape.num_layers, max_rows, shape.num_kv_heads)
         # Zeros, not empty: a masked slot is multiplied by 0, and 0 times a stray NaN is NaN.
-        stored = (shape.num_layers, per_slot * num_slots)
-        self._stored_keys = torch.zeros(stored, dtype=dtype, device=device)
-        self._stored_values = torch.zeros(stored, dtype=dtype, device=device)
-        self._starts = torch.zeros(max_rows, dtype=torch.int64)
-        self._bias = torch.full((max_rows, num_slots), float("-inf"), dtype=dtype, device=device)
-        self._step_bias = self._bias
-        self._set_window(min(_GROWTH_SLOTS, num_slots))
+        self._keys = torch.zeros(*rows, num_tiles, shape.head_width, tile, dtype=dtype, device=device)
+        self._values = torch.zeros(*rows, num_tiles * tile, shape.head_width, dtype=dtype, device=device)
+        self._lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._longest = 0
+        self._bias = torch.zeros(0)
+        self._attend_rows = self._attend_fused if is_tiled else self._attend_batched
 
     @staticmethod
     def bytes_per_slot(shape: ModelShape, dtype: torch.dtype) -> int:
@@ -55,38 +58,18 @@ class KVCache:
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * dtype.itemsize
 
     def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append one row that ends at the current slot. Call `make_room` first.
+        """Append one row that holds these tokens.
 
         Shapes: keys and values (L, K, length, E) after rotary embedding.
         """
-        length = keys.shape[2]
-        row, slots = self.num_rows, slice(self.end - length, self.end)
-        self._keys[:, row, :, :, slots] = keys.transpose(2, 3)
-        self._values[:, row, :, slots] = values
-        self._starts[row] = self.end - length
-        self._write_bias(row)
+        length, tile = keys.shape[2], self._keys.shape[-1]
+        num_tiles = -(-length // tile)
+        padded = torch.nn.functional.pad(keys, (0, 0, 0, num_tiles * tile - length))
+        tiles = padded.view(*padded.shape[:2], num_tiles, tile, -1).transpose(3, 4)
+        self._keys[:, self.num_rows, :, :num_tiles] = tiles
+        self._values[:, self.num_rows, :, :length] = values
+        self._lengths[self.num_rows] = length
         self.num_rows += 1
-
-    def make_room(self, longest_prompt: int) -> None:
-        """Widen the window and move live rows so that a prompt of this length can end here."""
-        if self.num_rows == 0:
-            # From the start again: a batch must not see how wide the one before it had become.
-            self.end = longest_prompt
-            self._set_window(min(longest_prompt + _GROWTH_SLOTS, self.num_slots))
-        elif self.end < longest_prompt:
-            self._widen(longest_prompt)
-            self._shift(longest_prompt - self.end)
-
-    def reserve_slot(self) -> None:
-        """Make sure that one more slot is free, moving live rows left or widening the window."""
-        if self.end < self._window:
-            return
-        unused = int(self._starts[: self.num_rows].min())
-        if unused >= _GROWTH_SLOTS or self._window == self.num_slots:
-            assert unused > 0, "a row outgrew the slots that were planned for it"
-            self._shift(-unused)
-        else:
-            self._widen(self._window + 1)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, moving kept rows from the back into the holes.
@@ -95,77 +78,61 @@ class KVCache:
         """
         moved = [(new, old) for new, old in enumerate(rows) if new != old]
         if moved:
-            new = torch.tensor([pair[0] for pair in moved])
-            old = torch.tensor([pair[1] for pair in moved])
+            new = torch.tensor([pair[0] for pair in moved], device=self._lengths.device)
+            old = torch.tensor([pair[1] for pair in moved], device=self._lengths.device)
             self._keys[:, new] = self._keys[:, old]
             self._values[:, new] = self._values[:, old]
-            self._starts[new] = self._starts[old]
-            self._bias[new] = self._bias[old]
+            self._lengths[new] = self._lengths[old]
         self.num_rows = len(rows)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Write one token per row at the current slot and attend over the row so far.
+        """Store one token per row and attend over the row so far.
 
         Shapes: query (H, n, E), key and value (K, n, E); returns (n, H, E).
         """
-        rows, num_heads = self.num_rows, query.shape[0]
-        batch, ratio = rows * self._shape.num_kv_heads, num_heads // self._shape.num_kv_heads
-        keys, values = self._keys[layer, :rows], self._values[layer, :rows]
-        keys[..., self.end] = key.transpose(0, 1)
-        values[:, :, self.end] = value.transpose(0, 1)
-        if layer == 0:
-            # One mask serves all layers of a step.
-            self._bias[:rows, self.end] = 0.0
-            bias = self._bias[:rows, None, None, : self._window]
-            self._step_bias = bias.expand(-1, self._shape.num_kv_heads, ratio, -1).reshape(batch, ratio, -1)
-        grouped = query.transpose(0, 1).reshape(batch, ratio, self._shape.head_width)
-        scores = torch.baddbmm(self._step_bias, grouped, keys.flatten(0, 1), alpha=scaling)
-        # Sums in fp32 whatever the type; asking for fp32 weights would copy them there and back.
-        weights = torch.softmax(scores, dim=-1)
-        return torch.bmm(weights, values.flatten(0, 1)).view(rows, num_heads, self._shape.head_width)
+        query, key, value = (_with_dense_heads(part.transpose(0, 1)) for part in (query, key, value))
+        return self._attend_rows(layer, query, key, value, scaling)
 
     def advance(self) -> None:
-        """Count the slot that a decode step has written."""
-        self.end += 1
+        """Count the slot that a decode step has written in every row."""
+        self._lengths[: self.num_rows] += 1
 
-    def _set_window(self, num_slots: int) -> None:
-        """Lay the stored bytes out as a window of this many slots. What they hold is not moved."""
-        self._window = num_slots
-        shape = self._shape
-        rows = (shape.num_layers, self.max_rows, shape.num_kv_heads)
-        num_used = self.max_rows * shape.num_kv_heads * shape.head_width * num_slots
-        self._keys = self._stored_keys[:, :num_used].view(*rows, shape.head_width, num_slots)
-        self._values = self._stored_values[:, :num_used].view(*rows, num_slots, shape.head_width)
+    def _attend_fused(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attend with the C kernel. Shapes: query (n, H, E), key and value (n, K, E)."""
+        keys, values = self._keys[layer], self._values[layer]
+        return calls.decode_attention(keys, values, self._lengths, query, key, value, scaling)
 
-    def _widen(self, num_slots: int) -> None:
-        """Widen the window to at least this many slots, keeping what live rows hold."""
-        if num_slots <= self._window:
-            return
-        rows = slice(0, self.num_rows)
-        keys, values = self._keys[:, rows].clone(), self._values[:, rows].clone()
-        old = slice(0, self._window)
-        self._set_window(min(num_slots - 1 + _GROWTH_SLOTS, self.num_slots))
-        self._keys[:, rows, :, :, old] = keys
-        self._values[:, rows, :, old] = values
+    def _attend_batched(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attend with batched products. Shapes: query (n, H, E), key and value (n, K, E)."""
+        lengths = self._lengths[: self.num_rows]
+        if layer == 0:
+            # One mask serves all layers of a step.
+            self._longest = int(lengths.max()) + 1
+            slots = torch.arange(self._longest, device=lengths.device)
+            self._bias = torch.zeros(
+                len(lengths), 1, 1, self._longest, dtype=query.dtype, device=query.device
+            )
+            self._bias.masked_fill_((slots > lengths[:, None])[:, None, None], float("-inf"))
+        rows = torch.arange(self.num_rows, device=lengths.device)
+        keys, values = self._keys[layer, : self.num_rows, :, 0], self._values[layer, : self.num_rows]
+        keys[rows, :, :, lengths] = key
+        values[rows, :, lengths] = value
+        grouped = query.reshape(len(query), self._shape.num_kv_heads, -1, query.shape[-1]) * scaling
+        scores = grouped @ keys[..., : self._longest] + self._bias
+        # Sums in fp32 whatever the type; asking for fp32 weights would copy them there and back.
+        return (torch.softmax(scores, dim=-1) @ values[:, :, : self._longest]).flatten(1, 2)
 
-    def _shift(self, offset: int) -> None:
-        """Move all live rows by `offset` slots."""
-        low, high = int(self._starts[: self.num_rows].min()), self.end
-        old, new = slice(low, high), slice(low + offset, high + offset)
-        rows = slice(0, self.num_rows)
-        self._keys[:, rows, :, :, new] = self._keys[:, rows, :, :, old].clone()
-        self._values[:, rows, :, new] = self._values[:, rows, :, old].clone()
-        self._starts[rows] += offset
-        self.end += offset
-        for row in range(self.num_rows):
-            self._write_bias(row)
 
-    def _write_bias(self, row: int) -> None:
-        """Show the slots of a row's own tokens, and hide all others."""
-        self._bias[row] = float("-inf")
-        self._bias[row, int(self._starts[row]) : self.end] = 0.0
+def _with_dense_heads(part: torch.Tensor) -> torch.Tensor:
+    """Return (n, heads, E) with a row's heads one after the other; fused layers hand it over like that."""
+    is_dense = part.stride(1) == part.shape[2] and part.stride(2) == 1
+    return part if is_dense else part.contiguous()
 
 
 class PrefillRecorder:

@@ -28,7 +28,7 @@ from strop.engine.contract import (
     WeightUpdate,
 )
 from strop.engine.decoding import DecodeBatch
-from strop.engine.prepacked import PrepackedLinears
+from strop.engine.prepacked import PrepackedProducts
 from strop.engine.settling import settle
 from strop.errors import EngineError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
@@ -60,7 +60,7 @@ class NativeEngine:
         self._runner: asyncio.Task[None] | None = None
         self._update_lock = asyncio.Lock()
         self._batch: DecodeBatch | None = None
-        self._prepacked = PrepackedLinears(model)
+        self._products = PrepackedProducts.for_model(model)
         self._is_closed = False
 
     @property
@@ -91,7 +91,7 @@ class NativeEngine:
             await self._wait_until_idle()
             if update.transport is WeightTransport.FILE:
                 self._load_file(update)
-            self._prepacked.invalidate()
+            self._drop_packed()
             self._version = update.version
             return WeightReceipt(version=update.version, digest=update.digest)
 
@@ -103,7 +103,11 @@ class NativeEngine:
             await asyncio.gather(self._runner, return_exceptions=True)
         self._fail_all({}, None)  # A runner that had not begun has told nobody.
         self._batch = None
-        self._prepacked.invalidate()
+        self._drop_packed()
+
+    def _drop_packed(self) -> None:
+        if self._products is not None:
+            self._products.invalidate()
 
     async def _wait_until_idle(self) -> None:
         while self._runner is not None and not self._runner.done():
@@ -163,7 +167,7 @@ class NativeEngine:
                 await settle(lambda: len(self._inbox))
                 batch = self._fitting_batch([entry.request for entry in self._inbox])
             # Left before giving way: the mode is the thread's, and others train in this thread.
-            with torch.inference_mode(), self._prepacked.active():
+            with torch.inference_mode():
                 self._admit(batch, waiting)
                 completions = batch.step(self._version)
             for ticket, completion in completions:
@@ -175,7 +179,11 @@ class NativeEngine:
         if self._batch is None or not self._batch.is_made_for(requests, self._max_rows):
             self._batch = None  # Freed before its successor is allocated.
             self._batch = DecodeBatch(
-                self._model, self._tokenizer, max_rows=self._max_rows, requests=requests
+                self._model,
+                self._tokenizer,
+                max_rows=self._max_rows,
+                requests=requests,
+                products=self._products,
             )
         return self._batch
 

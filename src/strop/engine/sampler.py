@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from strop.errors import EngineError, explain_refusal
+from strop.kernels import calls
 from strop.rollout import Sampling
 
 _BLOCK = 256
@@ -35,7 +37,34 @@ def uniform_stream(seed: int, length: int) -> NDArray[np.float64]:
 
 
 def draw(logits_n_V: torch.Tensor, samplings: Sequence[Sampling], uniforms_n: NDArray[np.float64]) -> Draw:
-    """Draw one token per row. Greedy rows ignore their uniform and report log-probability at 1."""
+    """Draw one token per row. Greedy rows ignore their uniform and report log-probability at 1.
+
+    Raises: EngineError if a drawn token's log-probability is not finite, as with weights that are not.
+    """
+    is_truncated = any(sampling.is_truncated and sampling.temperature != 0.0 for sampling in samplings)
+    if calls.can_run(logits_n_V.device, logits_n_V.dtype) and not is_truncated:
+        temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float32)
+        token_ids, logprobs = calls.draw_tokens(
+            logits_n_V.contiguous(), torch.from_numpy(uniforms_n), temperatures
+        )
+        drawn = Draw(token_ids=token_ids.numpy(), logprobs=logprobs.numpy())
+    else:
+        drawn = draw_plain(logits_n_V, samplings, uniforms_n)
+    if not np.isfinite(drawn.logprobs).all():
+        raise EngineError(
+            explain_refusal(
+                "the logits of a next token are not finite",
+                allowed="finite logits, or -inf for tokens that must not be drawn",
+                next_step="check the weights; the run resumes from its last checkpoint",
+            )
+        )
+    return drawn
+
+
+def draw_plain(
+    logits_n_V: torch.Tensor, samplings: Sequence[Sampling], uniforms_n: NDArray[np.float64]
+) -> Draw:
+    """Do what `draw` does, with PyTorch alone: on any device, and for truncated distributions."""
     probs = _probabilities(logits_n_V, samplings)
     uniforms = torch.from_numpy(uniforms_n).to(probs.device)
     chosen = inverse_cdf(probs, uniforms)
@@ -90,10 +119,12 @@ def inverse_cdf(probs_n_V: torch.Tensor, uniforms_n: torch.Tensor) -> torch.Tens
     blocks = padded.view(num_rows, -1, _BLOCK)
     block_mass = blocks.sum(dim=-1).double().cumsum(dim=-1)
     target = uniforms_n[:, None] * block_mass[:, -1:]
-    block = _first_above(block_mass, target)
+    block = _first_above(block_mass, target).clamp(max=block_mass.shape[1] - 1)
     before = torch.where(block > 0, block_mass.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     inside = blocks[torch.arange(num_rows, device=block.device), block].double().cumsum(dim=-1)
-    return block * _BLOCK + _first_above(inside, target - before[:, None])
+    chosen = block * _BLOCK + _first_above(inside, target - before[:, None])
+    # Rows of NaN compare with nothing and run over the end; `draw` refuses their log-probabilities.
+    return chosen.clamp(max=vocab - 1)
 
 
 def _first_above(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from strop.hardware import Calibration, Machine, calibrate_machine, describe_machine, free_disk_bytes
+from strop.kernels import kernel_status
 from strop.launch.local import set_threads
 from strop.launch.locate import find_model
 from strop.spec import ModelSpec
@@ -53,6 +54,11 @@ def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: fl
     calibration = calibrate_machine(cache_dir=cache_dir, time_limit_s=time_limit_s)
     checks = (
         _check_models(cache_dir),
+        Check(
+            name="compiled kernels",
+            is_ok=kernel_status().path is not None,
+            detail=kernel_status().describe(),
+        ),
         _check_disk("cache", cache_dir or user_cache_dir()),
         _check_disk("runs", runs_path),
         *(_check_extra(name) for name in EXTRAS),

@@ -23,6 +23,7 @@ from strop.errors import (
 )
 from strop.evaluate import EvalResult, EvalSettings, evaluate_task, read_result, write_result
 from strop.hardware import describe_machine, keep_freed_memory, require_writable
+from strop.kernels import kernel_status
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.rollout import Sampling, Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
@@ -87,7 +88,9 @@ class _NotedAttempt:
         self._observer = observer
 
     def __enter__(self) -> None:
-        self._attempt = self._run_dir.begin_attempt({"machine": describe_machine().cpu_name})
+        self._attempt = self._run_dir.begin_attempt(
+            {"machine": describe_machine().cpu_name, "kernels": kernel_status().describe()}
+        )
 
     def __exit__(
         self,

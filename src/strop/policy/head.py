@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from strop.kernels import calls
 from strop.policy.footprint import HEAD_CHUNK_ROWS
+from strop.policy.gradients import add_into
 from strop.policy.packing import PackedBatch
 
 
@@ -41,8 +43,14 @@ class HeadResult:
     grad_hidden_U_D: torch.Tensor
 
 
-def _chunks(row_M: torch.Tensor, num_rows: int, chunk_rows: int) -> Iterator[tuple[slice, slice]]:
+def _chunks(
+    row_M: torch.Tensor, hidden_U_D: torch.Tensor, chunk_rows: int | None
+) -> Iterator[tuple[slice, slice]]:
     """Yield (rows, tokens) slices that cover the batch; tokens are sorted by row."""
+    num_rows = len(hidden_U_D)
+    if chunk_rows is None:
+        stays_bf16 = hidden_U_D.dtype is torch.bfloat16 and calls.can_run(hidden_U_D.device, hidden_U_D.dtype)
+        chunk_rows = HEAD_CHUNK_ROWS * (2 if stays_bf16 else 1)
     starts = torch.arange(0, num_rows + chunk_rows, chunk_rows, device=row_M.device).clamp(max=num_rows)
     cuts = torch.searchsorted(row_M, starts).tolist()
     bounds = starts.tolist()
@@ -51,12 +59,52 @@ def _chunks(row_M: torch.Tensor, num_rows: int, chunk_rows: int) -> Iterator[tup
             yield slice(bounds[index], bounds[index + 1]), slice(cuts[index], cuts[index + 1])
 
 
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log-probabilities of all tokens. Shapes: (C, D), (V, D) to (C, V), fp32."""
-    logits = torch.nn.functional.linear(hidden, weight)
-    if temperature != 1.0:
-        logits = logits.float() / temperature
-    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+class _PlainRows:
+    """Some rows of logits and what is asked of them, with PyTorch alone."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> None:
+        logits = torch.nn.functional.linear(hidden, weight)
+        if temperature != 1.0:
+            logits = logits.float() / temperature
+        self._all_logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        self._temperature = temperature
+        self._dtype = hidden.dtype
+
+    def logprobs(self, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability of tokens. Shapes: both (m) to (m), fp32."""
+        return self._all_logprobs[row, target]
+
+    def into_gradient(self, row: torch.Tensor, target: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that tokens' log-probabilities send the logits; ends this object's use.
+
+        Shapes: row ascending, target, grad (m) to (C, V).
+        """
+        # d logprob / d logits = (onehot - p) / temperature, summed over the tokens of a row.
+        grad = grad / self._temperature
+        per_row = torch.zeros(len(self._all_logprobs), device=grad.device).index_add_(0, row, grad)
+        grad_logits = self._all_logprobs.exp_().mul_(-per_row[:, None])
+        return grad_logits.index_put_((row, target), grad, accumulate=True).to(self._dtype)
+
+
+class _FusedRows:
+    """The same on the C kernels: logits stay in their own type and become their gradient in place."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> None:
+        self._logits = torch.nn.functional.linear(hidden, weight)
+        self._temperature = temperature
+        self._log_sums = calls.log_sum_exp(self._logits, temperature)
+
+    def logprobs(self, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self._logits[row, target].float() / self._temperature - self._log_sums[row]
+
+    def into_gradient(self, row: torch.Tensor, target: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        calls.token_gradient_(self._logits, self._log_sums, row, target, grad, self._temperature)
+        return self._logits
+
+
+def _rows(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> _PlainRows | _FusedRows:
+    kind = _FusedRows if calls.can_run(hidden.device, hidden.dtype) else _PlainRows
+    return kind(hidden, weight, temperature)
 
 
 @torch.no_grad()
@@ -66,13 +114,13 @@ def token_logprobs(
     batch: PackedBatch,
     temperature: float,
     *,
-    chunk_rows: int = HEAD_CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor:
     """Return the log-probability (nats) of every scored token. Shapes: (M,), fp32."""
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
-    for rows, tokens in _chunks(batch.row_M, hidden_U_D.shape[0], chunk_rows):
-        all_logprobs = _log_softmax(hidden_U_D[rows], head_weight, temperature)
-        logprob_M[tokens] = all_logprobs[batch.row_M[tokens] - rows.start, batch.target_M[tokens]]
+    for rows, tokens in _chunks(batch.row_M, hidden_U_D, chunk_rows):
+        logits = _rows(hidden_U_D[rows], head_weight, temperature)
+        logprob_M[tokens] = logits.logprobs(batch.row_M[tokens] - rows.start, batch.target_M[tokens])
     return logprob_M
 
 
@@ -85,7 +133,7 @@ def loss_and_gradients(
     temperature: float,
     rule: TokenRule,
     grad_weight: torch.Tensor,
-    chunk_rows: int = HEAD_CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> HeadResult:
     """Compute loss and gradients of the scored tokens; add the head's own into `grad_weight`.
 
@@ -94,19 +142,14 @@ def loss_and_gradients(
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
     grad_hidden = torch.empty_like(hidden_U_D)
     losses: list[float] = []
-    for rows, tokens in _chunks(batch.row_M, hidden_U_D.shape[0], chunk_rows):
+    for rows, tokens in _chunks(batch.row_M, hidden_U_D, chunk_rows):
         hidden = hidden_U_D[rows]
-        all_logprobs = _log_softmax(hidden, head_weight, temperature)
+        logits = _rows(hidden, head_weight, temperature)
         row, target = batch.row_M[tokens] - rows.start, batch.target_M[tokens]
-        logprob_M[tokens] = all_logprobs[row, target]
+        logprob_M[tokens] = logits.logprobs(row, target)
         token_gradient = rule(logprob_M[tokens], tokens)
         losses.append(float(token_gradient.loss_M.sum(dtype=torch.float64)))
-        # d logprob / d logits = (onehot - p) / temperature, summed over the tokens of a row.
-        grad_M = token_gradient.grad_M / temperature
-        grad_C = torch.zeros(hidden.shape[0], device=hidden.device).index_add_(0, row, grad_M)
-        grad_logits = all_logprobs.exp_().mul_(-grad_C[:, None])
-        grad_logits.index_put_((row, target), grad_M, accumulate=True)
-        grad_logits = grad_logits.to(hidden.dtype)
+        grad_logits = logits.into_gradient(row, target, token_gradient.grad_M)
         grad_hidden[rows] = grad_logits @ head_weight
-        grad_weight.add_(grad_logits.t() @ hidden)
+        add_into(grad_weight, grad_logits.t() @ hidden)
     return HeadResult(logprob_M=logprob_M, loss=sum(losses), grad_hidden_U_D=grad_hidden)

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from strop.errors import ConfigError, explain_refusal
 from strop.policy.attention import ATTENTION_NAME, AttentionContext
+from strop.policy.fused_trunk import FusedTrunk, Products, build_fused_trunk
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
 
@@ -50,10 +51,16 @@ class LanguageModel:
         self.module.eval()
         self.shape = _read_shape(module.config)
         self.module.set_attn_implementation(ATTENTION_NAME)
+        self.fused: FusedTrunk | None = None
+        """The layers for this processor, if the family is known and the kernels run here."""
 
     @classmethod
-    def load(cls, path: Path, *, dtype: torch.dtype, device: str = "cpu") -> LanguageModel:
-        """Load a Hugging Face model directory and prove strop's attention on it.
+    def load(
+        cls, path: Path, *, dtype: torch.dtype, device: str = "cpu", may_fuse: bool = True
+    ) -> LanguageModel:
+        """Load a Hugging Face model directory and prove strop's forward on it.
+
+        Without `may_fuse`, or where the fused layers do not fit, the layers are transformers' own.
 
         Raises: ConfigError if files are missing or weights do not match the architecture, or if the
         architecture needs something that strop's attention does not compute.
@@ -61,7 +68,10 @@ class LanguageModel:
         module = _load_module(path, dtype).to(device)
         probe = _eager_probe(module)
         model = cls(module)
-        model._prove_attention(path, probe)
+        model.fused = build_fused_trunk(module) if may_fuse else None
+        if model.fused is not None and model._gap_to(probe) > _PROBE_TOLERANCE[dtype]:
+            model.fused = None
+        model._require_same(path, probe)
         return model
 
     @property
@@ -86,9 +96,18 @@ class LanguageModel:
         yield from self.module.named_parameters()
 
     def trunk(
-        self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor, attention: AttentionContext
+        self,
+        token_ids_N: torch.Tensor,
+        position_ids_N: torch.Tensor,
+        attention: AttentionContext,
+        products: Products | None = None,
     ) -> torch.Tensor:
-        """Run all layers and the final norm. Shapes: returns (N, D)."""
+        """Run all layers and the final norm. Shapes: returns (N, D).
+
+        `products` replaces the multiplications of fused layers; transformers' own ignore it.
+        """
+        if self.fused is not None:
+            return self.fused.forward(token_ids_N, position_ids_N, attention, products)
         output = self.module.base_model(
             input_ids=token_ids_N.unsqueeze(0),
             position_ids=position_ids_N.unsqueeze(0),
@@ -98,21 +117,27 @@ class LanguageModel:
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
 
-    def logits(self, hidden_N_D: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_N_D: torch.Tensor, products: Products | None = None) -> torch.Tensor:
         """Project hidden states on the vocabulary. Shapes: returns (N, V) in the compute type."""
+        if self.fused is not None and products is not None:
+            return products.multiply(self.fused.head, hidden_N_D)
         logits: torch.Tensor = self.module.get_output_embeddings()(hidden_N_D)
         return logits
 
-    def _prove_attention(self, path: Path, expected_N_V: torch.Tensor) -> None:
-        """Compare strop's path with the model's own eager forward on a few tokens."""
+    @torch.no_grad()
+    def _gap_to(self, expected_N_V: torch.Tensor) -> float:
+        """Return how far the logits of a few tokens are from the expected, relative to the largest."""
         token_ids = _probe_token_ids(self.module.config.vocab_size, self.device)
         layout = PackedLayout.of_prompts([token_ids.numel()])
         positions = torch.arange(token_ids.numel(), device=self.device)
-        with torch.no_grad():
-            hidden = self.trunk(token_ids, positions, PrefixSharedAttention(layout, self.device))
-            actual = self.logits(hidden).float()
-        gap = float((actual - expected_N_V).abs().max() / expected_N_V.abs().max())
-        if not gap <= _PROBE_TOLERANCE[self.dtype]:
+        hidden = self.trunk(token_ids, positions, PrefixSharedAttention(layout, self.device))
+        gap = (self.logits(hidden).float() - expected_N_V).abs().max() / expected_N_V.abs().max()
+        return float(gap.nan_to_num(nan=float("inf")))
+
+    def _require_same(self, path: Path, expected_N_V: torch.Tensor) -> None:
+        """Compare strop's path with the model's own eager forward on a few tokens."""
+        gap = self._gap_to(expected_N_V)
+        if gap > _PROBE_TOLERANCE[self.dtype]:
             raise ConfigError(
                 explain_refusal(
                     f"the logits of {path} computed by strop differ from the model's own by {gap:.3g}",

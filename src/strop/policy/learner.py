@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from strop.errors import CorruptRecord, LearnerError, explain_refusal
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
+from strop.policy.gradients import add_into
 from strop.policy.head import HeadResult, TokenGradient, loss_and_gradients
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedBatch, PackedGroup, split_by_budget
@@ -27,7 +28,7 @@ from strop.policy.prefix_attention import PrefixSharedAttention
 from strop.rollout import FloatArray
 from strop.spec.optimizer import OptimizerSpec
 
-_CHANGED_STRIDE = 97
+_CHANGED_STRIDE = 997
 """Every so many parameters are compared to tell which share a step has changed."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -174,7 +175,7 @@ class Learner:
 
         def add_in_fp32(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            grad.add_(parameter.grad)
+            add_into(grad, parameter.grad)
             parameter.grad = None
 
         copy.register_post_accumulate_grad_hook(add_in_fp32)  # type: ignore[no-untyped-call]

@@ -1,0 +1,110 @@
+"""Compiling kernels.c for this very machine, and finding it compiled the next time.
+
+The file name in the cache is a hash of sources, flags, compiler and the processor's features, so a
+home directory that several machines share never hands one machine another's instructions. The
+library uses the OpenMP runtime that torch has loaded; therefore torch is imported first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.store.cache import user_cache_dir
+
+_SOURCES = ("kernels.c", "rows.h")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_COMPILE_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelStatus:
+    """Whether the C kernels can be used here."""
+
+    path: Path | None
+    """The compiled library, or None."""
+    note: str
+    """The compiler, or why there is no library."""
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        if self.path is not None:
+            return f"compiled by {self.note}"
+        return f"not compiled ({self.note}); on CPUs everything works, at two thirds of the speed"
+
+
+@functools.cache
+def kernel_status() -> KernelStatus:
+    """Compile the kernels unless this machine's are in the cache. Takes about a second the first time."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    try:
+        version = _run([*compiler, "--version"]).splitlines()[0]
+        path = user_cache_dir() / "kernels" / f"{_key(compiler, version)}.so"
+        if not path.exists():
+            _compile(compiler, path)
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        return KernelStatus(path=None, note=_explain(error))
+    return KernelStatus(path=path, note=version)
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """Return the compiled kernels, or None where they cannot be had."""
+    path = kernel_status().path
+    if path is None:
+        return None
+    import torch  # noqa: F401  # Loads the OpenMP runtime that the library is to share.
+
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        # A cache that forbids execution; nothing is lost but speed.
+        return None
+
+
+def _key(compiler: list[str], version: str) -> str:
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    for fact in (*compiler, version, *_FLAGS, platform.machine(), _cpu_features()):
+        digest.update(fact.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _cpu_features() -> str:
+    """Return what decides the meaning of -march=native, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("vendor_id", "cpu family", "model\t", "model name", "flags", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
+
+
+def _compile(compiler: list[str], path: Path) -> None:
+    """Compile into a temporary file and move it into place, for others may be at it too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        _run([*compiler, *_FLAGS, str(Path(__file__).parent / _SOURCES[0]), "-o", str(built), "-lm"])
+        built.replace(path)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=True)
+    return done.stdout
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        return f"{shlex.join(error.cmd[:1])} failed: {lines[0]}"
+    return f"{type(error).__name__}: {error}"

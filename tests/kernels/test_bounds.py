@@ -1,0 +1,43 @@
+"""No kernel reads or writes beyond its tensors: the same tests, under the address sanitizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.kernels import needs_kernels
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def find_sanitizer() -> str:
+    """Return the sanitizer's library, or what the compiler was asked for if it has none."""
+    asked = ["cc", "-print-file-name=libasan.so"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_the_kernels_stay_inside_their_tensors(tmp_path: Path) -> None:
+    sanitizer = find_sanitizer()
+    if not Path(sanitizer).exists():
+        pytest.skip("the C compiler has no address sanitizer")
+    environment = os.environ | {
+        "CC": "cc -fsanitize=address",
+        "LD_PRELOAD": sanitizer,
+        "ASAN_OPTIONS": f"detect_leaks=0:verify_asan_link_order=0:log_path={tmp_path / 'report'}",
+        "STROP_CACHE": str(tmp_path / "cache"),
+        "STROP_CI": "1",  # Without kernels, the tests below would be skipped and prove nothing.
+    }
+    files = ["tests/kernels/test_calls.py", "tests/engine/test_kv_cache.py", "tests/policy/test_fused_trunk.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    reports = "".join(path.read_text() for path in tmp_path.glob("report*"))
+    assert done.returncode == 0, reports or done.stdout[-3000:]
+    assert list((tmp_path / "cache" / "kernels").glob("*.so")), "the sanitized library was the one used"
