@@ -33,7 +33,11 @@ def test_the_kernels_stay_inside_their_tensors(tmp_path: Path) -> None:
         "STROP_CACHE": str(tmp_path / "cache"),
         "STROP_CI": "1",  # Without kernels, the tests below would be skipped and prove nothing.
     }
-    files = ["tests/kernels/test_calls.py", "tests/engine/test_kv_cache.py", "tests/policy/test_fused_trunk.py"]
+    files = [
+        "tests/kernels/test_calls.py",
+        "tests/engine/test_kv_cache.py",
+        "tests/policy/test_fused_trunk.py",
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
