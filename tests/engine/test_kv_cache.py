@@ -73,9 +73,12 @@ def decode_step(cache: KVCache, plain: PlainRows) -> None:
     cache.advance()
 
 
-def admit(cache: KVCache, plain: PlainRows, lengths: list[int]) -> None:
+def admit(cache: KVCache, plain: PlainRows, lengths: list[int], num_rows: int = 1) -> None:
+    """Admit prompts, each for so many rows."""
     for length in lengths:
-        cache.admit(*plain.new_prompt(length))
+        prompt = plain.new_prompt(length)
+        plain.rows += [prompt] * (num_rows - 1)
+        cache.admit(*prompt, num_rows)
 
 
 def make_cache(shape: ModelShape, *, max_rows: int, num_slots: int, may_use_kernels: bool) -> KVCache:
@@ -104,9 +107,9 @@ def test_random_lives_of_rows_equal_plain_attention(
         for _ in range(60):
             free = cache.max_rows - cache.num_rows
             if free and (cache.num_rows == 0 or choose.random() < 0.4):
-                lengths = [int(choose.integers(1, 34)) for _ in range(int(choose.integers(1, free + 1)))]
-                admit(cache, plain, lengths)
-                ends_at += [int(choose.integers(length + 1, 41)) for length in lengths]
+                length, num_rows = int(choose.integers(1, 34)), int(choose.integers(1, free + 1))
+                admit(cache, plain, [length], num_rows)
+                ends_at += [int(choose.integers(length + 1, 41)) for _ in range(num_rows)]
             decode_step(cache, plain)
             live = [row for row, kv in enumerate(plain.rows) if kv[0].shape[2] < ends_at[row]]
             if len(live) < len(plain.rows):

@@ -104,9 +104,14 @@ def test_decode_attention_over_rows_of_any_length(dtype: torch.dtype, ratio: int
     keys, values = (random(num_rows + 1, num_kv_heads, slots, width, dtype=dtype, seed=s) for s in (0, 1))
     projected = random(num_rows, (ratio + 2) * num_kv_heads, width, dtype=dtype, seed=2)
     query, key, value = torch.split(projected, [ratio * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    # Row 3 reads its first tile where row 5 holds the same.
+    keys[3, :, :16], values[3, :, :16] = keys[5, :, :16], values[5, :, :16]
+    rows = calls.CacheRows(
+        lengths=lengths, owners=torch.tensor([0, 1, 2, 5, 4, 5]), shared=torch.tensor([0, 0, 0, 16, 16, 32])
+    )
     tiles = keys.view(num_rows + 1, num_kv_heads, slots // 16, 16, width).transpose(3, 4).contiguous()
     stored = values.clone()
-    actual = calls.decode_attention(tiles, stored, lengths, query, key, value, 0.2)
+    actual = calls.decode_attention(tiles, stored, rows, query, key, value, 0.2)
 
     for row, length in enumerate(lengths.tolist()):
         seen = [

@@ -155,10 +155,9 @@ class DecodeBatch:
         logits = self._model.logits(hidden[torch.from_numpy(ends - 1).to(device)], self._products)
         for index, rows in enumerate(shared):
             span = slice(int(layout.prompt_starts_P[index]), int(ends[index]))
-            for row in rows:
-                self._cache.admit(keys[:, :, span], values[:, :, span])
-                self._rows.append(row)
-                self._prefilled.append((row, logits[index]))
+            self._cache.admit(keys[:, :, span], values[:, :, span], len(rows))
+            self._rows += rows
+            self._prefilled += [(row, logits[index]) for row in rows]
 
     def _next_logits(self) -> tuple[list[_Row], torch.Tensor]:
         """Return the logits of the next token: of fresh prefills if there are any, else of a decode."""

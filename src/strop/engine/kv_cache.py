@@ -1,7 +1,8 @@
 """A preallocated KV cache: every row has its own length, and live rows are dense.
 
 Rows occupy 0..n-1; a row's tokens occupy its slots from 0 on, so rows of any length and age lie side
-by side and nothing is ever moved but a last row into the hole of one that ended.
+by side and nothing is ever moved but a last row into the hole of one that ended. Rows of one prompt each
+hold a copy of it, and all read the first's, which then stays in the processor's own cache.
 
 Keys are stored in tiles of T slots, transposed inside a tile: T scores are then one vector. The C kernel
 wants T = 16 and reads each row only as far as it is filled. Without it one tile holds all slots, and
@@ -47,7 +48,11 @@ class KVCache:
         # Zeros, not empty: a masked slot is multiplied by 0, and 0 times a stray NaN is NaN.
         self._keys = torch.zeros(*rows, num_tiles, shape.head_width, tile, dtype=dtype, device=device)
         self._values = torch.zeros(*rows, num_tiles * tile, shape.head_width, dtype=dtype, device=device)
-        self._lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        places = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
+        self._rows = calls.CacheRows(lengths=places[0], owners=places[1], shared=places[2])
+        self._prompts: list[int] = []
+        """Per live row the number of its prompt, which rows of one group share."""
+        self._num_prompts = 0
         self._longest = 0
         self._bias = torch.zeros(0)
         self._attend_rows = self._attend_fused if is_tiled else self._attend_batched
@@ -57,8 +62,8 @@ class KVCache:
         """Bytes that one token of one row takes over all layers."""
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * dtype.itemsize
 
-    def admit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append one row that holds these tokens.
+    def admit(self, keys: torch.Tensor, values: torch.Tensor, num_rows: int = 1) -> None:
+        """Append rows that hold these tokens, as the rows of one prompt do.
 
         Shapes: keys and values (L, K, length, E) after rotary embedding.
         """
@@ -66,10 +71,15 @@ class KVCache:
         num_tiles = -(-length // tile)
         padded = torch.nn.functional.pad(keys, (0, 0, 0, num_tiles * tile - length))
         tiles = padded.view(*padded.shape[:2], num_tiles, tile, -1).transpose(3, 4)
-        self._keys[:, self.num_rows, :, :num_tiles] = tiles
-        self._values[:, self.num_rows, :, :length] = values
-        self._lengths[self.num_rows] = length
-        self.num_rows += 1
+        fresh = slice(self.num_rows, self.num_rows + num_rows)
+        self._keys[:, fresh, :, :num_tiles] = tiles[:, None]
+        self._values[:, fresh, :, :length] = values[:, None]
+        self._rows.lengths[fresh] = length
+        self._rows.shared[fresh] = length // tile * tile
+        self._prompts += [self._num_prompts] * num_rows
+        self._num_prompts += 1
+        self.num_rows += num_rows
+        self._find_owners()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, moving kept rows from the back into the holes.
@@ -78,12 +88,25 @@ class KVCache:
         """
         moved = [(new, old) for new, old in enumerate(rows) if new != old]
         if moved:
-            new = torch.tensor([pair[0] for pair in moved], device=self._lengths.device)
-            old = torch.tensor([pair[1] for pair in moved], device=self._lengths.device)
-            self._keys[:, new] = self._keys[:, old]
-            self._values[:, new] = self._values[:, old]
-            self._lengths[new] = self._lengths[old]
+            device = self._keys.device
+            new = torch.tensor([pair[0] for pair in moved], device=device)
+            old = torch.tensor([pair[1] for pair in moved], device=device)
+            for stored in (self._keys, self._values):
+                stored[:, new] = stored[:, old]
+            for fact in (self._rows.lengths, self._rows.shared):
+                fact[new] = fact[old]
+        self._prompts = [self._prompts[row] for row in rows]
         self.num_rows = len(rows)
+        self._find_owners()
+
+    def _find_owners(self) -> None:
+        """Let each row read its prompt where the first live row of the same prompt holds it.
+
+        Every row has a copy of its own, so any of them may end first.
+        """
+        first: dict[int, int] = {}
+        owners = [first.setdefault(prompt, row) for row, prompt in enumerate(self._prompts)]
+        self._rows.owners[: self.num_rows] = torch.tensor(owners, dtype=torch.int64)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -97,20 +120,20 @@ class KVCache:
 
     def advance(self) -> None:
         """Count the slot that a decode step has written in every row."""
-        self._lengths[: self.num_rows] += 1
+        self._rows.lengths[: self.num_rows] += 1
 
     def _attend_fused(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """Attend with the C kernel. Shapes: query (n, H, E), key and value (n, K, E)."""
         keys, values = self._keys[layer], self._values[layer]
-        return calls.decode_attention(keys, values, self._lengths, query, key, value, scaling)
+        return calls.decode_attention(keys, values, self._rows, query, key, value, scaling)
 
     def _attend_batched(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """Attend with batched products. Shapes: query (n, H, E), key and value (n, K, E)."""
-        lengths = self._lengths[: self.num_rows]
+        lengths = self._rows.lengths[: self.num_rows]
         if layer == 0:
             # One mask serves all layers of a step.
             self._longest = int(lengths.max()) + 1

@@ -7,6 +7,7 @@ the MLP, V vocabulary, M scored tokens. Tensors are dense unless a row stride is
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rotate": [_POINTER, _COUNT, *[_POINTER] * 3, *[_COUNT] * 5, _REAL],
     "gated": [*[_POINTER] * 2, *[_COUNT] * 2],
     "gated_backward": [*[_POINTER] * 3, *[_COUNT] * 2],
-    "decode_attention": [*[_POINTER] * 2, _COUNT, *[_POINTER] * 6, *[_COUNT] * 5, _REAL],
+    "decode_attention": [*[_POINTER] * 2, _COUNT, *[_POINTER] * 8, *[_COUNT] * 5, _REAL],
     "log_sum_exp": [*[_POINTER] * 2, *[_COUNT] * 2, _REAL],
     "token_gradient": [*[_POINTER] * 5, *[_COUNT] * 2, _REAL],
     "draw_tokens": [*[_POINTER] * 5, *[_COUNT] * 2],
@@ -140,10 +141,22 @@ def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return grad_in
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheRows:
+    """What is stored in the rows of a KV cache. Shapes: all (rows), int64."""
+
+    lengths: torch.Tensor
+    """Tokens stored."""
+    owners: torch.Tensor
+    """Another row, or the same, that holds the same in its first slots."""
+    shared: torch.Tensor
+    """How many slots that is; a multiple of LANES."""
+
+
 def decode_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
-    lengths: torch.Tensor,
+    rows: CacheRows,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -151,8 +164,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """Store one token per row in the cache and attend over the row so far. Returns (n, H, E).
 
-    Shapes: keys (rows, K, slots / LANES, E, LANES), values (rows, K, slots, E), lengths (n) int64, query
-        (n, H, E), key and value (n, K, E); heads dense, any row stride.
+    Shapes: keys (rows, K, slots / LANES, E, LANES), values (rows, K, slots, E), query (n, H, E), key and
+        value (n, K, E); heads dense, any row stride.
     """
     num_rows, num_heads, width = query.shape
     num_kv_heads, slots = values.shape[1], values.shape[2]
@@ -162,7 +175,9 @@ def decode_attention(
         keys.data_ptr(),
         values.data_ptr(),
         values.stride(0),
-        lengths.data_ptr(),
+        rows.lengths.data_ptr(),
+        rows.owners.data_ptr(),
+        rows.shared.data_ptr(),
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),

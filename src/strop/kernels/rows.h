@@ -132,14 +132,16 @@ void NAME(gated_backward)(const REAL *grad_out, const REAL *in, REAL *grad_in, i
     }
 }
 
-/* Scores of `count` queries against the stored keys of their head, one tile of slots at a time. Inlined
-   with a constant count, so that all sums stay in registers. keys: tiles of (width, LANES). */
+/* Scores of `count` queries against stored keys of their head, from slot `begin`, one tile of slots at a
+   time. Inlined with a constant count, so that all sums stay in registers. keys: tiles of
+   (width, LANES); soon: what will be read next at the same offsets. */
 static inline __attribute__((always_inline)) void NAME(score_keys)(const REAL *keys, const REAL *soon,
                                                                    const float *queries, float *scores,
-                                                                   int64_t length, int64_t count,
-                                                                   int64_t width, int64_t slots)
+                                                                   int64_t begin, int64_t length,
+                                                                   int64_t count, int64_t width,
+                                                                   int64_t slots)
 {
-    for (int64_t start = 0; start < length; start += LANES) {
+    for (int64_t start = begin; start < length; start += LANES) {
         const REAL *tile = keys + start * width;
         floats even[GROUP] = {}, odd[GROUP] = {};
         for (int64_t i = 0; i < width; i += 2) {
@@ -155,16 +157,19 @@ static inline __attribute__((always_inline)) void NAME(score_keys)(const REAL *k
     }
 }
 
-/* Values mixed by the weights of `count` heads. Weights between length and the end of its tile are 0. */
-static inline __attribute__((always_inline)) void NAME(mix_values)(const REAL *values, const REAL *soon,
-                                                                   const float *weights, REAL *out,
+/* Values mixed by the weights of `count` heads: those before slot `shared` from one place, the others
+   from another. Weights between length and the end of its tile are 0. */
+static inline __attribute__((always_inline)) void NAME(mix_values)(const REAL *prefix, const REAL *values,
+                                                                   const REAL *soon, const float *weights,
+                                                                   REAL *out, int64_t shared,
                                                                    int64_t length, int64_t count,
                                                                    int64_t width, int64_t slots)
 {
     for (int64_t i = 0; i < width; i += LANES) {
         floats even[GROUP] = {}, odd[GROUP] = {};
         for (int64_t t = 0; t < length; t += 2) {
-            floats first = LOAD(values + t * width + i), second = LOAD(values + (t + 1) * width + i);
+            const REAL *from = (t < shared ? prefix : values) + t * width + i;
+            floats first = LOAD(from), second = LOAD(from + width);
             __builtin_prefetch(soon + t * width + 2 * i);
             for (int64_t head = 0; head < count; head++) {
                 even[head] += first * weights[head * slots + t];
@@ -176,33 +181,50 @@ static inline __attribute__((always_inline)) void NAME(mix_values)(const REAL *v
     }
 }
 
+/* Where one row's keys and values of one head lie. */
+typedef struct {
+    const REAL *prefix_keys, *prefix_values; /* read before slot `shared`, a multiple of LANES */
+    const REAL *keys, *values;               /* read from there on */
+    const REAL *next_keys;                   /* what the next call will read */
+    int64_t shared, length, width, slots;
+} NAME(stored);
+
+static inline __attribute__((always_inline)) void NAME(attend_constant)(const NAME(stored) *at,
+                                                                        const float *queries,
+                                                                        float *scores, REAL *out,
+                                                                        int64_t count)
+{
+    NAME(score_keys)(at->prefix_keys, at->prefix_values, queries, scores, 0, at->shared, count, at->width,
+                     at->slots);
+    NAME(score_keys)(at->keys, at->values, queries, scores, at->shared, at->length, count, at->width,
+                     at->slots);
+    for (int64_t head = 0; head < count; head++)
+        softmax_row(scores + head * at->slots, at->length);
+    NAME(mix_values)(at->prefix_values, at->values, at->next_keys, scores, out, at->shared, at->length,
+                     count, at->width, at->slots);
+}
+
 /* Attention of up to GROUP query heads that share stored keys and values. */
-static void NAME(attend_heads)(const REAL *keys, const REAL *values, const REAL *next_keys,
-                               const float *queries, float *scores, REAL *out, int64_t length, int64_t count, int64_t width, int64_t slots)
+static void NAME(attend_heads)(const NAME(stored) *at, const float *queries, float *scores, REAL *out,
+                               int64_t count)
 {
     switch (count) {
-    case 1: NAME(score_keys)(keys, values, queries, scores, length, 1, width, slots); break;
-    case 2: NAME(score_keys)(keys, values, queries, scores, length, 2, width, slots); break;
-    case 3: NAME(score_keys)(keys, values, queries, scores, length, 3, width, slots); break;
-    default: NAME(score_keys)(keys, values, queries, scores, length, GROUP, width, slots);
-    }
-    for (int64_t head = 0; head < count; head++)
-        softmax_row(scores + head * slots, length);
-    switch (count) {
-    case 1: NAME(mix_values)(values, next_keys, scores, out, length, 1, width, slots); break;
-    case 2: NAME(mix_values)(values, next_keys, scores, out, length, 2, width, slots); break;
-    case 3: NAME(mix_values)(values, next_keys, scores, out, length, 3, width, slots); break;
-    default: NAME(mix_values)(values, next_keys, scores, out, length, GROUP, width, slots);
+    case 1: NAME(attend_constant)(at, queries, scores, out, 1); break;
+    case 2: NAME(attend_constant)(at, queries, scores, out, 2); break;
+    case 3: NAME(attend_constant)(at, queries, scores, out, 3); break;
+    default: NAME(attend_constant)(at, queries, scores, out, GROUP);
     }
 }
 
 /* One token per row over a KV cache: store its key and value, attend over everything stored so far.
    keys: (rows, kv_heads, slots / LANES, width, LANES), values: (rows, kv_heads, slots, width), with
-   cache_stride elements from row to row; lengths: (rows), tokens stored before; query:
+   cache_stride elements from row to row; lengths: (rows), tokens stored before; the first shared[r]
+   slots of row r are read from row owners[r], which holds the same: rows of one prompt then read it from
+   the processor's cache. query:
    (rows, kv_heads * ratio, width), key and value: (rows, kv_heads, width), each with the row stride in
    strides[0..2]; out: (rows, kv_heads * ratio, width). slots is a multiple of LANES. */
 void NAME(decode_attention)(REAL *keys, REAL *values, int64_t cache_stride, const int64_t *lengths,
-                            const REAL *query, const REAL *key, const REAL *value,
+                            const int64_t *owners, const int64_t *shared, const REAL *query, const REAL *key, const REAL *value,
                             const int64_t *strides, REAL *out, int64_t rows, int64_t kv_heads,
                             int64_t ratio, int64_t width, int64_t slots, float scaling)
 {
@@ -213,23 +235,32 @@ void NAME(decode_attention)(REAL *keys, REAL *values, int64_t cache_stride, cons
 #pragma omp for schedule(static)
         for (int64_t pair = 0; pair < rows * kv_heads; pair++) {
             int64_t row = pair / kv_heads, head = pair % kv_heads, length = lengths[row];
-            REAL *row_keys = keys + row * cache_stride + head * slots * width;
-            REAL *row_values = values + row * cache_stride + head * slots * width;
-            const REAL *next_keys = keys + (pair + 1) / kv_heads * cache_stride
-                                    + (pair + 1) % kv_heads * slots * width;
+            int64_t next = pair + 1 < rows * kv_heads ? pair + 1 : pair;
+            int64_t place = row * cache_stride + head * slots * width;
+            int64_t first_place = owners[row] * cache_stride + head * slots * width;
+            NAME(stored) at = {
+                .prefix_keys = keys + first_place,
+                .prefix_values = values + first_place,
+                .keys = keys + place,
+                .values = values + place,
+                .next_keys = keys + next / kv_heads * cache_stride + next % kv_heads * slots * width,
+                .shared = shared[row],
+                .length = length + 1,
+                .width = width,
+                .slots = slots,
+            };
             const REAL *new_key = key + row * strides[1] + head * width;
-            REAL *slot = row_keys + length / LANES * width * LANES + length % LANES;
+            REAL *slot = keys + place + length / LANES * width * LANES + length % LANES;
             for (int64_t i = 0; i < width; i++)
                 slot[i * LANES] = new_key[i];
-            memcpy(row_values + length * width, value + row * strides[2] + head * width,
+            memcpy(values + place + length * width, value + row * strides[2] + head * width,
                    sizeof(REAL) * (size_t)width);
             for (int64_t first = 0; first < ratio; first += GROUP) {
                 int64_t count = ratio - first < GROUP ? ratio - first : GROUP;
                 const REAL *in = query + row * strides[0] + (head * ratio + first) * width;
                 for (int64_t i = 0; i < count * width; i += LANES)
                     store_f32(queries + i, LOAD(in + i) * scaling);
-                NAME(attend_heads)(row_keys, row_values, next_keys, queries, scores,
-                                   out + (pair * ratio + first) * width, length + 1, count, width, slots);
+                NAME(attend_heads)(&at, queries, scores, out + (pair * ratio + first) * width, count);
             }
         }
         free(scores);
