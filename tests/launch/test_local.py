@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, RunStopped
+from strop.kernels import KernelStatus
 from strop.launch.local import TrainOutcome, set_threads, train_here
-from strop.record import RunDir, list_runs
+from strop.record import EventKind, RunDir, list_runs
 from strop.rollout import Example, Outcome
 from strop.spec import load_spec
 from strop.store import get_model
@@ -84,6 +85,17 @@ def test_a_run_file_becomes_a_trained_run(here: Here, tiny_model_dir: Path) -> N
     # The resolved spec is kept, and is a run file itself.
     assert load_spec(run.spec_path).spec.train.steps == 2
     assert not here.told[0].is_locked_here
+
+
+def test_missing_kernels_are_said_and_written_down(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is the same but slower, and whoever waits for it should know why."""
+    monkeypatch.setattr(
+        "strop.launch.local.kernel_status", lambda: KernelStatus(path=None, note="no such file: 'cc'")
+    )
+    here.train()
+    notices = [event.detail for event in here.told[0].events.read() if event.kind is EventKind.NOTICE]
+    assert any("not compiled (no such file: 'cc')" in notice for notice in notices)
+    assert "no such file: 'cc'" in str(here.attempt(1)["kernels"])
 
 
 def test_held_out_accuracy_is_measured_before_and_after(here: Here) -> None:

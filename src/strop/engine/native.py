@@ -13,7 +13,6 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -29,21 +28,13 @@ from strop.engine.contract import (
 )
 from strop.engine.decoding import DecodeBatch
 from strop.engine.prepacked import PrepackedProducts
-from strop.engine.settling import settle
+from strop.engine.settling import Waiting, settle
 from strop.errors import EngineError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
 from strop.policy.scoring import score_reply
 from strop.policy.weights import load_published
 from strop.rollout import FloatArray, IntArray
 from strop.tokenizer import Tokenizer
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request and the coroutine that waits for it."""
-
-    request: GenerationRequest
-    reply: asyncio.Future[Completion]
 
 
 class NativeEngine:
@@ -56,7 +47,7 @@ class NativeEngine:
         self._tokenizer = tokenizer
         self._max_rows = max_rows or DEFAULT_MAX_ROWS
         self._version = version
-        self._inbox: deque[_Waiting] = deque()
+        self._inbox: deque[Waiting] = deque()
         self._runner: asyncio.Task[None] | None = None
         self._update_lock = asyncio.Lock()
         self._batch: DecodeBatch | None = None
@@ -72,7 +63,7 @@ class NativeEngine:
         """Sample one reply. See `Engine.generate`."""
         self._require_open()
         self._check(request)
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        waiting = Waiting(request, asyncio.get_running_loop().create_future())
         self._inbox.append(waiting)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
@@ -150,7 +141,7 @@ class NativeEngine:
 
     async def _run(self) -> None:
         """Decode until nothing is asked for any more."""
-        waiting: dict[int, _Waiting] = {}
+        waiting: dict[int, Waiting] = {}
         try:
             await self._decode(waiting)
         except (RuntimeError, MemoryError) as error:
@@ -159,7 +150,7 @@ class NativeEngine:
             # After a cancellation or a bug too: nobody may wait for a reply that never comes.
             self._fail_all(waiting, sys.exception())
 
-    async def _decode(self, waiting: dict[int, _Waiting]) -> None:
+    async def _decode(self, waiting: dict[int, Waiting]) -> None:
         await settle(lambda: len(self._inbox))
         batch = self._fitting_batch([entry.request for entry in self._inbox])
         while self._inbox or waiting:
@@ -187,9 +178,9 @@ class NativeEngine:
             )
         return self._batch
 
-    def _admit(self, batch: DecodeBatch, waiting: dict[int, _Waiting]) -> None:
+    def _admit(self, batch: DecodeBatch, waiting: dict[int, Waiting]) -> None:
         """Move requests from the inbox into free rows, in the order asked."""
-        chosen: list[_Waiting] = []
+        chosen: list[Waiting] = []
         for entry in islice(self._inbox, batch.num_admissible(len(self._inbox))):
             if not batch.fits(entry.request):
                 break  # Waits until the batch is empty, when a larger cache is built.
@@ -200,7 +191,7 @@ class NativeEngine:
             waiting[ticket] = entry
             self._inbox.popleft()
 
-    def _fail_all(self, waiting: dict[int, _Waiting], error: BaseException | None) -> None:
+    def _fail_all(self, waiting: dict[int, Waiting], error: BaseException | None) -> None:
         """Tell every waiting coroutine that its reply will not come."""
         entries = [*waiting.values(), *self._inbox]
         if not entries:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 
 from strop.engine.contract import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
-from strop.engine.settling import settle
+from strop.engine.settling import Waiting, settle
 from strop.engine.wire import (
     ErrorForm,
     Form,
@@ -62,14 +62,6 @@ class WaitLimits:
     """Between two looks at the server's process; /health is asked at every tenth."""
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request and the coroutine that waits for it."""
-
-    request: GenerationRequest
-    reply: asyncio.Future[Completion]
-
-
 class RemoteEngine:
     """An `Engine` over HTTP. One instance serves one event loop at a time.
 
@@ -105,7 +97,7 @@ class RemoteEngine:
             # by the server just when it is used again.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
-        self._inbox: list[_Waiting] = []
+        self._inbox: list[Waiting] = []
         self._sender: asyncio.Task[None] | None = None
         self._posts: set[asyncio.Task[None]] = set()
         self._version: int | None = None
@@ -119,7 +111,7 @@ class RemoteEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one reply. See `Engine.generate`."""
         self._require_open()
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        waiting = Waiting(request, asyncio.get_running_loop().create_future())
         self._inbox.append(waiting)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send_inbox())
@@ -183,7 +175,7 @@ class RemoteEngine:
         self._posts.add(post)
         post.add_done_callback(self._posts.discard)
 
-    async def _post_batch(self, batch: Sequence[_Waiting]) -> None:
+    async def _post_batch(self, batch: Sequence[Waiting]) -> None:
         call = GenerateCall(requests=[RequestForm.of(waiting.request) for waiting in batch])
         try:
             answer = await self._ask("/v1/generate", call, GenerateAnswer)
@@ -197,7 +189,7 @@ class RemoteEngine:
             # After a cancellation or a bug too: nobody may wait for a reply that never comes.
             self._fail(batch, _closed() if self._is_closed else EngineError("the batch was abandoned"))
 
-    def _fail(self, batch: Sequence[_Waiting], error: StropError) -> None:
+    def _fail(self, batch: Sequence[Waiting], error: StropError) -> None:
         for waiting in batch:
             if not waiting.reply.done():
                 waiting.reply.set_exception(error)

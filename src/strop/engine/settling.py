@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from strop.engine.contract import Completion, GenerationRequest
 
 _CYCLES = 4
 """Turns of the event loop without a new request, after which nobody is about to ask."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request and the coroutine that waits for it."""
+
+    request: GenerationRequest
+    reply: asyncio.Future[Completion]
 
 
 async def settle(count_waiting: Callable[[], int]) -> None:

@@ -73,7 +73,7 @@ def train_here(
     with run_dir:
         on_run(run_dir)
         with _NotedAttempt(run_dir, observer):
-            for notice in (*resolved.notices, *([model.notice] if model.notice else [])):
+            for notice in (*resolved.notices, *filter(None, [model.notice, _kernel_notice()])):
                 event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                 run_dir.events.append(event)
                 observer.on_event(event)
@@ -108,6 +108,14 @@ class _NotedAttempt:
             step=max(steps, default=0),
         )
         self._observer.on_end(cause=cause)
+
+
+def _kernel_notice() -> str | None:
+    """Say that the C kernels are missing, where a run would use them."""
+    status = kernel_status()
+    if status.path is not None or describe_machine().gpus:
+        return None
+    return f"the kernels are {status.describe()}; install one and make sure `cc` or $CC finds it"
 
 
 def set_threads(wanted: int | None) -> int:
