@@ -95,7 +95,7 @@ def test_missing_kernels_are_said_and_written_down(here: Here, monkeypatch: pyte
     here.train()
     notices = [event.detail for event in here.told[0].events.read() if event.kind is EventKind.NOTICE]
     assert any("not compiled (no such file: 'cc')" in notice for notice in notices)
-    assert "no such file: 'cc'" in str(here.attempt(1)["kernels"])
+    assert "no such file: 'cc'" in str(here.attempt(1)["facts"])
 
 
 def test_held_out_accuracy_is_measured_before_and_after(here: Here) -> None:
