@@ -24,7 +24,7 @@ def find_sanitizer() -> str:
 @pytest.mark.slow
 def test_the_kernels_stay_inside_their_tensors(tmp_path: Path) -> None:
     sanitizer = find_sanitizer()
-    if not Path(sanitizer).exists():
+    if not Path(sanitizer).exists() and "STROP_CI" not in os.environ:
         pytest.skip("the C compiler has no address sanitizer")
     environment = os.environ | {
         "CC": "cc -fsanitize=address",
