@@ -158,8 +158,8 @@ def whole(dtype: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFac
     attempt = json.loads((run.path / "attempts" / "1" / "attempt.json").read_text())
     assert [line["step"] for line in curve.metrics] == list(range(1, NUM_STEPS + 1))
     assert sorted(curve.evals) == [f"reverse-text-step-00000{step}.json" for step in (0, 3, 5)]
-    # Something is learned from, or equality would say little.
-    assert all(line["num_signal_tokens"] > 0 for line in curve.metrics)
+    # Most steps learn something, or equality would say little.
+    assert sum(line["num_signal_tokens"] > 0 for line in curve.metrics) > NUM_STEPS / 2
     return Whole(curve, attempt["ended_at"] - attempt["started_at"])
 
 
