@@ -193,6 +193,7 @@ def test_the_doctor_measures_once_and_the_plan_reads_it(run: Run, folder: Path) 
     names = [check["name"] for check in found["checks"]]
     assert names == [
         "default model",
+        "compiled kernels",
         "disk of cache",
         "disk of runs",
         *(f"extra {e}" for e in ("server", "tasks", "query")),
