@@ -14,21 +14,22 @@ from tests.fixtures.kernels import needs_kernels
 REPOSITORY = Path(__file__).parents[2]
 
 
-def find_sanitizer() -> str:
-    """Return the sanitizer's library, or what the compiler was asked for if it has none."""
-    asked = ["cc", "-print-file-name=libasan.so"]
+def find_library(name: str) -> str:
+    """Return the path of a library of the compiler's, or the name alone if it has none of that name."""
+    asked = ["cc", f"-print-file-name={name}"]
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @needs_kernels
 @pytest.mark.slow
 def test_the_kernels_stay_inside_their_tensors(tmp_path: Path) -> None:
-    sanitizer = find_sanitizer()
+    sanitizer = find_library("libasan.so")
     if not Path(sanitizer).exists() and "STROP_CI" not in os.environ:
         pytest.skip("the C compiler has no address sanitizer")
     environment = os.environ | {
         "CC": "cc -fsanitize=address",
-        "LD_PRELOAD": sanitizer,
+        # The C++ library too, or the sanitizer does not find what throws, and dies at PyTorch's first exception.
+        "LD_PRELOAD": f"{sanitizer} {find_library('libstdc++.so.6')}",
         "ASAN_OPTIONS": f"detect_leaks=0:verify_asan_link_order=0:log_path={tmp_path / 'report'}",
         "STROP_CACHE": str(tmp_path / "cache"),
         "STROP_CI": "1",  # Without kernels, the tests below would be skipped and prove nothing.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from strop.errors import CheckRefused, CorruptRecord
+from strop.errors import CheckRefused, CorruptRecord, Interrupted
 from strop.policy.language_model import LanguageModel
 from strop.policy.weights import weights_digest
 from strop.record import RunDir
@@ -17,6 +18,7 @@ from strop.rollout import Split
 from strop.spec import RunSpec
 from strop.store import verify_directory
 from strop.train import EvalSummary
+from strop.train.room import DiskWatch
 from tests.fixtures.tiny_run import Composition, Curve, SpellTask, new_run, read_curve, tiny_spec
 
 METRICS = {
@@ -125,6 +127,20 @@ def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path: Path, tiny_mod
 def test_old_checkpoints_go(tmp_path: Path, tiny_model_dir: Path) -> None:
     spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 2})
     assert train(tmp_path, tiny_model_dir, spec).run_dir.checkpoint_steps() == [3, 4]
+
+
+def test_a_signal_after_the_last_look_at_what_is_due_still_leaves_a_checkpoint(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_low(self: DiskWatch, step: int) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(DiskWatch, "find_low", find_low)
+    made = Composition(tiny_spec(train={"steps": 4, "checkpoint_every": 4}), tiny_model_dir, new_run(tmp_path))
+    with pytest.raises(Interrupted, match=r"after step 2\. .*goes on from checkpoint step-000002"):
+        made.run()
+    assert made.run_dir.checkpoint_steps() == [2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -259,7 +259,7 @@ class TrainLoop:
         is_last = step == spec.train.steps
         if is_last or (spec.eval.every is not None and step % spec.eval.every == 0):
             await self._evaluate()
-        is_due = is_last or step % spec.train.checkpoint_every == 0 or self._stop.cause is not None
+        is_due = is_last or step % spec.train.checkpoint_every == 0
         if not is_last:
             self._stop_on_low_disk()
         if is_due:
@@ -363,9 +363,11 @@ class TrainLoop:
         return f"{suspect}; remove {self._run_dir.checkpoint_path(steps[-1])} to go on from {good} before it"
 
     def _stop_if_asked(self) -> None:
-        """End after a signal. The step that was under way has been checkpointed."""
+        """End after a signal, with a checkpoint of the last step."""
         if self._stop.cause is None:
             return
+        if self._state.step not in {0, *self._run_dir.checkpoint_steps()}:
+            self._checkpoint()
         kept = self._run_dir.latest_checkpoint()
         where = f"checkpoint {kept[1].name}" if kept else "its start, no step was trained"
         raise Interrupted(
