@@ -28,7 +28,7 @@ def test_the_kernels_stay_inside_their_tensors(tmp_path: Path) -> None:
         pytest.skip("the C compiler has no address sanitizer")
     environment = os.environ | {
         "CC": "cc -fsanitize=address",
-        # The C++ library too, or the sanitizer does not find what throws, and dies at PyTorch's first exception.
+        # The C++ library too, or the sanitizer dies at PyTorch's first exception.
         "LD_PRELOAD": f"{sanitizer} {find_library('libstdc++.so.6')}",
         "ASAN_OPTIONS": f"detect_leaks=0:verify_asan_link_order=0:log_path={tmp_path / 'report'}",
         "STROP_CACHE": str(tmp_path / "cache"),

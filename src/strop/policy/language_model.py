@@ -184,6 +184,9 @@ def _load_module(path: Path, dtype: torch.dtype) -> Any:
                 next_step="fetch the model anew with `strop model get URI`; nothing was trained",
             )
         )
+    # transformers would keep the pad id's embedding from learning; it is often the terminator's id too,
+    # which stands in every chat, and nothing is ever padded here.
+    module.get_input_embeddings().padding_idx = None
     return module
 
 
