@@ -137,7 +137,9 @@ def test_a_signal_after_the_last_look_at_what_is_due_still_leaves_a_checkpoint(
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(DiskWatch, "find_low", find_low)
-    made = Composition(tiny_spec(train={"steps": 4, "checkpoint_every": 4}), tiny_model_dir, new_run(tmp_path))
+    made = Composition(
+        tiny_spec(train={"steps": 4, "checkpoint_every": 4}), tiny_model_dir, new_run(tmp_path)
+    )
     with pytest.raises(Interrupted, match=r"after step 2\. .*goes on from checkpoint step-000002"):
         made.run()
     assert made.run_dir.checkpoint_steps() == [2]
