@@ -185,6 +185,12 @@ class Outcome:
     format_ok: bool | None = None
     """Whether the answer stood where the task asked for it; separate from being right."""
     truncated: bool = False
+    timed_out: bool = False
+    """Whether code that the policy wrote used up its time: a wrong answer, told apart from others."""
+    extracted: str | None = None
+    """What of the reply was compared or run; None where nothing was found or the whole reply counts."""
+    isolation: str | None = None
+    """Sandbox level that the policy's code ran at; None where nothing untrusted ran."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: Failure | None = None
 
@@ -228,8 +234,6 @@ class Rollout:
     sampling: Sampling
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by stage: 'generate', 'verify'."""
-    isolation: str | None = None
-    """Sandbox level reached, None where nothing untrusted ran."""
 
     @property
     def reply(self) -> Turn | None:

@@ -28,6 +28,7 @@ from strop.record import RunDir, list_runs
 from strop.rollout import Example, Outcome
 from strop.spec import RunSpec
 from strop.store import AtomicDirectory, verify_directory
+from strop.tasks.judging import InlineJudge
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import ACCEPTED, Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
 
@@ -304,7 +305,9 @@ class DoomedEngine:
             engine = EndedEngine(roles.engine, made.placement, self.trigger, num_requests)
             changed = replace(roles, engine=engine)
             if is_evaluated:
-                made.evaluate = Evaluation(made.spec, made.task, changed, "digest", made.run_dir)
+                made.evaluate = Evaluation(
+                    made.spec, made.task, InlineJudge(made.task), changed, "digest", made.run_dir
+                )
             return changed
 
         return change

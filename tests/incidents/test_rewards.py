@@ -27,12 +27,13 @@ from strop.rollout import (
     make_example,
 )
 from strop.spec import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec
-from strop.tasks import Task, build_task, self_test
+from strop.tasks import Task, build_task
 from strop.tasks.answers import last_number, parse_number
 from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.gsm8k import Gsm8k
 from strop.tasks.reasoning_gym import ReasoningGym
 from strop.tokenizer import Tokenizer
+from tests.fixtures.judging import run_self_test
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -83,7 +84,7 @@ class SometimesBrokenVerifier(Arithmetic):
 def test_rew_1_verifier_with_a_type_error_fails_the_self_test() -> None:
     """Incident: a broad except hid a TypeError, and a benchmark read 0 % for every model."""
     task = TypeErrorVerifier(ArithmeticSpec())
-    findings = self_test(task, [SUM])
+    findings = run_self_test(task, [SUM])
     gold = [finding for finding in findings if finding.probe == "gold"]
     assert {finding.reward for finding in gold} == {None}
     assert {finding.detail for finding in gold} == {"the verifier raised TypeError"}
@@ -150,8 +151,8 @@ class ReadsPrefix(Gsm8k):
 )
 def test_rew_2_mutated_verifiers_fail_the_self_test(mutated: type[Gsm8k], probes: set[str]) -> None:
     """Incident: answers were judged backwards, without signs, or only in one phrase."""
-    assert self_test(gsm8k(), WORD_PROBLEMS) == []
-    findings = self_test(mutated(Gsm8kSpec(name="gsm8k", source="unused.jsonl")), WORD_PROBLEMS)
+    assert run_self_test(gsm8k(), WORD_PROBLEMS) == []
+    findings = run_self_test(mutated(Gsm8kSpec(name="gsm8k", source="unused.jsonl")), WORD_PROBLEMS)
     assert {finding.probe for finding in findings} == probes
     for finding in findings:
         # Both texts and the example can be read from the finding.
@@ -218,7 +219,7 @@ class Answerless(Arithmetic):
 )
 def test_rew_4_permissive_and_answerless_tasks_fail_the_self_test(task: Task, probe: str) -> None:
     """Incident: a substring match accepted one letter; an echoed question earned 0.65."""
-    assert probe in {finding.probe for finding in self_test(task, [SUM])}
+    assert probe in {finding.probe for finding in run_self_test(task, [SUM])}
 
 
 def test_rew_7_being_right_and_keeping_the_format_are_told_apart() -> None:
@@ -277,7 +278,7 @@ def test_rew_10_a_score_beyond_its_bounds_never_becomes_a_reward(monkeypatch: py
 
 def test_built_in_tasks_pass_the_test_that_the_broken_ones_fail() -> None:
     tasks: list[Task] = [build_task(ArithmeticSpec()), gsm8k()]
-    assert [self_test(tasks[0], [SUM]), self_test(tasks[1], WORD_PROBLEMS)] == [[], []]
+    assert [run_self_test(tasks[0], [SUM]), run_self_test(tasks[1], WORD_PROBLEMS)] == [[], []]
 
 
 class RaisesSometimes(SpellTask):

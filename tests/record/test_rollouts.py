@@ -58,6 +58,9 @@ outcomes = st.builds(
     is_correct=st.none() | st.booleans(),
     format_ok=st.none() | st.booleans(),
     truncated=st.booleans(),
+    timed_out=st.booleans(),
+    extracted=st.none() | texts,
+    isolation=st.none() | texts,
     metrics=named_numbers,
     failure=st.none()
     | st.builds(Failure, owner=st.sampled_from(FailureOwner), kind=texts, detail=st.text(max_size=30)),
@@ -78,7 +81,6 @@ rollouts = st.builds(
         top_k=st.none() | st.integers(1, 10**6),
     ),
     seconds=named_numbers,
-    isolation=st.none() | texts,
 )
 
 
@@ -105,7 +107,6 @@ def comparable(rollout: Rollout) -> tuple[object, ...]:
         list(rollout.outcome.parts),
         rollout.sampling,
         rollout.seconds,
-        rollout.isolation,
     )
 
 

@@ -7,7 +7,8 @@ import pytest
 from strop.errors import ConfigError
 from strop.rollout import Example, Split, make_example
 from strop.spec import ArithmeticSpec
-from strop.tasks import build_task, self_test
+from strop.tasks import build_task
+from tests.fixtures.judging import run_self_test
 
 TASK = build_task(ArithmeticSpec())
 
@@ -74,9 +75,9 @@ def test_verify(text: str, is_correct: bool, format_ok: bool) -> None:
 
 
 def test_self_test_passes_also_where_a_question_ends_in_its_answer() -> None:
-    assert self_test(TASK, TASK.examples(Split.TRAIN)[:32]) == []
+    assert run_self_test(TASK, TASK.examples(Split.TRAIN)[:32]) == []
     with_zero = build_task(ArithmeticSpec(min_value=0, max_value=30))
-    assert self_test(with_zero, with_zero.examples(Split.TRAIN)) == []
+    assert run_self_test(with_zero, with_zero.examples(Split.TRAIN)) == []
 
 
 def test_version_follows_what_changes_scores() -> None:

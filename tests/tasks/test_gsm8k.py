@@ -16,7 +16,8 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split, make_example
 from strop.spec import Gsm8kSpec
-from strop.tasks import Task, build_task, self_test
+from strop.tasks import Task, build_task
+from tests.fixtures.judging import run_self_test
 
 Rows = Sequence[dict[str, object]]
 
@@ -121,7 +122,7 @@ def test_verify(text: str, is_correct: bool, format_ok: bool) -> None:
 
 
 def test_self_test_passes(task: Task) -> None:
-    assert self_test(task, task.examples(Split.TRAIN)) == []
+    assert run_self_test(task, task.examples(Split.TRAIN)) == []
 
 
 def test_prompt_shows_the_question_and_the_form(task: Task) -> None:

@@ -11,7 +11,8 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split, make_example
 from strop.spec import ReasoningGymSpec
-from strop.tasks import Task, build_task, self_test
+from strop.tasks import Task, build_task
+from tests.fixtures.judging import run_self_test
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
 
@@ -39,7 +40,7 @@ def test_splits_share_no_question() -> None:
 def test_verify_and_self_test() -> None:
     task = rg("chain_sum")
     example = task.examples(Split.TRAIN)[0]
-    assert self_test(task, task.examples(Split.TRAIN)) == []
+    assert run_self_test(task, task.examples(Split.TRAIN)) == []
     right = task.verify(example, f"So it is\n<answer> {example.answer} </answer> and on <answer>1</answer>")
     assert (right.reward, right.is_correct, right.format_ok) == (1.0, True, True)
     untagged = task.verify(example, f"I think\n{example.answer}")
@@ -78,7 +79,7 @@ def test_seed_and_settings_change_examples_and_version() -> None:
 
 def test_dataset_without_answers_fails_its_self_test() -> None:
     task = rg("rubiks_cube", num_train=2, num_held_out=1)
-    findings = self_test(task, task.examples(Split.TRAIN))
+    findings = run_self_test(task, task.examples(Split.TRAIN))
     assert "the task knows no right reply" in {finding.detail for finding in findings}
 
 
@@ -86,13 +87,13 @@ def test_scorer_that_raises_is_not_a_zero() -> None:
     task = rg("prime_factorization")
     with pytest.raises(ValueError, match="invalid literal"):
         task.verify(task.examples(Split.TRAIN)[0], "<answer>asdf</answer>")
-    findings = self_test(task, task.examples(Split.TRAIN))
+    findings = run_self_test(task, task.examples(Split.TRAIN))
     assert {"the verifier raised ValueError"} == {f.detail for f in findings if f.probe == "garbage"}
 
 
 def test_garbage_that_is_paid_for_is_found() -> None:
     task = rg("game_of_life_halting", num_train=8, num_held_out=2)
-    assert "garbage" in {finding.probe for finding in self_test(task, task.examples(Split.TRAIN))}
+    assert "garbage" in {finding.probe for finding in run_self_test(task, task.examples(Split.TRAIN))}
 
 
 def test_unknown_dataset_is_refused_with_near_names() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from strop.errors import ConfigError
 from strop.rollout import Split, make_example
 from strop.spec import ReverseTextSpec
-from strop.tasks import build_task, self_test
+from strop.tasks import build_task
 from strop.tasks.reverse_text import WORDS, subsequence_ratio
+from tests.fixtures.judging import run_self_test
 
 TASK = build_task(ReverseTextSpec(name="reverse-text"))
 FOX = make_example("reverse-text", {"text": "fox"}, "xof")
@@ -78,7 +79,7 @@ def test_no_word_reads_the_same_backwards() -> None:
 
 
 def test_self_test_passes() -> None:
-    assert self_test(TASK, TASK.examples(Split.TRAIN)[:32]) == []
+    assert run_self_test(TASK, TASK.examples(Split.TRAIN)[:32]) == []
 
 
 def test_reply_limit_holds_the_longest_text() -> None:

@@ -7,9 +7,10 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec import ArithmeticSpec, ReverseTextSpec
-from strop.tasks import build_task, self_test
+from strop.tasks import build_task
 from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.registry import TASK_SUMMARIES
+from tests.fixtures.judging import run_self_test
 
 
 class UnscoredForEmpty(Arithmetic):
@@ -29,18 +30,18 @@ class HalfForAnything(Arithmetic):
 
 def test_no_examples_are_refused() -> None:
     with pytest.raises(DataError, match="a self-test of task arithmetic on no example"):
-        self_test(build_task(ArithmeticSpec()), [])
+        run_self_test(build_task(ArithmeticSpec()), [])
 
 
 def test_unscored_reply_is_found() -> None:
     task = UnscoredForEmpty(ArithmeticSpec())
-    findings = self_test(task, task.examples(Split.TRAIN)[:2])
+    findings = run_self_test(task, task.examples(Split.TRAIN)[:2])
     assert [(finding.probe, finding.reward) for finding in findings] == [("empty", None), ("empty", None)]
 
 
 def test_pay_without_work_is_found_once_a_probe() -> None:
     task = HalfForAnything(ArithmeticSpec())
-    findings = self_test(task, task.examples(Split.TRAIN)[:4])
+    findings = run_self_test(task, task.examples(Split.TRAIN)[:4])
     assert [finding.probe for finding in findings] == ["empty", "blank", "garbage", "letter", "echo"]
     assert {finding.reward for finding in findings} == {0.6}
 
@@ -48,7 +49,7 @@ def test_pay_without_work_is_found_once_a_probe() -> None:
 def test_a_finding_shows_both_texts() -> None:
     task = HalfForAnything(ArithmeticSpec())
     example = make_example("arithmetic", {"a": 1, "b": 2}, "3")
-    garbage = next(finding for finding in self_test(task, [example]) if finding.probe == "garbage")
+    garbage = next(finding for finding in run_self_test(task, [example]) if finding.probe == "garbage")
     assert garbage.describe() == (
         f"probe garbage on example {example.example_id}: reply 'asdf', gold '3', reward 0.6; "
         "a wrong reply must earn less than full marks"

@@ -6,15 +6,17 @@ from strop.environments.contract import Action, StepResult
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome
 from strop.tasks import Task
+from strop.tasks.judging import InlineJudge, Judge
 
 
 class SingleTurn:
-    """One question, one reply. No reply is judged as an empty one."""
+    """One question, one reply. No reply is judged as an empty one. Without a judge, in this process."""
 
     max_turns = 1
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, judge: Judge | None = None) -> None:
         self._task = task
+        self._judge = judge or InlineJudge(task)
         self._example: Example | None = None
         self._reply: Action | None = None
         self.stop_strings = task.limits.stop_strings
@@ -40,7 +42,7 @@ class SingleTurn:
         return StepResult(messages=(), done=True)
 
     async def score(self) -> Outcome:
-        """Let the task judge the reply."""
+        """Have the reply judged."""
         if self._example is None:
             raise DataError(
                 explain_refusal(
@@ -49,7 +51,7 @@ class SingleTurn:
                     next_step="call reset first",
                 )
             )
-        return self._task.verify(self._example, "" if self._reply is None else self._reply.text)
+        return await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
 
     async def close(self) -> None:
         """Hold nothing, release nothing."""

@@ -27,6 +27,7 @@ from strop.evaluate.result import EvalResult, Score, Validity, digest_examples
 from strop.evaluate.statistics import clustered_interval
 from strop.rollout import Example, Rollout, Sampling, Split
 from strop.tasks import PromptFormat, Task, resolve_prompt_format
+from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 
 PLAIN = Sampling()
@@ -66,11 +67,13 @@ async def evaluate_task(
     settings: EvalSettings,
     model_digest: str,
     trained_ids: Collection[str] = frozenset(),
+    judge: Judge | None = None,
 ) -> EvalResult:
     """Attempt every example greedily and, if asked for, several times by sampling.
 
     All rollouts are in flight at once; the engine admits as many as it can serve.
-    `trained_ids` are the example ids that the run has trained on or may train on.
+    `trained_ids` are the example ids that the run has trained on or may train on. Without a `judge`,
+    replies are judged in this process.
 
     Raises: CheckRefused if examples called held-out are among the trained ones; ConfigError if the
         settings ask for more examples, tokens or fewer than there are; EngineError if the engine
@@ -81,7 +84,7 @@ async def evaluate_task(
     _refuse_trained(task, settings.split, examples, trained_ids)
     prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
     plans_P_G = [_plan_example(example, budget, prompt_format, settings) for example in examples]
-    groups = await run_groups(partial(SingleTurn, task), engine, tokenizer, plans_P_G)
+    groups = await run_groups(partial(SingleTurn, task, judge), engine, tokenizer, plans_P_G)
     greedy = _score([group.rollouts[:1] for group in groups], 1)
     sampled = None
     if settings.num_samples is not None:

@@ -29,7 +29,8 @@ from strop.spec import RunSpec, SamplingSpec, load_spec
 from strop.spec.overrides import parse_override
 from strop.spec.schema import NULL_WORD
 from strop.store import get_model, verify_directory
-from strop.tasks import build_task, render_prompt
+from strop.tasks import Task, build_task, build_warm_task, render_prompt
+from strop.tasks.judging import Judge, open_judge
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -175,9 +176,11 @@ def evaluate_here(
     trained_ids = read_trained_ids(model.run_path)
 
     async def evaluate() -> EvalResult:
-        async with _serve(spec, model) as (engine, tokenizer):
+        task = build_task(spec.task)
+        async with _serve(spec, model) as (engine, tokenizer), _judge(spec, task) as judge:
             return await evaluate_task(
-                task=build_task(spec.task),
+                task=task,
+                judge=judge,
                 engine=engine,
                 tokenizer=tokenizer,
                 settings=settings,
@@ -213,7 +216,7 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
         )
 
     async def sample() -> list[Rollout]:
-        async with _serve(spec, model) as (engine, tokenizer):
+        async with _serve(spec, model) as (engine, tokenizer), _judge(spec, task) as judge:
             attempt = partial(run_rollout, engine=engine, tokenizer=tokenizer)
             plans = [
                 RolloutPlan(
@@ -227,7 +230,9 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
                 )
                 for example in examples[:num_examples]
             ]
-            return list(await asyncio.gather(*(attempt(SingleTurn(task), plan=plan) for plan in plans)))
+            return list(
+                await asyncio.gather(*(attempt(SingleTurn(task, judge), plan=plan) for plan in plans))
+            )
 
     return asyncio.run(sample())
 
@@ -253,6 +258,16 @@ def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptRepl
             return PromptReply(prompt=text, completion=completion)
 
     return asyncio.run(ask())
+
+
+@asynccontextmanager
+async def _judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
+    """Open the judge that a task asks for, and close it afterwards."""
+    judge = open_judge(task, partial(build_warm_task, spec.task))
+    try:
+        yield judge
+    finally:
+        await judge.close()
 
 
 @asynccontextmanager

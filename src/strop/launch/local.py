@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.rollout import Sampling, Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
 from strop.store import ModelHandle, get_model
-from strop.tasks import Task, build_task
+from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.judging import Judge, open_judge
 from strop.train.observer import EvalSummary, Observer
 
 if TYPE_CHECKING:
@@ -185,9 +187,10 @@ async def _train(
 
     source = ModelSource(path=model.path, digest=model.digest)
     placement = build_placement(spec, source, run_dir.path / "roles")
+    judge = open_judge(task, partial(build_warm_task, spec.task))
     try:
         roles = await placement.start()
-        evaluator = Evaluation(spec, task, roles, model.digest, run_dir)
+        evaluator = Evaluation(spec, task, judge, roles, model.digest, run_dir)
         loop = TrainLoop(
             TrainInput(
                 spec=spec,
@@ -197,11 +200,13 @@ async def _train(
                 model_dir=model.path,
                 observer=observer,
                 evaluate=evaluator,
+                judge=judge,
             )
         )
         await loop.run()
     finally:
         await placement.stop()
+        await judge.close()
     return TrainOutcome(
         run_path=run_dir.path,
         # From the record: an earlier attempt may have made them.
@@ -220,6 +225,7 @@ class Evaluation:
 
     spec: RunSpec
     task: Task
+    judge: Judge
     roles: Roles
     model_digest: str
     run_dir: RunDir
@@ -238,6 +244,7 @@ class Evaluation:
         )
         result = await evaluate_task(
             task=self.task,
+            judge=self.judge,
             engine=self.roles.engine,
             tokenizer=self.roles.tokenizer,
             settings=settings,

@@ -29,7 +29,7 @@ from strop.rollout import (
 )
 from strop.store.atomic import write_bytes_atomically
 
-FORMAT = b"1"
+FORMAT = b"2"
 _FORMAT_KEY = b"strop.rollouts"
 
 _TURN = pa.struct(
@@ -57,13 +57,15 @@ SCHEMA = pa.schema(
         ("is_correct", pa.bool_()),
         ("format_ok", pa.bool_()),
         ("truncated", pa.bool_()),
+        ("timed_out", pa.bool_()),
+        ("extracted", pa.string()),
+        ("isolation", pa.string()),
         ("metrics", _NAMED),
         ("failure", pa.struct([("owner", pa.string()), ("kind", pa.string()), ("detail", pa.string())])),
         ("temperature", pa.float64()),
         ("top_p", pa.float64()),
         ("top_k", pa.int32()),
         ("seconds", _NAMED),
-        ("isolation", pa.string()),
         ("reply_text", pa.string()),
         ("num_sampled_tokens", pa.int32()),
     ],
@@ -138,13 +140,15 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
         "is_correct": outcome.is_correct,
         "format_ok": outcome.format_ok,
         "truncated": outcome.truncated,
+        "timed_out": outcome.timed_out,
+        "extracted": outcome.extracted,
+        "isolation": outcome.isolation,
         "metrics": list(outcome.metrics.items()),
         "failure": failure and {"owner": failure.owner.value, "kind": failure.kind, "detail": failure.detail},
         "temperature": rollout.sampling.temperature,
         "top_p": rollout.sampling.top_p,
         "top_k": rollout.sampling.top_k,
         "seconds": list(rollout.seconds.items()),
-        "isolation": rollout.isolation,
         "reply_text": reply.text if reply is not None else None,
         "num_sampled_tokens": rollout.num_sampled_tokens,
     }
@@ -168,6 +172,9 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         is_correct=row["is_correct"],
         format_ok=row["format_ok"],
         truncated=row["truncated"],
+        timed_out=row["timed_out"],
+        extracted=row["extracted"],
+        isolation=row["isolation"],
         metrics=row["metrics"],
         failure=failure and Failure(**{**failure, "owner": FailureOwner(failure["owner"])}),
     )
@@ -185,7 +192,6 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         outcome=outcome,
         sampling=Sampling(temperature=row["temperature"], top_p=row["top_p"], top_k=row["top_k"]),
         seconds=row["seconds"],
-        isolation=row["isolation"],
     )
 
 

@@ -8,7 +8,7 @@ Not here: worlds with more than one turn (`environments`), and who generates (`e
 
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
-from strop.tasks.registry import TASK_SUMMARIES, build_task
+from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task
 from strop.tasks.selftest import SelfTestFinding, self_test
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Task",
     "TaskLimits",
     "build_task",
+    "build_warm_task",
     "render_prompt",
     "resolve_prompt_format",
     "self_test",

@@ -34,6 +34,7 @@ _VERIFIER = "answer-tag-1"
 # An opening tag is enough: a reply may be ended by the closing one, which is then not in the text.
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _DRAWS_PER_EXAMPLE = 8
+_VERIFY_LIMIT_S = 5.0
 _OWN_SETTINGS = ("seed", "size")
 _SLACK = 1e-9
 """Rounding that a score may carry beyond [0, 1], or below full marks."""
@@ -59,7 +60,8 @@ class ReasoningGym:
                 )
             )
         self._spec = spec
-        self.limits = limit_reply(TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS), spec.max_reply_tokens)
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, verify_limit_s=_VERIFY_LIMIT_S)
+        self.limits = limit_reply(limits, spec.max_reply_tokens)
 
     @property
     def version(self) -> str:

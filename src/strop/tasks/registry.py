@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import assert_never
 
+from strop.rollout import Split
 from strop.spec.task import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, ReverseTextSpec, TaskSpec
 from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.contract import Task
@@ -40,3 +41,14 @@ def build_task(spec: TaskSpec) -> Task:
             return Gsm8k(spec)
         case _:
             assert_never(spec)
+
+
+def build_warm_task(spec: TaskSpec) -> Task:
+    """Build a task that has loaded what its verifier needs: processes forked from here find it there.
+
+    Raises: like `build_task`, and like `examples` where judging needs the data.
+    """
+    task = build_task(spec)
+    if isinstance(spec, ReasoningGymSpec):
+        task.examples(Split.TRAIN)
+    return task

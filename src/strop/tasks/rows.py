@@ -1,9 +1,10 @@
 """Reading the rows of a data set in two splits: from files, a folder, or a hub.
 
-Where the splits come from: a folder holds files named train* and test* (or validation*), in itself
-or in `main/` or `data/`; a hub data set has one file of each below `main/`; a single file is split
-by the content of its rows, so their order does not matter. A path is never looked up on a hub, and
-a hub id never on disk (but in the hub's own cache).
+Where the splits come from is the data set's `DataLayout`: a hub has the files that it names; a folder
+has the same files, or files named train* and test* (or validation*), in itself or in `main/` or
+`data/`. A single file, and a data set that its makers did not split, is split by the content of its
+rows, so their order does not matter. A data set for evaluation only has no training rows. A path is
+never looked up on a hub, and a hub id never on disk (but in the hub's own cache).
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ _SUFFIXES = (".parquet", ".jsonl", ".json")
 _FOLDERS = ("", "main", "data")
 _TRAIN_STEMS = ("train",)
 _HELD_OUT_STEMS = ("test", "validation")
-_HUB_FILES = ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet")
 _HELD_OUT_SHARE = 10
 """One row in this many of a single file is held out, where no number is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataLayout:
+    """Which files of a data set, as its hub names them, hold which rows."""
+
+    train: tuple[str, ...]
+    """Empty: the data set is for evaluation only, and all of its rows are held out."""
+    held_out: tuple[str, ...]
+    """Empty: some of the training rows are held out, chosen by their content."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRows:
-    """The rows of a data set; neither part is empty."""
+    """The rows of a data set; no part is empty, but the training part of one for evaluation only."""
 
     source: str
     train: tuple[Row, ...]
@@ -49,20 +59,21 @@ def is_path(source: str) -> bool:
     return source.startswith(("/", "~", ".")) or source.endswith(_SUFFIXES)
 
 
-def read_split_rows(source: str, *, num_held_out: int | None = None) -> SplitRows:
-    """Read both splits. `num_held_out` is used for a single file, which has no split of its own.
+def read_split_rows(source: str, layout: DataLayout, *, num_held_out: int | None = None) -> SplitRows:
+    """Read both splits. `num_held_out` is used where the rows have no split of their own.
 
     Raises: DataError if a file is missing, unreadable or empty.
     """
-    if not is_path(source):
-        train_path, held_out_path = (_fetch_from_hub(source, file) for file in _HUB_FILES)
-        return _checked(source, _read_file(train_path), _read_file(held_out_path))
     path = Path(source).expanduser()
-    if path.is_dir():
-        train = [row for file in _split_files(path, _TRAIN_STEMS) for row in _read_file(file)]
-        held_out = [row for file in _split_files(path, _HELD_OUT_STEMS) for row in _read_file(file)]
-        return _checked(source, train, held_out)
-    if not path.is_file():
+    if not is_path(source):
+        train_files = [_fetch_from_hub(source, file) for file in layout.train]
+        held_out_files = [_fetch_from_hub(source, file) for file in layout.held_out]
+    elif path.is_dir():
+        train_files = _split_files(path, layout.train, _TRAIN_STEMS)
+        held_out_files = _split_files(path, layout.held_out, _HELD_OUT_STEMS)
+    elif path.is_file():
+        train_files, held_out_files = ([path], []) if layout.train else ([], [path])
+    else:
         raise DataError(
             explain_refusal(
                 f"task.source={source} does not exist",
@@ -70,32 +81,41 @@ def read_split_rows(source: str, *, num_held_out: int | None = None) -> SplitRow
                 next_step="correct the path in task.source",
             )
         )
-    return _checked(source, *_split_by_content(list(_read_file(path)), num_held_out))
-
-
-def _checked(source: str, train: Sequence[Row], held_out: Sequence[Row]) -> SplitRows:
-    for name, rows in (("training", train), ("held-out", held_out)):
-        if not rows:
-            raise DataError(
-                explain_refusal(
-                    f"task.source={source} has no {name} rows",
-                    allowed="at least one row in each split",
-                    next_step="fetch or write the file again; an interrupted download looks like this",
-                )
-            )
+    train = [row for file in train_files for row in _read_file(file)]
+    held_out = [row for file in held_out_files for row in _read_file(file)]
+    if not held_out_files:
+        train, held_out = _split_by_content(train, num_held_out)
+    if layout.train:
+        _require_rows(source, "training", train)
+    _require_rows(source, "held-out", held_out)
     return SplitRows(source=source, train=tuple(train), held_out=tuple(held_out))
 
 
-def _split_files(folder: Path, stems: Sequence[str]) -> list[Path]:
-    """Return the files of a split: all shards of the first place and stem that has any.
+def _require_rows(source: str, split: str, rows: Sequence[Row]) -> None:
+    if rows:
+        return
+    raise DataError(
+        explain_refusal(
+            f"task.source={source} has no {split} rows",
+            allowed="at least one row in each split",
+            next_step="fetch or write the file again; an interrupted download looks like this",
+        )
+    )
+
+
+def _split_files(folder: Path, files: Sequence[str], stems: Sequence[str]) -> list[Path]:
+    """Return the files of a split: those of the layout, else all shards of the first place and stem.
 
     Raises: DataError if there is none.
     """
+    mirrored = [folder / file for file in files]
+    if all(path.is_file() for path in mirrored):
+        return mirrored
     for place in (folder / name for name in _FOLDERS):
         for stem in stems:
-            files = sorted(path for suffix in _SUFFIXES for path in place.glob(f"{stem}*{suffix}"))
-            if files:
-                return files
+            found = sorted(path for suffix in _SUFFIXES for path in place.glob(f"{stem}*{suffix}"))
+            if found:
+                return found
     wanted = " or ".join(f"{stem}*{suffix}" for stem in stems for suffix in _SUFFIXES)
     raise DataError(
         explain_refusal(

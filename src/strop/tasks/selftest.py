@@ -6,15 +6,17 @@ log (REW-1, REW-2, REW-4); a run on it is lost. Not here: adversarial audits of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, FailureOwner
 from strop.tasks.answers import parse_number
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure
+from strop.tasks.judging import InlineJudge, Judge
 
 _NONSENSE = {"empty": "", "blank": " \n", "garbage": "asdf", "letter": "a"}
 _MAX_FULL_MARKS_FRAC = {"echo": 0.1, "neighbor": 0.05}
@@ -22,6 +24,8 @@ _MAX_FULL_MARKS_FRAC = {"echo": 0.1, "neighbor": 0.05}
 _MAX_MEAN_FRAC = 0.5
 """Mean reward, as a share of full marks, that a reply without any work may earn."""
 _WORKLESS = frozenset({*_NONSENSE, "echo"})
+_Ask = Callable[[Example, str, str, str], Awaitable["_Judged"]]
+"""Judges a reply to an example: probe, text, and what was expected of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +59,12 @@ class _Judged:
     is_scored: bool
 
 
-def self_test(task: Task, examples: Sequence[Example]) -> list[SelfTestFinding]:
+async def self_test(
+    task: Task, examples: Sequence[Example], judge: Judge | None = None
+) -> list[SelfTestFinding]:
     """Judge gold and nonsense on each example; an empty list means the verifier passed.
+
+    Without a `judge`, the verifier runs in this process.
 
     An example without any gold reply is a finding, because nothing can show that it can be solved.
     Raises: DataError if there is no example.
@@ -69,33 +77,35 @@ def self_test(task: Task, examples: Sequence[Example]) -> list[SelfTestFinding]:
                 next_step="pass some training examples",
             )
         )
+    ask = partial(_judge, judge or InlineJudge(task), task.limits.max_reward)
     findings: list[SelfTestFinding] = []
     by_probe: dict[str, list[_Judged]] = {}
     for index, example in enumerate(examples):
-        findings += _check_gold(task, example)
+        findings += await _check_gold(task, example, ask)
         for probe, text in _probe_texts(task, examples, index):
-            judged = _judge(task, example, probe, text, "a wrong reply must earn less than full marks")
+            judged = await ask(example, probe, text, "a wrong reply must earn less than full marks")
             by_probe.setdefault(probe, []).append(judged)
     for probe, judged_replies in by_probe.items():
         findings += _check_probe(task, probe, judged_replies)
     return findings
 
 
-def _check_gold(task: Task, example: Example) -> Iterator[SelfTestFinding]:
+async def _check_gold(task: Task, example: Example, ask: _Ask) -> list[SelfTestFinding]:
     replies = task.gold_replies(example)
     if not replies:
-        yield SelfTestFinding(
-            probe="gold",
-            example_id=example.example_id,
-            text="",
-            gold=example.answer,
-            reward=None,
-            detail="the task knows no right reply",
-        )
-    for text in replies:
-        judged = _judge(task, example, "gold", text, f"a right reply must earn {task.limits.max_reward}")
-        if not judged.has_full_marks:
-            yield judged.finding
+        return [
+            SelfTestFinding(
+                probe="gold",
+                example_id=example.example_id,
+                text="",
+                gold=example.answer,
+                reward=None,
+                detail="the task knows no right reply",
+            )
+        ]
+    expectation = f"a right reply must earn {task.limits.max_reward}"
+    judged_replies = [await ask(example, "gold", text, expectation) for text in replies]
+    return [judged.finding for judged in judged_replies if not judged.has_full_marks]
 
 
 def _check_probe(task: Task, probe: str, judged_replies: Sequence[_Judged]) -> Iterator[SelfTestFinding]:
@@ -132,14 +142,16 @@ def _near_misses(gold: Decimal) -> Iterator[tuple[str, str]]:
         yield "factor", f"#### {gold * 10}"
 
 
-def _judge(task: Task, example: Example, probe: str, text: str, expectation: str) -> _Judged:
+async def _judge(
+    judge: Judge, max_reward: float, example: Example, probe: str, text: str, expectation: str
+) -> _Judged:
     reward: float | None = None
     is_correct: bool | None = None
     with catch_failure(lambda: FailureOwner.TASK) as caught:
-        outcome = task.verify(example, text)
-        reward, is_correct = outcome.reward, outcome.is_correct
+        outcome = await judge.judge(example, text)
+        reward, is_correct, caught.failure = outcome.reward, outcome.is_correct, outcome.failure
     detail = expectation if caught.failure is None else f"the verifier raised {caught.failure.kind}"
-    full = reward is not None and reward >= task.limits.max_reward
+    full = reward is not None and reward >= max_reward
     return _Judged(
         finding=SelfTestFinding(
             probe=probe,

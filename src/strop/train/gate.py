@@ -34,6 +34,7 @@ from strop.policy.scoring import score_batch, score_reply
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task, render_prompt, self_test
+from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.room import LOW_DISK_FACTOR, directory_bytes
@@ -65,6 +66,8 @@ class GateInput:
     roles: Roles
     model_dir: Path
     run_path: Path
+    judge: Judge | None = None
+    """None: replies are judged in this process."""
 
     @property
     def max_positions(self) -> int:
@@ -88,7 +91,9 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     Raises: CheckRefused naming every failed check that the run file does not accept.
     """
     accepted = read_accepted(gate.spec.train.accept)
-    checks = [check(gate) for check in _STATIC_CHECKS]
+    checks = [check(gate) for check in _MODEL_CHECKS]
+    checks.append(await check_verifier(gate))
+    checks += [check(gate) for check in _PLAN_CHECKS]
     # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
     if all(check.is_passed or check.name in accepted for check in checks):
         groups = await _probe(gate)
@@ -113,7 +118,7 @@ def read_accepted(text: str | None) -> dict[str, str]:
     """
     pairs = [entry.split(":", 1) for entry in text.split(";")] if text else []
     accepted = {name.strip(): reason.strip() for name, reason in pairs}
-    known = [check.__name__.removeprefix("check_") for check in (*_STATIC_CHECKS, *_PROBE_CHECKS)]
+    known = [check.__name__.removeprefix("check_") for check in _ALL_CHECKS]
     unknown = sorted(accepted.keys() - set(known))
     if unknown:
         raise ConfigError(
@@ -148,7 +153,7 @@ async def _probe(gate: GateInput) -> list[Group]:
         for example in examples
     ]
     roles = gate.roles
-    return await run_groups(partial(SingleTurn, task), roles.engine, roles.tokenizer, plans)
+    return await run_groups(partial(SingleTurn, task, gate.judge), roles.engine, roles.tokenizer, plans)
 
 
 def check_prompt(gate: GateInput) -> GateCheck:
@@ -194,9 +199,10 @@ def check_weights(gate: GateInput) -> GateCheck:
     return GateCheck(name="weights", is_passed=is_passed, detail=detail)
 
 
-def check_verifier(gate: GateInput) -> GateCheck:
+async def check_verifier(gate: GateInput) -> GateCheck:
     """Refuse a verifier that rejects gold answers or pays for nonsense."""
-    findings = self_test(gate.task, gate.task.examples(Split.TRAIN)[:_NUM_SELFTEST_EXAMPLES])
+    examples = gate.task.examples(Split.TRAIN)[:_NUM_SELFTEST_EXAMPLES]
+    findings = await self_test(gate.task, examples, gate.judge)
     if findings:
         shown = "; ".join(finding.describe() for finding in findings[:3])
         return GateCheck(name="verifier", is_passed=False, detail=f"{len(findings)} findings: {shown}")
@@ -335,14 +341,11 @@ def _name_cause(gate: GateInput, rollouts: Sequence[Rollout], gaps: np.ndarray, 
     return "weights, position ids, template or dtype differ between engine and trainer"
 
 
-_STATIC_CHECKS: tuple[Callable[[GateInput], GateCheck], ...] = (
-    check_prompt,
-    check_weights,
-    check_verifier,
-    check_schedule,
-    check_room,
-)
+_MODEL_CHECKS: tuple[Callable[[GateInput], GateCheck], ...] = (check_prompt, check_weights)
+_PLAN_CHECKS: tuple[Callable[[GateInput], GateCheck], ...] = (check_schedule, check_room)
 _PROBE_CHECKS: tuple[Callable[[GateInput, Sequence[Group]], GateCheck], ...] = (
     check_terminator,
     check_parity,
 )
+_ALL_CHECKS = (*_MODEL_CHECKS, check_verifier, *_PLAN_CHECKS, *_PROBE_CHECKS)
+"""In the order in which they run."""

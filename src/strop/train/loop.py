@@ -29,6 +29,7 @@ from strop.record.rollouts import write_rollouts
 from strop.rollout import PROMPT_TOO_LONG, Group, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task
+from strop.tasks.judging import Judge
 from strop.train.batch import TrainBatch, build_batch
 from strop.train.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from strop.train.gate import GateInput, pass_gate
@@ -64,6 +65,8 @@ class TrainInput:
     observer: Observer
     evaluate: Evaluator | None
     """None: the held-out examples are not looked at."""
+    judge: Judge | None = None
+    """None: replies are judged in this process."""
 
 
 class TrainLoop:
@@ -151,6 +154,7 @@ class TrainLoop:
             roles=parts.roles,
             model_dir=parts.model_dir,
             run_path=parts.run_dir.path,
+            judge=parts.judge,
         )
         for check in await pass_gate(gate):
             detail = check.detail if check.is_passed else f"accepted although it failed: {check.detail}"
@@ -210,7 +214,7 @@ class TrainLoop:
             for example in self._schedule.examples(self._state.step)
         ]
         return await run_groups(
-            partial(SingleTurn, task),
+            partial(SingleTurn, task, self._parts.judge),
             self._roles.engine,
             self._roles.tokenizer,
             plans_P_G,

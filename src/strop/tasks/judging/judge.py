@@ -1,0 +1,99 @@
+"""Who judges a reply, and in which process.
+
+A verifier whose time is bounded by the text runs where it is called (`InlineJudge`). One that may
+hang, crash or run foreign code runs in worker processes (`WorkerJudge`): a hung one costs its own
+rollout, which then has no score, and nobody else's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Protocol
+
+from strop.hardware import describe_machine
+from strop.rollout import Example, Failure, FailureOwner, Outcome
+from strop.tasks.contract import Task
+from strop.tasks.judging.nursery import Handler
+from strop.tasks.judging.pool import CallFailure, WorkerPool
+
+
+class Judge(Protocol):
+    """Judges replies for one task."""
+
+    async def judge(self, example: Example, text: str) -> Outcome:
+        """Return the outcome of a reply; one that the verifier could not give has a failure.
+
+        Raises: whatever the verifier raises, if it runs in this process.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End what the judge started. May be called twice."""
+        ...
+
+
+class InlineJudge:
+    """Calls the task's verifier in this process."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    async def judge(self, example: Example, text: str) -> Outcome:
+        """Let the task judge."""
+        return self._task.verify(example, text)
+
+    async def close(self) -> None:
+        """Hold nothing, release nothing."""
+
+
+class WorkerJudge:
+    """Calls the task's verifier in processes that are killed at its limit."""
+
+    def __init__(self, make_task: Callable[[], Task], *, limit_s: float, num_workers: int) -> None:
+        make_handler = partial(_make_handler, make_task)
+        self.pool = WorkerPool(make_handler, num_workers=num_workers, limit_s=limit_s)
+
+    async def judge(self, example: Example, text: str) -> Outcome:
+        """Have the reply judged. A time-out, a crash and an exception give an outcome without a score."""
+        reply = await self.pool.call({"example": asdict(example), "text": text})
+        if isinstance(reply, CallFailure):
+            return Outcome.lost(FailureOwner.TASK, f"verifier_{reply.kind}", reply.detail)
+        return outcome_from_json(reply)
+
+    async def close(self) -> None:
+        """End all workers."""
+        await self.pool.close()
+
+
+def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:
+    """Return the judge that a task asks for.
+
+    `make_task` must be picklable and give an equal task that has loaded what its verifier needs.
+    """
+    limit_s = task.limits.verify_limit_s
+    if limit_s is None:
+        return InlineJudge(task)
+    return WorkerJudge(make_task, limit_s=limit_s, num_workers=describe_machine().num_logical_cpus)
+
+
+def _make_handler(make_task: Callable[[], Task]) -> Handler:
+    return partial(_handle, make_task())
+
+
+def _handle(task: Task, call: Mapping[str, Any]) -> dict[str, Any]:
+    return outcome_to_json(task.verify(Example(**call["example"]), call["text"]))
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON values."""
+    return asdict(outcome)
+
+
+def outcome_from_json(values: Mapping[str, Any]) -> Outcome:
+    """Return what `outcome_to_json` was given."""
+    failure = values["failure"]
+    if failure is not None:
+        failure = Failure(**{**failure, "owner": FailureOwner(failure["owner"])})
+    return Outcome(**{**values, "failure": failure})

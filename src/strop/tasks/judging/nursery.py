@@ -1,0 +1,130 @@
+"""The process that verifier workers are forked from.
+
+Importing sympy takes seconds, and so does making a data set; a fork of a process that has done both
+takes milliseconds. So a killed worker is replaced at once. The nursery has one thread and waits in
+one call, which is what makes forking safe. It is the parent of all workers: a process id that it kills
+cannot have been given to another process, because it has not been waited for.
+
+Orders come over a socket, one message each: `fork` together with the worker's end of its connection,
+`end` with a process id. When the pool's process dies, the socket ends, and with it the nursery and
+all its workers; what they started in their process groups goes with them.
+
+Run as `python -m strop.tasks.judging.nursery FD`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from strop.tasks.judging.frames import pack, receive_frame
+
+ORDER = struct.Struct("!ci")
+"""An order and a process id, which is 0 for `FORK`."""
+FORK, END = b"F", b"E"
+READY, BROKEN = b"R", b"B"
+"""First byte of a nursery: its handler is built, or why not follows."""
+_PR_SET_PDEATHSIG = 1
+_MAX_DETAIL_CHARS = 4000
+
+Handler = Callable[[Any], Any]
+"""Takes a JSON value, returns one."""
+
+
+def main(descriptor: int) -> None:
+    """Build the handler, then fork and end workers until the pool is gone."""
+    control = socket.socket(fileno=descriptor)
+    (length,) = struct.unpack("!I", _receive_exactly(control, 4))
+    make_handler, max_bytes = pickle.loads(_receive_exactly(control, length))
+    try:
+        handler = make_handler()
+    except Exception:  # boundary: a task's own code
+        control.sendall(BROKEN + traceback.format_exc()[-_MAX_DETAIL_CHARS:].encode())
+        return
+    control.sendall(READY)
+    workers: set[int] = set()
+    try:
+        _serve_orders(control, handler, max_bytes, workers)
+    finally:
+        for pid in workers:
+            _end(pid)
+
+
+def _serve_orders(control: socket.socket, handler: Handler, max_bytes: int, workers: set[int]) -> None:
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(control, ORDER.size, 1)
+        if len(order) < ORDER.size:
+            return
+        kind, pid = ORDER.unpack(order)
+        if kind == END:
+            workers.discard(pid)
+            _end(pid)
+            continue
+        (descriptor,) = descriptors
+        nursery_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _become_worker(handler, descriptor, max_bytes, nursery_pid)
+        os.close(descriptor)
+        workers.add(pid)
+        control.sendall(struct.pack("!i", pid))
+
+
+def _end(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        # The group does not exist yet if the worker has not come to making it.
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    os.waitpid(pid, 0)
+
+
+def _become_worker(handler: Handler, descriptor: int, max_bytes: int, nursery_pid: int) -> NoReturn:
+    """Serve one connection, then exit. Nothing that a worker does returns into the nursery's code."""
+    exit_code = 1
+    try:
+        os.setsid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+        if os.getppid() == nursery_pid:
+            _serve_calls(handler, socket.socket(fileno=descriptor))
+            exit_code = 0
+    finally:
+        os._exit(exit_code)
+
+
+def _serve_calls(handler: Handler, connection: socket.socket) -> None:
+    while (call := receive_frame(connection)) is not None:
+        try:
+            reply = {"result": handler(call["payload"])}
+        except Exception as error:  # boundary: a task's own code
+            detail = "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARS:]
+            reply = {"error": {"kind": type(error).__name__, "detail": detail}}
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        connection.sendall(pack({"nonce": call["nonce"], "peak_bytes": peak_bytes, **reply}))
+
+
+def _receive_exactly(connection: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise SystemExit(0)  # The pool is gone before it began.
+        data += part
+    return data
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,312 @@
+"""Calls of one function in processes that can be killed.
+
+Deadlines are kept here, by kill: a hung verifier neither holds a thread nor ignores an alarm. Every
+call gets the result of its own request or a `CallFailure`; nothing is lost and nothing waits for ever.
+
+A call that is not done after `SLOW_AFTER_S` is moved aside: it goes on at low priority, and its place
+goes to the next call. So an endless one costs the others a new process, which is a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import CheckRefused, CorruptRecord, explain_refusal
+from strop.tasks.judging import nursery
+from strop.tasks.judging.frames import pack, read_frame
+
+SLOW_AFTER_S = 0.05
+MAX_SLOW = 16
+"""Calls that may be aside at once; beyond them, others wait."""
+_SLOW_NICENESS = 10
+_BUILD_LIMIT_S = 600.0
+_MAX_CALLS = 1000
+_MAX_PEAK_BYTES = 1 << 30
+_RETRY_FACTOR = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFailure:
+    """Why a call has no result, after it was tried a second time in a fresh process."""
+
+    kind: str
+    """'timeout', 'crash', or the class of the exception that was raised."""
+    detail: str
+
+
+@dataclass(kw_only=True, slots=True)
+class _Worker:
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    num_calls: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it is time for a fresh one, before leaks add up."""
+        return self.num_calls >= _MAX_CALLS or self.peak_bytes > _MAX_PEAK_BYTES
+
+
+class WorkerPool:
+    """Runs `make_handler()(payload)` in up to `num_workers` processes at once.
+
+    `make_handler` is called once, in the process that the workers are forked from; it must be
+    picklable. Units: `limit_s` is the wall time of one call. Usable from one event loop.
+    """
+
+    def __init__(
+        self,
+        make_handler: Callable[[], nursery.Handler],
+        *,
+        num_workers: int,
+        limit_s: float,
+        max_bytes: int = 1 << 32,
+        log_path: Path | None = None,
+    ) -> None:
+        self._make_handler = make_handler
+        self._limit_s = limit_s
+        self._max_bytes = max_bytes
+        self._log_path = log_path
+        self._places = _Places(num_workers)
+        self._starting = asyncio.Lock()
+        self._starts: set[asyncio.Task[_Worker]] = set()
+        self._nonces = itertools.count()
+        self._idle: list[_Worker] = []
+        self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self.counts: Counter[str] = Counter()
+        """How often: 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
+
+    async def call(self, payload: Any) -> Any:
+        """Return what the handler makes of a JSON value, or a `CallFailure`.
+
+        What fails is tried once more in a fresh worker; after a time-out with four times the limit.
+        Raises: CheckRefused if the handler cannot be built.
+        """
+        self.counts["call"] += 1
+        failure = await self._try(payload, self._limit_s)
+        if not isinstance(failure, CallFailure):
+            return failure
+        self.counts["retry"] += 1
+        factor = _RETRY_FACTOR if failure.kind == "timeout" else 1.0
+        return await self._try(payload, self._limit_s * factor, is_retry=True)
+
+    async def close(self) -> None:
+        """End every process. May be called twice."""
+        # A call that was cancelled may have left a start behind.
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        await self._end_nursery()
+
+    async def _try(self, payload: Any, limit_s: float, *, is_retry: bool = False) -> Any:
+        place = await self._places.take()
+        try:
+            worker = await self._take_worker(is_fresh=is_retry)
+            is_usable = False
+            try:
+                reply = await self._ask(worker, payload, limit_s, place)
+                is_usable = not isinstance(reply, CallFailure)
+            finally:
+                # A call that was cancelled leaves its worker in the middle of something.
+                if is_usable and not place.is_aside and not worker.is_spent:
+                    self._idle.append(worker)
+                else:
+                    self._end(worker)
+            return reply
+        finally:
+            self._places.give_back(place)
+
+    async def _ask(self, worker: _Worker, payload: Any, limit_s: float, place: _Place) -> Any:
+        nonce = next(self._nonces)
+        worker.num_calls += 1
+        asked = asyncio.ensure_future(_exchange(worker, {"nonce": nonce, "payload": payload}))
+        try:
+            done, _ = await asyncio.wait({asked}, timeout=min(SLOW_AFTER_S, limit_s))
+            if not done and limit_s > SLOW_AFTER_S:
+                self._places.move_aside(place, worker.pid)
+                done, _ = await asyncio.wait({asked}, timeout=limit_s - SLOW_AFTER_S)
+        finally:
+            asked.cancel()
+        if not done:
+            self.counts["timeout"] += 1
+            return CallFailure(kind="timeout", detail=f"no verdict after {limit_s:g} s")
+        try:
+            reply = asked.result()
+        except (OSError, asyncio.IncompleteReadError, CorruptRecord) as error:
+            self.counts["crash"] += 1
+            return CallFailure(kind="crash", detail=f"the verifier's process ended ({error})")
+        if reply.get("nonce") != nonce:
+            self.counts["crash"] += 1
+            return CallFailure(kind="crash", detail="the verifier's process answered another request")
+        worker.peak_bytes = reply["peak_bytes"]
+        if "error" in reply:
+            self.counts["error"] += 1
+            return CallFailure(**reply["error"])
+        return reply["result"]
+
+    async def _take_worker(self, *, is_fresh: bool) -> _Worker:
+        if self._idle and not is_fresh:
+            return self._idle.pop()
+        start = asyncio.ensure_future(self._start_worker())
+        self._starts.add(start)
+        start.add_done_callback(self._starts.discard)
+        try:
+            return await asyncio.shield(start)
+        except asyncio.CancelledError:
+            start.add_done_callback(self._keep_started)
+            raise
+
+    def _keep_started(self, start: asyncio.Task[_Worker]) -> None:
+        """Keep a worker whose call was cancelled while it started."""
+        if not start.cancelled() and start.exception() is None:
+            self._idle.append(start.result())
+
+    async def _start_worker(self) -> _Worker:
+        async with self._starting:
+            try:
+                pid, connection = await asyncio.to_thread(_fork, await self._require_control())
+            except (OSError, struct.error):
+                # The nursery was killed, for example by the kernel when memory ran out.
+                await self._end_nursery()
+                pid, connection = await asyncio.to_thread(_fork, await self._require_control())
+        self.counts["start"] += 1
+        reader, writer = await asyncio.open_connection(sock=connection)
+        return _Worker(pid=pid, reader=reader, writer=writer)
+
+    def _end(self, worker: _Worker) -> None:
+        worker.writer.close()
+        if self._nursery is not None:
+            with suppress(OSError):  # A dead nursery has taken its workers with it.
+                # Orders are a few bytes: they never wait for the nursery.
+                self._nursery[1].send(nursery.ORDER.pack(nursery.END, worker.pid))
+
+    async def _end_nursery(self) -> None:
+        for worker in self._idle:
+            worker.writer.close()
+        self._idle.clear()
+        if self._nursery is not None:
+            process, control = self._nursery
+            self._nursery = None
+            control.close()
+            await asyncio.to_thread(process.wait)
+
+    async def _require_control(self) -> socket.socket:
+        """Return the socket that orders go over; start the process behind it if there is none.
+
+        Raises: CheckRefused if it cannot build the handler.
+        """
+        if self._nursery is None:
+            process, control = await asyncio.to_thread(self._spawn_nursery)
+            answer = await asyncio.to_thread(_hear, control)
+            if answer[:1] != nursery.READY:
+                control.close()
+                process.kill()
+                await asyncio.to_thread(process.wait)
+                cause = answer[1:].decode(errors="replace")
+                raise CheckRefused(
+                    explain_refusal(
+                        f"a verifier's process could not be made ready: {cause}",
+                        allowed="a task that can be built in a process of its own",
+                        next_step="mend what the last line names",
+                    )
+                )
+            control.settimeout(None)
+            self._nursery = process, control
+        return self._nursery[1]
+
+    def _spawn_nursery(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        job = pickle.dumps((self._make_handler, self._max_bytes))
+        ours, theirs = socket.socketpair()
+        log_path = Path(os.devnull) if self._log_path is None else self._log_path
+        with theirs, log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", nursery.__name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        ours.settimeout(_BUILD_LIMIT_S)
+        ours.sendall(struct.pack("!I", len(job)) + job)
+        return process, ours
+
+
+@dataclass(kw_only=True, slots=True)
+class _Place:
+    """One call's place among those that run at once."""
+
+    is_aside: bool = False
+
+
+class _Places:
+    """Lets a number of calls run at once, and slow ones beside them."""
+
+    def __init__(self, num_places: int) -> None:
+        self._free = asyncio.Semaphore(num_places)
+        self._num_aside = 0
+
+    async def take(self) -> _Place:
+        await self._free.acquire()
+        return _Place()
+
+    def move_aside(self, place: _Place, pid: int) -> None:
+        """Give a slow call's place to the next one, and let the slow one step back."""
+        if self._num_aside >= MAX_SLOW:
+            return
+        place.is_aside = True
+        self._num_aside += 1
+        self._free.release()
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, pid, _SLOW_NICENESS)
+
+    def give_back(self, place: _Place) -> None:
+        if place.is_aside:
+            self._num_aside -= 1
+        else:
+            self._free.release()
+
+
+def _fork(control: socket.socket) -> tuple[int, socket.socket]:
+    """Have a worker forked. Returns its process id and our end of its connection.
+
+    Raises: OSError or struct.error if the nursery is gone.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            socket.send_fds(control, [nursery.ORDER.pack(nursery.FORK, 0)], [theirs.fileno()])
+        (pid,) = struct.unpack("!i", control.recv(4, socket.MSG_WAITALL))
+    except (OSError, struct.error):
+        ours.close()
+        raise
+    return int(pid), ours
+
+
+async def _exchange(worker: _Worker, call: Any) -> Any:
+    worker.writer.write(pack(call))
+    await worker.writer.drain()
+    return await read_frame(worker.reader)
+
+
+def _hear(connection: socket.socket) -> bytes:
+    """Return all that a nursery says about its start; empty if it ended or took too long."""
+    said = b""
+    try:
+        while not said.startswith(nursery.READY) and (part := connection.recv(1 << 16)):
+            said += part
+    except TimeoutError:
+        return nursery.BROKEN + f"not ready after {_BUILD_LIMIT_S:g} s".encode()
+    return said or nursery.BROKEN + b"it ended without a word"

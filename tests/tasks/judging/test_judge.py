@@ -1,0 +1,101 @@
+"""Judging in this process and in workers gives the same outcome; what cannot be judged has no score."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
+from strop.spec.task import ArithmeticSpec, ReasoningGymSpec
+from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.arithmetic import Arithmetic
+from strop.tasks.judging import InlineJudge, Judge, WorkerJudge, open_judge
+from strop.tasks.judging.judge import outcome_from_json, outcome_to_json
+
+GYM = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=6, num_held_out=2)
+names = st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False), max_size=3)
+outcomes = st.builds(
+    Outcome,
+    parts=st.dictionaries(st.text(max_size=5), st.none() | st.floats(0, 1), max_size=3),
+    is_correct=st.none() | st.booleans(),
+    format_ok=st.none() | st.booleans(),
+    truncated=st.booleans(),
+    timed_out=st.booleans(),
+    extracted=st.none() | st.text(max_size=10),
+    isolation=st.none() | st.sampled_from(["rlimit", "namespace"]),
+    metrics=names,
+    failure=st.none() | st.builds(Failure, owner=st.sampled_from(FailureOwner), kind=st.text(max_size=5)),
+)
+
+
+class Troubled(Arithmetic):
+    """Sums whose verifier does what a broken one does when it is told to."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        if text == "hang":
+            time.sleep(600)
+        if text == "raise":
+            raise TypeError("unsupported operand")
+        return super().verify(example, text)
+
+
+def make_troubled() -> Task:
+    return Troubled(ArithmeticSpec())
+
+
+def judge_all(judge: Judge, task: Task, texts: list[str]) -> list[Outcome]:
+    async def run() -> list[Outcome]:
+        example = task.examples(Split.TRAIN)[0]
+        try:
+            return list(await asyncio.gather(*(judge.judge(example, text) for text in texts)))
+        finally:
+            await judge.close()
+
+    return asyncio.run(run())
+
+
+@given(outcomes)
+def test_an_outcome_survives_its_way_through_json(outcome: Outcome) -> None:
+    assert outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome)))) == outcome
+
+
+def test_a_task_gets_the_judge_that_it_asks_for() -> None:
+    sums, gym = build_task(ArithmeticSpec()), build_task(GYM)
+    assert isinstance(open_judge(sums, partial(build_warm_task, ArithmeticSpec())), InlineJudge)
+    assert isinstance(open_judge(gym, partial(build_warm_task, GYM)), WorkerJudge)
+
+
+def test_workers_judge_like_this_process() -> None:
+    task = build_task(GYM)
+    texts = [*task.gold_replies(task.examples(Split.TRAIN)[0]), "<answer>no</answer>", ""]
+    in_workers = judge_all(open_judge(task, partial(build_warm_task, GYM)), task, texts)
+    assert in_workers == judge_all(InlineJudge(task), task, texts)
+    assert [outcome.reward for outcome in in_workers[:2]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "detail"),
+    [
+        ("hang", "verifier_timeout", "no verdict after 0.8 s"),
+        ("raise", "verifier_TypeError", "unsupported operand"),
+    ],
+)
+def test_rew_8_a_verifier_that_hangs_or_raises_costs_only_its_own_reply(
+    text: str, kind: str, detail: str
+) -> None:
+    task = make_troubled()
+    judge = WorkerJudge(make_troubled, limit_s=0.2, num_workers=2)
+    example = task.examples(Split.TRAIN)[0]
+    right = str(example.answer)
+    first, lost, last = judge_all(judge, task, [right, text, right])
+    assert [first.reward, last.reward] == [1.0, 1.0]
+    assert lost.reward is None
+    assert lost.failure is not None
+    assert (lost.failure.owner, lost.failure.kind) == (FailureOwner.TASK, kind)
+    assert detail in lost.failure.detail

@@ -1,0 +1,252 @@
+"""Worker processes: results, deadlines, crashes, fairness, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.tasks.judging import CallFailure, WorkerPool, pool
+from strop.tasks.judging.nursery import Handler
+
+
+def make_handler() -> Handler:
+    return handle
+
+
+def handle(payload: Any) -> Any:
+    """Do what the payload says, as verifiers of all kinds do."""
+    match payload:
+        case {"sleep": seconds}:
+            time.sleep(seconds)
+        case {"hang": True}:
+            while True:
+                # Deaf to every signal that can be ignored.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case {"exit": code}:
+            os._exit(code)
+        case {"raise": text}:
+            raise TypeError(text)
+        case {"once": path}:
+            if not Path(path).exists():
+                Path(path).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        case {"fork": path}:
+            child = os.fork()
+            if child == 0:
+                time.sleep(600)
+            Path(path).write_text(str(child))
+            time.sleep(600)
+        case {"allocate": num_bytes}:
+            return len(bytearray(num_bytes))
+    return {"pid": os.getpid(), "echo": payload}
+
+
+def refuse_to_build() -> Handler:
+    raise FileNotFoundError("no data set here")
+
+
+def with_pool(
+    work: Callable[[WorkerPool], Awaitable[Any]],
+    *,
+    num_workers: int = 2,
+    limit_s: float = 0.3,
+    max_bytes: int = 1 << 32,
+) -> Any:
+    async def run() -> Any:
+        workers = WorkerPool(make_handler, num_workers=num_workers, limit_s=limit_s, max_bytes=max_bytes)
+        try:
+            return await work(workers)
+        finally:
+            await workers.close()
+
+    return asyncio.run(run())
+
+
+async def call_all(payloads: Sequence[Any], workers: WorkerPool) -> list[Any]:
+    return list(await asyncio.gather(*(workers.call(payload) for payload in payloads)))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie that its new parent has not yet collected is dead.
+    return read_stat(pid)[0] != "Z"
+
+
+def parent_of(pid: int) -> int:
+    return int(read_stat(pid)[1])
+
+
+def read_stat(pid: int) -> list[str]:
+    """Return the fields of a process behind its name: state, parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
+def wait_until_dead(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+def test_results_come_back_to_their_calls_in_order() -> None:
+    payloads = [{"number": number, "sleep": 0.02 * (number % 3)} for number in range(30)]
+    replies = with_pool(partial(call_all, payloads))
+    assert [reply["echo"]["number"] for reply in replies] == list(range(30))
+
+
+def test_a_worker_serves_many_calls_and_is_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_MAX_CALLS", 4)
+
+    async def work(workers: WorkerPool) -> list[int]:
+        return [(await workers.call({}))["pid"] for _ in range(10)]
+
+    pids = with_pool(work, num_workers=1)
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [4, 4, 2]
+
+
+def test_a_hung_call_is_killed_tried_once_more_and_counted() -> None:
+    async def work(workers: WorkerPool) -> tuple[Any, dict[str, int], float]:
+        started_at = time.monotonic()
+        failure = await workers.call({"hang": True})
+        return failure, dict(workers.counts), time.monotonic() - started_at
+
+    failure, counts, seconds = with_pool(work, limit_s=0.2)
+    assert failure == CallFailure(kind="timeout", detail="no verdict after 0.8 s")
+    assert counts == {"call": 1, "start": 2, "timeout": 2, "retry": 1}
+    assert 1.0 <= seconds < 5.0
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind", "detail"),
+    [
+        ({"exit": 0}, "crash", "the verifier's process ended"),
+        ({"exit": 3}, "crash", "the verifier's process ended"),
+        ({"raise": "no such field"}, "TypeError", "no such field"),
+        ({"allocate": 8 << 30}, "MemoryError", "bytearray"),
+    ],
+)
+def test_what_a_verifier_can_do_to_its_process_costs_only_its_own_call(
+    payload: Any, kind: str, detail: str
+) -> None:
+    def work(workers: WorkerPool) -> Awaitable[list[Any]]:
+        return call_all([{"number": 1}, payload, {"number": 2}], workers)
+
+    before, failure, after = with_pool(work, max_bytes=2 << 30)
+    assert (before["echo"], after["echo"]) == ({"number": 1}, {"number": 2})
+    assert failure.kind == kind
+    assert detail in failure.detail
+
+
+def test_a_crash_that_does_not_come_again_costs_nothing(tmp_path: Path) -> None:
+    async def work(workers: WorkerPool) -> Any:
+        return await workers.call({"once": str(tmp_path / "seen")})
+
+    assert with_pool(work)["echo"] == {"once": str(tmp_path / "seen")}
+
+
+def test_a_hung_call_does_not_hold_up_the_others() -> None:
+    async def work(workers: WorkerPool) -> tuple[float, list[Any]]:
+        await call_all([{}, {}], workers)  # Both workers are there.
+        hung = [asyncio.ensure_future(workers.call({"hang": True})) for _ in range(4)]
+        await asyncio.sleep(0)
+        started_at = time.monotonic()
+        replies = await call_all([{"number": number} for number in range(50)], workers)
+        seconds = time.monotonic() - started_at
+        for call in hung:
+            call.cancel()
+        await asyncio.gather(*hung, return_exceptions=True)
+        return seconds, replies
+
+    seconds, replies = with_pool(work, num_workers=2, limit_s=60.0)
+    assert [reply["echo"]["number"] for reply in replies] == list(range(50))
+    # Sixty seconds if they waited for one of the four.
+    assert seconds < 5.0
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_cancelled_call_does_not_answer_the_next(is_warm: bool) -> None:
+    async def work(workers: WorkerPool) -> Any:
+        if is_warm:
+            await workers.call({})
+        first = asyncio.ensure_future(workers.call({"sleep": 0.2, "number": 1}))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        return await workers.call({"number": 2})
+
+    assert with_pool(work, num_workers=1, limit_s=5.0)["echo"] == {"number": 2}
+
+
+def test_descendants_of_a_killed_worker_go_with_it(tmp_path: Path) -> None:
+    async def work(workers: WorkerPool) -> Any:
+        return await workers.call({"fork": str(tmp_path / "pid")})
+
+    assert with_pool(work).kind == "timeout"
+    assert wait_until_dead(int((tmp_path / "pid").read_text()))
+
+
+def test_a_killed_nursery_is_replaced() -> None:
+    async def work(workers: WorkerPool) -> list[Any]:
+        first = await workers.call({})
+        os.kill(parent_of(first["pid"]), signal.SIGKILL)
+        assert wait_until_dead(first["pid"])
+        return await call_all([{"number": 1}, {"number": 2}], workers)
+
+    assert [reply["echo"]["number"] for reply in with_pool(work, limit_s=5.0)] == [1, 2]
+
+
+def test_a_handler_that_cannot_be_built_is_refused_with_its_cause() -> None:
+    async def run() -> None:
+        workers = WorkerPool(refuse_to_build, num_workers=1, limit_s=1.0)
+        try:
+            await workers.call({})
+        finally:
+            await workers.close()
+
+    with pytest.raises(CheckRefused, match="no data set here"):
+        asyncio.run(run())
+
+
+_OWNER = """
+import asyncio, sys
+from tests.tasks.judging.test_pool import make_handler
+from strop.tasks.judging import WorkerPool
+
+async def main():
+    workers = WorkerPool(make_handler, num_workers=2, limit_s=600.0)
+    reply = await workers.call({})
+    print(reply["pid"], flush=True)
+    await workers.call({"hang": True})
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_survives_a_killed_owner() -> None:
+    """The workers end although they hang and were asked nothing."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER], cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    worker = int(owner.stdout.readline())
+    nursery = parent_of(worker)
+    time.sleep(0.2)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert wait_until_dead(worker)
+    assert wait_until_dead(nursery)
