@@ -22,10 +22,13 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
+from strop.errors import StropError
+from strop.rollout import Failure, FailureOwner
+from strop.tasks.failures import catch_failure
 from strop.tasks.judging.frames import pack, receive_frame
 
 ORDER = struct.Struct("!ci")
@@ -34,7 +37,6 @@ FORK, END = b"F", b"E"
 READY, BROKEN = b"R", b"B"
 """First byte of a nursery: its handler is built, or why not follows."""
 _PR_SET_PDEATHSIG = 1
-_MAX_DETAIL_CHARS = 4000
 
 Handler = Callable[[Any], Any]
 """Takes a JSON value, returns one."""
@@ -45,10 +47,9 @@ def main(descriptor: int) -> None:
     control = socket.socket(fileno=descriptor)
     (length,) = struct.unpack("!I", _receive_exactly(control, 4))
     make_handler, max_bytes = pickle.loads(_receive_exactly(control, length))
-    try:
-        handler = make_handler()
-    except Exception:  # boundary: a task's own code
-        control.sendall(BROKEN + traceback.format_exc()[-_MAX_DETAIL_CHARS:].encode())
+    handler, failure = _attempt(make_handler)
+    if failure is not None:
+        control.sendall(BROKEN + failure.detail.encode())
         return
     control.sendall(READY)
     workers: set[int] = set()
@@ -107,13 +108,22 @@ def _become_worker(handler: Handler, descriptor: int, max_bytes: int, nursery_pi
 
 def _serve_calls(handler: Handler, connection: socket.socket) -> None:
     while (call := receive_frame(connection)) is not None:
-        try:
-            reply = {"result": handler(call["payload"])}
-        except Exception as error:  # boundary: a task's own code
-            detail = "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARS:]
-            reply = {"error": {"kind": type(error).__name__, "detail": detail}}
+        result, failure = _attempt(partial(handler, call["payload"]))
+        reply = {"result": result} if failure is None else {"error": [failure.kind, failure.detail]}
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         connection.sendall(pack({"nonce": call["nonce"], "peak_bytes": peak_bytes, **reply}))
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Failure | None]:
+    """Run a task's own code; return its result, or why there is none."""
+    result = None
+    try:
+        with catch_failure(lambda: FailureOwner.TASK) as caught:
+            result = work()
+    except StropError as error:
+        # In a process of its own, an error that concerns the whole run is told like any other.
+        return None, Failure(owner=FailureOwner.TASK, kind=type(error).__name__, detail=str(error))
+    return result, caught.failure
 
 
 def _receive_exactly(connection: socket.socket, length: int) -> bytes:

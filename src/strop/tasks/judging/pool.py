@@ -153,7 +153,8 @@ class WorkerPool:
         worker.peak_bytes = reply["peak_bytes"]
         if "error" in reply:
             self.counts["error"] += 1
-            return CallFailure(**reply["error"])
+            kind, detail = reply["error"]
+            return CallFailure(kind=kind, detail=detail)
         return reply["result"]
 
     async def _take_worker(self, *, is_fresh: bool) -> _Worker:
