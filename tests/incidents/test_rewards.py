@@ -34,7 +34,14 @@ from strop.tasks.gsm8k import Gsm8k
 from strop.tasks.reasoning_gym import ReasoningGym
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import run_self_test
-from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
+from tests.fixtures.tiny_run import (
+    NUM_GATE_JUDGED,
+    NUM_SELF_TEST_JUDGED,
+    Composition,
+    SpellTask,
+    new_run,
+    tiny_spec,
+)
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
@@ -363,10 +370,9 @@ class RightInAnyForm(SpellTask):
 
     def verify(self, example: Example, text: str) -> Outcome:
         self.num_judged += 1
-        # The self-test judges 72 replies and the gate's probes are 64; a step has 12.
-        if self.num_judged <= 72:
+        if self.num_judged <= NUM_SELF_TEST_JUDGED:
             return super().verify(example, text)
-        is_late = self.num_judged > 72 + 64 + 2 * 12
+        is_late = self.num_judged > NUM_GATE_JUDGED + 2 * 12
         return Outcome(parts={"spelled": 0.5}, is_correct=True, format_ok=not is_late)
 
 

@@ -229,8 +229,9 @@ def test_a_task_that_cannot_say_right_or_wrong_cannot_be_evaluated(
         return Outcome(parts={"similarity": 1.0 if text.strip().endswith(example.answer or "") else 0.0})
 
     monkeypatch.setattr(ReverseText, "verify", say_nothing)
+    accepted = "train.accept=weights: random; audit.failure_paths: the empty text ends every text"
     with pytest.raises(RunStopped, match=r"none of 2 held-out replies at step 0 could be judged"):
-        here.train()
+        here.train(accepted)
 
 
 def test_threads_are_fixed_and_counted() -> None:

@@ -26,7 +26,7 @@ from strop.train.batch import pack_reply
 from strop.train.gate import GateCheck, GateInput, pass_gate, read_accepted
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 
-CHECKS = ["prompt", "weights", "verifier", "schedule", "room", "terminator", "parity"]
+CHECKS = ["prompt", "weights", "verifier", "audit", "schedule", "room", "terminator", "parity"]
 
 
 def refuse(
@@ -45,6 +45,7 @@ def refuse(
     assert [entry.name for entry in root.iterdir()] == [path.name]
     assert {entry.name for entry in path.iterdir()} == {
         "attempts",
+        "audit.json",
         "checkpoints",
         "env.txt",
         "eval",
@@ -86,13 +87,13 @@ def test_a_healthy_run_passes_every_check(tmp_path: Path, tiny_model_dir: Path) 
 
     checks = asyncio.run(look())
     assert [check.name for check in checks] == CHECKS
-    # A random model is the one thing that is wrong here, and it was accepted with a reason.
-    assert [check.name for check in checks if not check.is_passed] == ["weights"]
+    # A random model and one answer for all are what is wrong here, both accepted with a reason.
+    assert [check.name for check in checks if not check.is_passed] == ["weights", "audit"]
     # The prompt as the model gets it, byte for byte, and all that ends a reply.
     assert (
         r"prompt '<|start|>user\n#0<|end|>\n<|start|>assistant\n', stops ['<|end|>', 'a'," in checks[0].detail
     )
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["audit.json"]
 
 
 def test_random_weights_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -268,4 +269,4 @@ def test_every_cause_is_shown_at_once(tmp_path: Path, tiny_model_dir: Path) -> N
 
     error = refuse(tmp_path, tiny_model_dir, task=Broken(), spec=tiny_spec(train={"accept": None}))
     causes = [name for name in CHECKS if f"{name}: " in str(error)]
-    assert causes == ["weights", "verifier", "schedule"]
+    assert causes == ["weights", "verifier", "audit", "schedule"]

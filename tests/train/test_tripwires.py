@@ -14,7 +14,7 @@ from strop.rollout import Example, Outcome
 from strop.spec import TripwireSpec
 from strop.store import verify_directory
 from strop.train.tripwires import find_alarms, find_format_drift
-from tests.fixtures.tiny_run import Composition, SpellTask, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import NUM_GATE_JUDGED, Composition, SpellTask, new_run, read_curve, tiny_spec
 
 HEALTHY = {
     "zero_variance_frac": 0.5,
@@ -102,8 +102,7 @@ def test_an_alarm_may_end_the_run_with_its_checkpoint_intact(tmp_path: Path, tin
 
         def verify(self, example: Example, text: str) -> Outcome:
             self.num_asked += 1
-            # Gate: 72 judgements of the self-test and 64 probes; then 12 a step.
-            is_late = self.num_asked > 72 + 64 + 3 * 12
+            is_late = self.num_asked > NUM_GATE_JUDGED + 3 * 12
             return Outcome(parts={"spelled": 0.1}) if is_late else super().verify(example, text)
 
     spec = tiny_spec(train={"steps": 6, "checkpoint_every": 2}, tripwires={"on_alarm": "stop"})

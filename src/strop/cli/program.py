@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from strop import __version__
+from strop.cli.audit import audit
 from strop.cli.compare import compare
 from strop.cli.doctor import doctor
 from strop.cli.eval import evaluate
@@ -42,6 +43,7 @@ for _name, _command in (
     ("ls", list_runs),
     ("view", view),
     ("compare", compare),
+    ("audit", audit),
     ("doctor", doctor),
 ):
     app.command(_name)(_command)

@@ -36,7 +36,8 @@ class TrainSpec(Section):
     )
     accept: str | None = Field(
         default=None,
-        pattern=r"^\s*[a-z]+\s*:\s*\S[^;]*(;\s*[a-z]+\s*:\s*\S[^;]*)*$",
+        pattern=r"^\s*[a-z_.]+\s*:\s*\S[^;]*(;\s*[a-z_.]+\s*:\s*\S[^;]*)*$",
         description="Checks of the gate whose refusal is accepted, each with a reason, as"
-        " 'NAME: reason; NAME: reason'. none = every check must pass.",
+        " 'NAME: reason; NAME: reason'. 'audit.PROBE' accepts what one probe of the audit found. none = every"
+        " check must pass.",
     )

@@ -34,7 +34,10 @@ class Arithmetic:
 
     def __init__(self, spec: ArithmeticSpec) -> None:
         self._spec = spec
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS)
+        # With a = 0 the question ends in its answer.
+        num_values = spec.max_value - spec.min_value + 1
+        chance = 1.0 / num_values if spec.min_value == 0 else 0.0
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, chance=chance)
         self.limits = limit_reply(limits, spec.max_reply_tokens)
         self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec)
 

@@ -25,6 +25,8 @@ class TaskLimits:
     """Texts that end a reply, beside the model's own terminator."""
     max_reward: float = 1.0
     """What a right reply earns. Rewards lie in [0, max_reward]."""
+    chance: float = 0.0
+    """Share of full marks that a reply without work earns, for example 0.25 with four choices."""
     verify_limit_s: float | None = None
     """Wall time of one judgement, kept by killing the process that it runs in. None: the verifier's time
     is bounded by the text, and it runs in the caller's process."""

@@ -171,8 +171,17 @@ class ReasoningGym:
         )
 
 
-def _import_package(dataset: str) -> Any:
-    """Import reasoning-gym (about two seconds) and check the name of the data set."""
+def list_datasets() -> list[str]:
+    """Return the names of all data sets of the installed package, but for the one that mixes others.
+
+    Raises: ConfigError if the package is not installed.
+    """
+    package = _import_package(None)
+    return sorted(name for name in package.factory.DATASETS if name != "composite")
+
+
+def _import_package(dataset: str | None) -> Any:
+    """Import reasoning-gym (about two seconds) and check the name of a data set."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -184,7 +193,7 @@ def _import_package(dataset: str) -> Any:
                 next_step="pip install 'strop[tasks]'",
             )
         ) from error
-    if dataset not in DATASETS:
+    if dataset is not None and dataset not in DATASETS:
         near = _near_names(dataset, sorted(DATASETS))
         raise ConfigError(
             explain_refusal(

@@ -16,6 +16,8 @@ _PROMPT = "Write this text backwards, letter by letter: {text}"
 _VERIFIER = "common-subsequence-1"
 _MAX_WORD_CHARS = 8
 _MAX_PREAMBLE_TOKENS = 32
+_CHANCE = 0.3
+"""Texts without any sense share some letters in order with the answer."""
 _DRAWS_PER_EXAMPLE = 50
 
 # No word reads the same both ways, so copying is never right.
@@ -48,7 +50,9 @@ class ReverseText:
     def __init__(self, spec: ReverseTextSpec) -> None:
         self._spec = spec
         own_limit = _MAX_PREAMBLE_TOKENS + (_MAX_WORD_CHARS + 1) * spec.max_words
-        self.limits = limit_reply(TaskLimits(max_reply_tokens=own_limit), spec.max_reply_tokens)
+        self.limits = limit_reply(
+            TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE), spec.max_reply_tokens
+        )
         self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec)
 
     def examples(self, split: Split) -> Sequence[Example]:

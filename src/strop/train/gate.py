@@ -8,8 +8,8 @@ name and reason stops the run with exit code 76.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,15 @@ from strop.policy.scoring import score_batch, score_reply
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task, render_prompt, self_test
+from strop.tasks.audit import (
+    PROBE_IDS,
+    QUICK_PROBES,
+    AuditSettings,
+    Verdict,
+    find_audit,
+    run_audit,
+    write_audit,
+)
 from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
@@ -53,6 +62,7 @@ _NUM_PROBE_ROLLOUTS = 8
 _NUM_SELFTEST_EXAMPLES = 16
 _NUM_MEASURED_PROMPTS = 10_000
 """Of more training prompts than these, every n-th is measured. A thousand take about 0.3 s."""
+_AUDIT = "audit"
 _GATE_STEP = 2**31
 """Step in the names of the gate's random streams; no training step has it."""
 
@@ -92,7 +102,7 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     """
     accepted = read_accepted(gate.spec.train.accept)
     checks = [check(gate) for check in _MODEL_CHECKS]
-    checks.append(await check_verifier(gate))
+    checks += [await check_verifier(gate), await check_audit(gate, accepted)]
     checks += [check(gate) for check in _PLAN_CHECKS]
     # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
     if all(check.is_passed or check.name in accepted for check in checks):
@@ -119,6 +129,7 @@ def read_accepted(text: str | None) -> dict[str, str]:
     pairs = [entry.split(":", 1) for entry in text.split(";")] if text else []
     accepted = {name.strip(): reason.strip() for name, reason in pairs}
     known = [check.__name__.removeprefix("check_") for check in _ALL_CHECKS]
+    known += [f"{_AUDIT}.{probe}" for probe in PROBE_IDS]
     unknown = sorted(accepted.keys() - set(known))
     if unknown:
         raise ConfigError(
@@ -207,6 +218,28 @@ async def check_verifier(gate: GateInput) -> GateCheck:
         shown = "; ".join(finding.describe() for finding in findings[:3])
         return GateCheck(name="verifier", is_passed=False, detail=f"{len(findings)} findings: {shown}")
     return GateCheck(name="verifier", is_passed=True, detail="gold earns full marks, nonsense does not")
+
+
+async def check_audit(gate: GateInput, accepted: Mapping[str, str]) -> GateCheck:
+    """Refuse a task that pays without work: by its stored audit, else by the quick probes."""
+    task = gate.task
+    report = find_audit(task.name, task.version)
+    if report is None:
+        settings = AuditSettings(
+            num_examples=_NUM_SELFTEST_EXAMPLES, seed=gate.spec.seed, probes=QUICK_PROBES
+        )
+        report = await run_audit(task, settings, gate.judge)
+    write_audit(report, gate.run_path / "audit.json")
+    kept = [result for result in report.probes if f"{_AUDIT}.{result.probe}" not in accepted]
+    verdict = replace(report, probes=tuple(kept)).verdict
+    shown = "; ".join(result.describe() for result in report.broken())
+    waived = [result.probe for result in report.broken() if result not in kept]
+    detail = f"{verdict}: {shown or f'{len(report.probes)} probes found nothing'}"
+    if waived:
+        detail += f"; accepted: {', '.join(waived)}"
+    if verdict is Verdict.RED:
+        detail += f"; `strop audit {task.name}` shows each; train.accept = 'audit.PROBE: reason' goes on"
+    return GateCheck(name=_AUDIT, is_passed=verdict is not Verdict.RED, detail=detail)
 
 
 def check_schedule(gate: GateInput) -> GateCheck:
@@ -347,5 +380,5 @@ _PROBE_CHECKS: tuple[Callable[[GateInput, Sequence[Group]], GateCheck], ...] = (
     check_terminator,
     check_parity,
 )
-_ALL_CHECKS = (*_MODEL_CHECKS, check_verifier, *_PLAN_CHECKS, *_PROBE_CHECKS)
+_ALL_CHECKS = (*_MODEL_CHECKS, check_verifier, check_audit, *_PLAN_CHECKS, *_PROBE_CHECKS)
 """In the order in which they run."""

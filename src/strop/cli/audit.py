@@ -1,0 +1,101 @@
+"""`strop audit TASK [key=value ...]` or `strop audit --all`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strop.cli.arguments import Json
+from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.tasks.audit import AuditReport, AuditSettings
+
+
+def audit(
+    context: typer.Context,
+    task: Annotated[str | None, typer.Argument(help="Which task; `strop tasks ls` lists them.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Settings of the task, such as max_value=50."),
+    ] = None,
+    num: Annotated[int, typer.Option(min=1, help="Examples that are attacked.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Which examples.")] = 0,
+    is_all: Annotated[
+        bool, typer.Option("--all", help="Every task and reasoning-gym data set that needs no files.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
+    json: Json = False,
+) -> None:
+    """Attack a task before it trains a model. Ends with 76 if it is red: training refuses it too."""
+    if (task is None) != is_all or (is_all and (settings or out)):
+        raise typer.BadParameter("give either TASK with its settings, or --all alone")
+    from strop.errors import CheckRefused, explain_refusal
+    from strop.launch.audit import audit_here, read_task
+    from strop.tasks.audit import AuditSettings, Verdict
+
+    output: Output = context.obj
+    wanted = AuditSettings(num_examples=num, seed=seed)
+    if task is None:
+        _audit_all(output, wanted, is_json=json)
+        return
+    report = audit_here(read_task(task, settings or ()), wanted, out=out)
+    if json:
+        output.give_json(report.to_json())
+    else:
+        _show(output, report)
+    if report.verdict is Verdict.RED:
+        names = ", ".join(result.probe for result in report.broken())
+        raise CheckRefused(
+            explain_refusal(
+                f"task {report.task} is red: {names}",
+                allowed="a task that pays for nothing but right replies",
+                next_step="mend the task, or train all the same with train.accept = 'audit.PROBE: reason'",
+            )
+        )
+
+
+def _show(output: Output, report: AuditReport) -> None:
+    from strop.view import make_harmless
+
+    rows = [
+        (
+            result.probe,
+            result.status.value,
+            "-" if result.value is None else f"{result.value:.4g}",
+            "-" if result.limit is None else f"{result.limit:.4g}",
+            str(result.num),
+            result.detail,
+        )
+        for result in report.probes
+    ]
+    output.give_table(("probe", "status", "value", "limit", "judged", "what"), rows)
+    for result in report.broken():
+        for entry in result.evidence:
+            reply = make_harmless(repr(entry.reply))
+            output.give(f"{result.probe}: example {entry.example_id}, reward {entry.reward}, reply {reply}")
+    output.give(f"{report.task} {report.verdict.value} in {report.seconds:.1f} s")
+
+
+def _audit_all(output: Output, settings: AuditSettings, *, is_json: bool) -> None:
+    """Audit everything that needs no files. A red data set is a finding here, not a failure."""
+    from strop.errors import ConfigError, DataError
+    from strop.launch.audit import audit_here, list_offline_tasks
+
+    rows, reports = [], {}
+    for label, spec in list_offline_tasks():
+        try:
+            report = audit_here(spec, settings)
+        except (ConfigError, DataError) as error:
+            rows.append((label, "-", str(error).splitlines()[0][:100]))
+            reports[label] = {"verdict": None, "cause": str(error)}
+            continue
+        reports[label] = report.to_json()
+        rows.append((label, report.verdict.value, ", ".join(result.probe for result in report.broken())))
+        output.say(" ".join(rows[-1]))
+    if is_json:
+        output.give_json(reports)
+    else:
+        output.give_table(("task", "verdict", "what"), rows)

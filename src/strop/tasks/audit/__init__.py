@@ -1,0 +1,26 @@
+"""Attacks on a task before it may train a model: what earns a reward without work?
+
+`run_audit` judges replies that deserve nothing (empty, garbage, echoes, constants, near misses) and replies
+that deserve everything, and compares with what the task declares. The report is green, amber or red; a
+red task trains nothing unless the run file accepts the probe by name and reason.
+Not here: whether one verifier is right on one example (`tasks.selftest`, part of every run's gate).
+"""
+
+from strop.tasks.audit.report import AuditReport, Evidence, ProbeResult, ProbeStatus, Verdict
+from strop.tasks.audit.run import PROBE_IDS, QUICK_PROBES, AuditSettings, run_audit
+from strop.tasks.audit.stored import find_audit, stored_audit_path, write_audit
+
+__all__ = [
+    "PROBE_IDS",
+    "QUICK_PROBES",
+    "AuditReport",
+    "AuditSettings",
+    "Evidence",
+    "ProbeResult",
+    "ProbeStatus",
+    "Verdict",
+    "find_audit",
+    "run_audit",
+    "stored_audit_path",
+    "write_audit",
+]

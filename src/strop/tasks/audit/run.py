@@ -1,0 +1,125 @@
+"""Running the probes on a task, one after the other, each within its time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from strop.errors import ConfigError, DataError, explain_refusal
+from strop.rollout import Example, FailureOwner, Split
+from strop.tasks.audit import probes
+from strop.tasks.audit.report import AuditReport, ProbeResult, ProbeStatus
+from strop.tasks.audit.world import AuditWorld
+from strop.tasks.contract import Task
+from strop.tasks.failures import catch_failure
+from strop.tasks.judging import InlineJudge, Judge
+
+_PROBE_LIMIT_S = 60.0
+
+_PROBES = MappingProxyType(
+    {
+        "noop": probes.probe_noop,
+        "empty": probes.probe_empty,
+        "garbage": probes.probe_garbage,
+        "echo": probes.probe_echo,
+        "constant": probes.probe_constant,
+        "gold": probes.probe_gold,
+        "near_miss": probes.probe_near_miss,
+        "wrong_order": probes.probe_wrong_order,
+        "label_leak": probes.probe_label_leak,
+        "determinism": probes.probe_determinism,
+        "order": probes.probe_order,
+        "failure_paths": probes.probe_failure_paths,
+        "truncation": probes.probe_truncation,
+        "cost": probes.probe_cost,
+        # Last: it looks at what all others earned.
+        "ceiling": probes.probe_ceiling,
+    }
+)
+PROBE_IDS = tuple(_PROBES)
+QUICK_PROBES = (
+    "noop",
+    "empty",
+    "garbage",
+    "echo",
+    "constant",
+    "gold",
+    "determinism",
+    "failure_paths",
+    "ceiling",
+)
+"""What a run asks of a task that nobody has audited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditSettings:
+    """How much is looked at."""
+
+    num_examples: int = 32
+    seed: int = 0
+    probes: Sequence[str] = PROBE_IDS
+
+
+async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = None) -> AuditReport:
+    """Attack a task with every probe. Without a `judge`, its verifier runs in this process.
+
+    Raises: ConfigError for an unknown probe; DataError if the task has no examples.
+    """
+    unknown = sorted(set(settings.probes) - set(PROBE_IDS))
+    if unknown:
+        raise ConfigError(
+            explain_refusal(
+                f"probe {', '.join(unknown)}",
+                allowed=", ".join(PROBE_IDS),
+                next_step="correct the name",
+            )
+        )
+    started_at = time.perf_counter()
+    world = AuditWorld(
+        task=task,
+        judge=judge or InlineJudge(task),
+        examples=_choose(task, settings),
+        seed=settings.seed,
+    )
+    results = [await _run_probe(world, name) for name in PROBE_IDS if name in settings.probes]
+    return AuditReport(
+        task=task.name,
+        task_version=task.version,
+        seed=settings.seed,
+        num_examples=len(world.examples),
+        max_reward=task.limits.max_reward,
+        chance=task.limits.chance,
+        seconds=time.perf_counter() - started_at,
+        probes=tuple(results),
+    )
+
+
+def _choose(task: Task, settings: AuditSettings) -> list[Example]:
+    """Draw examples of the training split, or of the held-out one where there is no other."""
+    found = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
+    if not len(found):
+        raise DataError(
+            explain_refusal(
+                f"an audit of task {task.name}, which has no examples",
+                allowed="a task with at least one example",
+                next_step="look at the task's data",
+            )
+        )
+    wanted = min(settings.num_examples, len(found))
+    chosen = random.Random(settings.seed).sample(range(len(found)), wanted)
+    return [found[index] for index in sorted(chosen)]
+
+
+async def _run_probe(world: AuditWorld, name: str) -> ProbeResult:
+    started_at = time.perf_counter()
+    with catch_failure(lambda: FailureOwner.TASK) as caught:
+        async with asyncio.timeout(_PROBE_LIMIT_S):
+            result = await _PROBES[name](world)
+    if caught.failure is not None:
+        last = caught.failure.detail.strip().splitlines()[-1]
+        result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=f"{caught.failure.kind}: {last}")
+    return replace(result, seconds=time.perf_counter() - started_at)
