@@ -5,7 +5,7 @@ from __future__ import annotations
 from strop.environments.contract import Action, StepResult
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome
-from strop.tasks import Task
+from strop.tasks import Task, limits_of
 from strop.tasks.judging import InlineJudge, Judge
 
 
@@ -25,6 +25,7 @@ class SingleTurn:
         """Pose the example; the seed has nothing to decide here."""
         self._example = example
         self._reply = None
+        self.stop_strings = limits_of(self._task, example).stop_strings
         return self._task.render(example)
 
     async def step(self, action: Action) -> StepResult:

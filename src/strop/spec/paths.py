@@ -30,6 +30,7 @@ def _is_any_text(text: str) -> bool:
 PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("model", "uri"): _is_marked_path,
     ("task", "source"): _is_data_path,
+    ("task", "order_file"): _is_any_text,
     ("output", "root"): _is_any_text,
     ("output", "dir"): _is_any_text,
 }

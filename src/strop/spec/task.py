@@ -5,7 +5,7 @@ Building the task from its section is `tasks`' business; nothing here reads data
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -30,6 +30,49 @@ class _TaskSection(Section):
         description="Share of training prompts that may leave no room for a whole reply in the model's"
         " positions. They are not attempted; above this share the run is refused.",
     )
+    order_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSONL file of example ids: the run trains on these examples only, in this order, and"
+        " again from the first line in each epoch. `strop eval --write-order` makes one. none = all"
+        " examples, shuffled anew in each epoch.",
+    )
+    min_solved_frac: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Examples of the order file that a smaller share of attempts solved are left out.",
+    )
+    max_solved_frac: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Examples of the order file that a larger share of attempts solved are left out.",
+    )
+    max_unmatched_ids: int = Field(
+        default=0,
+        ge=0,
+        description="Ids of the order file that may be missing among the task's training examples.",
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        bounds = {"task.min_solved_frac": self.min_solved_frac, "task.max_solved_frac": self.max_solved_frac}
+        if self.min_solved_frac > self.max_solved_frac:
+            raise SpecConflict(
+                bounds,
+                "no example is left to train on",
+                allowed="a lower bound that is at most the upper one",
+                next_step="swap the two values",
+            )
+        if self.order_file is None and (self.min_solved_frac, self.max_solved_frac) != (0.0, 1.0):
+            raise SpecConflict(
+                bounds,
+                "the solved share of an example is read from an order file, and none is named",
+                allowed="bounds together with task.order_file",
+                next_step="make a file with `strop eval --write-order` and name it in task.order_file",
+            )
+        return self
 
 
 class ArithmeticSpec(_TaskSection):

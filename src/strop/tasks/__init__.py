@@ -6,19 +6,21 @@ wrong. Data and optional packages are read when examples are first asked for, ne
 Not here: worlds with more than one turn (`environments`), and who generates (`engine`).
 """
 
-from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.contract import Ordered, Task, TaskLimits, limits_of
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
 from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task
 from strop.tasks.selftest import SelfTestFinding, self_test
 
 __all__ = [
     "TASK_SUMMARIES",
+    "Ordered",
     "PromptFormat",
     "SelfTestFinding",
     "Task",
     "TaskLimits",
     "build_task",
     "build_warm_task",
+    "limits_of",
     "render_prompt",
     "resolve_prompt_format",
     "self_test",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from strop.rollout import Example, Message, Outcome, Split
 
@@ -79,3 +79,29 @@ class Task(Protocol):
         Empty where no answer is known. The self-test judges all of them.
         """
         ...
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """What a task has beside, if its training examples come in an order of its own."""
+
+    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
+        """Return positions in the training examples; equal seed and epoch, equal order.
+
+        A position may be left out or come several times.
+        """
+        ...
+
+
+@runtime_checkable
+class PartedLimits(Protocol):
+    """What a task has beside, if its examples have limits of their own."""
+
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits of one example."""
+        ...
+
+
+def limits_of(task: Task, example: Example) -> TaskLimits:
+    """Return the limits of an example: its own, or those of the whole task."""
+    return task.limits_of(example) if isinstance(task, PartedLimits) else task.limits

@@ -10,6 +10,7 @@ from strop.rollout import Split
 from strop.spec.task import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, ReverseTextSpec, TaskSpec
 from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.contract import Task
+from strop.tasks.curriculum import Curriculum
 from strop.tasks.gsm8k import Gsm8k
 from strop.tasks.reasoning_gym import ReasoningGym
 from strop.tasks.reverse_text import ReverseText
@@ -30,6 +31,12 @@ def build_task(spec: TaskSpec) -> Task:
 
     Raises: ConfigError if a setting cannot work with this task.
     """
+    task = _build_plain(spec)
+    return task if spec.order_file is None else Curriculum(task, spec)
+
+
+def _build_plain(spec: TaskSpec) -> Task:
+    """Build the task without regard to the order of its examples."""
     match spec:
         case ArithmeticSpec():
             return Arithmetic(spec)

@@ -11,8 +11,11 @@ from strop.spec.task import TaskSpec
 from strop.tasks.contract import TaskLimits
 
 # Where the data lies differs between machines and what it says does not; its content is hashed apart.
-# How many prompts may be too long changes no prompt and no score.
-_NOT_HASHED = {"source", "max_too_long_frac"}
+# How many prompts may be too long changes no prompt and no score; nor does the order of training examples.
+_NOT_HASHED = {
+    *("source", "max_too_long_frac"),
+    *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
+}
 
 
 def hash_version(

@@ -28,7 +28,7 @@ from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
 from strop.rollout import PROMPT_TOO_LONG, Group, Sampling, Split
 from strop.spec.run import RunSpec
-from strop.tasks import Task
+from strop.tasks import Ordered, Task, limits_of
 from strop.tasks.judging import Judge
 from strop.train.batch import TrainBatch, build_batch
 from strop.train.checkpoint import TrainerState, load_checkpoint, save_checkpoint
@@ -82,6 +82,7 @@ class TrainLoop:
             parts.task.examples(Split.TRAIN),
             seed=parts.spec.seed,
             prompts_per_step=parts.spec.train.prompts_per_step,
+            epoch_order=parts.task.epoch_order if isinstance(parts.task, Ordered) else None,
         )
         self._state = TrainerState(
             step=0, version=0, num_refused_in_a_row=0, num_threads=torch.get_num_threads()
@@ -205,7 +206,7 @@ class TrainLoop:
                     sample_index=index,
                     run_seed=spec.seed,
                     sampling=sampling,
-                    max_reply_tokens=task.limits.max_reply_tokens,
+                    max_reply_tokens=limits_of(task, example).max_reply_tokens,
                     max_positions=self._roles.learner.model.shape.max_positions,
                     prompt_format=spec.model.prompt_format,
                 )

@@ -1,4 +1,6 @@
-"""Which examples each step trains on: a seeded permutation per epoch, without state.
+"""Which examples each step trains on: an order per epoch, without state.
+
+Where the task has no order of its own, an epoch is a seeded permutation.
 
 The order follows from the seed and the number of examples alone, so a resumed run needs only its
 step count. Every example is used once per epoch; nothing is dropped where the number of examples is
@@ -7,7 +9,8 @@ not a multiple of the step's. A step that spans two epochs never gets the same e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,7 +21,14 @@ from strop.rollout import Example
 class ExampleSchedule:
     """Serves the examples of any step."""
 
-    def __init__(self, examples: Sequence[Example], *, seed: int, prompts_per_step: int) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        *,
+        seed: int,
+        prompts_per_step: int,
+        epoch_order: Callable[[int, int], Sequence[int]] | None = None,
+    ) -> None:
         if len(examples) < prompts_per_step:
             raise DataError(
                 explain_refusal(
@@ -30,24 +40,47 @@ class ExampleSchedule:
         self._examples = examples
         self._seed = seed
         self._prompts_per_step = prompts_per_step
-        self._order: list[int] = []
+        self._epoch_order = epoch_order or self._permute
+        self._steps: list[list[int]] = []
+        self._waiting: deque[int] = deque()
         self._num_epochs = 0
 
     def examples(self, step: int) -> list[Example]:
-        """Return the examples of the step that follows `step` completed ones."""
-        start = step * self._prompts_per_step
-        while len(self._order) < start + self._prompts_per_step:
-            self._append_epoch()
-        return [self._examples[index] for index in self._order[start : start + self._prompts_per_step]]
+        """Return the examples of the step that follows `step` completed ones.
 
-    def _append_epoch(self) -> None:
-        """Append one permutation; examples of the step it completes move behind the seam."""
-        generator = np.random.Generator(np.random.Philox(key=[self._seed, self._num_epochs]))
-        permutation = [int(index) for index in generator.permutation(len(self._examples))]
-        num_begun = len(self._order) % self._prompts_per_step
-        begun = set(self._order[len(self._order) - num_begun :]) if num_begun else set()
-        num_missing = self._prompts_per_step - num_begun if num_begun else 0
-        head = [index for index in permutation if index not in begun][:num_missing]
-        chosen = set(head)
-        self._order += head + [index for index in permutation if index not in chosen]
+        Raises: DataError if the task's own order names too few different examples to fill a step.
+        """
+        while len(self._steps) <= step:
+            self._append_step()
+        return [self._examples[index] for index in self._steps[step]]
+
+    def _append_step(self) -> None:
+        """Take the next positions; one that the step has already waits for the step after."""
+        chosen: list[int] = []
+        deferred: list[int] = []
+        while len(chosen) < self._prompts_per_step:
+            if not self._waiting:
+                self._waiting.extend(self._next_epoch())
+            index = self._waiting.popleft()
+            (deferred if index in chosen else chosen).append(index)
+        self._waiting.extendleft(reversed(deferred))
+        self._steps.append(chosen)
+
+    def _next_epoch(self) -> list[int]:
+        order = list(self._epoch_order(self._seed, self._num_epochs))
         self._num_epochs += 1
+        num_different = len(set(order))
+        if num_different < self._prompts_per_step:
+            raise DataError(
+                explain_refusal(
+                    f"an epoch of the task's own order has {num_different} different examples and a step asks"
+                    f" for {self._prompts_per_step}",
+                    allowed=f"train.prompts_per_step from 1 to {num_different}",
+                    next_step="lower train.prompts_per_step or widen the order",
+                )
+            )
+        return order
+
+    def _permute(self, seed: int, epoch: int) -> list[int]:
+        generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+        return [int(index) for index in generator.permutation(len(self._examples))]

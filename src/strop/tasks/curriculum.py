@@ -1,0 +1,188 @@
+"""Training examples in a given order, or of a given difficulty, read from an order file.
+
+An order file is JSONL: one object per line with an `example_id`, and `solved_frac` where the file was
+made from measured pass rates; a first line with `task` and `task_version` says what it was made for.
+Ids are hashes of content, so a file that was made with other settings or data does not match, and is
+refused rather than thinned out in silence (DAT-1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split
+from strop.spec.task import TaskSpec
+from strop.tasks.contract import Task, TaskLimits
+
+_MAX_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderEntry:
+    """One line of an order file."""
+
+    example_id: str
+    solved_frac: float | None
+    """Share of attempts that solved it; None where the file does not say."""
+
+
+class Curriculum:
+    """A task whose training examples are those of an order file, in its order, within its bounds.
+
+    Held-out examples are the task's own, so scores with and without a curriculum can be compared.
+    """
+
+    def __init__(self, task: Task, spec: TaskSpec) -> None:
+        self._task = task
+        self._spec = spec
+        self.name = task.name
+        self.limits: TaskLimits = task.limits
+
+    @property
+    def version(self) -> str:
+        """The task's own: an order changes neither prompts nor scores."""
+        return self._task.version
+
+    @property
+    def order_digest(self) -> str:
+        """Hash over the ids in their order."""
+        ids = "\n".join(example.example_id for example in self._train)
+        return hashlib.sha256(ids.encode()).hexdigest()[:16]
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the ordered training examples, or the task's held-out ones.
+
+        Raises: DataError if an id of the file is no training example, or none is within the bounds.
+        """
+        return self._train if split is Split.TRAIN else self._task.examples(split)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Pose the example as the task does."""
+        return self._task.render(example)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Judge as the task does."""
+        return self._task.verify(example, text)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return what the task calls right."""
+        return self._task.gold_replies(example)
+
+    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
+        """Return the positions of an epoch: every epoch goes through the file from its first line."""
+        return range(len(self._train))
+
+    @cached_property
+    def _train(self) -> tuple[Example, ...]:
+        spec = self._spec
+        entries = read_order_file(Path(spec.order_file or ""))
+        by_id = {example.example_id: example for example in self._task.examples(Split.TRAIN)}
+        _refuse_unmatched(spec, entries, by_id)
+        kept = [entry for entry in entries if entry.example_id in by_id and self._is_within(entry)]
+        if not kept:
+            raise DataError(
+                explain_refusal(
+                    f"none of {len(entries)} examples in {spec.order_file} has a solved_frac from"
+                    f" {spec.min_solved_frac:g} to {spec.max_solved_frac:g}",
+                    allowed="bounds that leave at least one example",
+                    next_step="widen task.min_solved_frac and task.max_solved_frac",
+                )
+            )
+        return tuple(by_id[entry.example_id] for entry in kept)
+
+    def _is_within(self, entry: OrderEntry) -> bool:
+        spec = self._spec
+        if entry.solved_frac is not None:
+            return spec.min_solved_frac <= entry.solved_frac <= spec.max_solved_frac
+        if (spec.min_solved_frac, spec.max_solved_frac) == (0.0, 1.0):
+            return True
+        raise DataError(
+            explain_refusal(
+                f"{spec.order_file} has no solved_frac for example {entry.example_id}, and the run bounds it",
+                allowed="a file with the solved share of every example, or no bounds",
+                next_step="make the file from an evaluation with several samples, or remove the bounds",
+            )
+        )
+
+
+def read_order_file(path: Path) -> list[OrderEntry]:
+    """Read an order file.
+
+    Raises: DataError if it cannot be read, a line is malformed, or an id stands there twice.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            explain_refusal(
+                f"order file {path} cannot be read ({error})",
+                allowed="a JSONL file with one example_id a line",
+                next_step="correct task.order_file",
+            )
+        ) from error
+    entries: dict[str, OrderEntry] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        entry = _read_line(path, number, line)
+        if entry is None:
+            continue
+        if entry.example_id in entries:
+            raise _malformed(path, number, f"example {entry.example_id} a second time")
+        entries[entry.example_id] = entry
+    if not entries:
+        raise _malformed(path, len(lines), "the end of the file and no example before it")
+    return list(entries.values())
+
+
+def _read_line(path: Path, number: int, line: str) -> OrderEntry | None:
+    """Return a line's entry, or None for the header."""
+    try:
+        values: Any = json.loads(line)
+    except ValueError as error:
+        raise _malformed(path, number, f"no JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise _malformed(path, number, f"a {type(values).__name__}")
+    if number == 1 and "example_id" not in values and "task" in values:
+        return None
+    example_id, solved_frac = values.get("example_id"), values.get("solved_frac")
+    is_share = isinstance(solved_frac, int | float) and 0.0 <= solved_frac <= 1.0
+    if not isinstance(example_id, str) or not (solved_frac is None or is_share):
+        raise _malformed(path, number, f"{values}")
+    return OrderEntry(example_id=example_id, solved_frac=None if solved_frac is None else float(solved_frac))
+
+
+def _malformed(path: Path, number: int, given: str) -> DataError:
+    return DataError(
+        explain_refusal(
+            f"line {number} of order file {path} is {given}",
+            allowed="an object with an example_id that stands nowhere else, and a solved_frac from 0 to 1",
+            next_step="mend or remove the line",
+        )
+    )
+
+
+def _refuse_unmatched(spec: TaskSpec, entries: Sequence[OrderEntry], by_id: dict[str, Example]) -> None:
+    unmatched = [entry.example_id for entry in entries if entry.example_id not in by_id]
+    if len(unmatched) <= spec.max_unmatched_ids:
+        return
+    shown = []
+    for example_id in unmatched[:_MAX_SHOWN]:
+        near = get_close_matches(example_id, by_id, n=1)
+        shown.append(f"{example_id} (nearest: {near[0]})" if near else example_id)
+    raise DataError(
+        explain_refusal(
+            f"{len(unmatched)} of {len(entries)} ids in {spec.order_file} are no training examples of the"
+            f" task: {', '.join(shown)}",
+            allowed=f"at most task.max_unmatched_ids={spec.max_unmatched_ids}",
+            next_step="make the file anew with this task's settings and data, or raise that number",
+        )
+    )
