@@ -103,7 +103,8 @@ def test_help_names_every_command(run: Run) -> None:
     assert ended.code == 0
     listed = ended.out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [
-        "train", "eval", "sample", "plan", "explain", "ls", "view", "compare", "doctor", "model", "tasks",
+        "train", "eval", "sample", "plan", "explain", "ls", "view", "compare", "audit", "doctor",
+        "model", "tasks",
     ]  # fmt: skip
 
 
@@ -142,7 +143,7 @@ def test_explain_says_meaning_value_and_origin(run: Run, folder: Path) -> None:
 
 def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:
     listed = json.loads(run("tasks", "ls", "--json").out)
-    assert list(listed) == ["arithmetic", "reverse-text", "reasoning-gym", "gsm8k"]
+    assert list(listed) == ["arithmetic", "reverse-text", "reasoning-gym", "mixture", "gsm8k"]
     assert all(name in run("tasks", "ls").out for name in listed)
 
 

@@ -61,7 +61,7 @@ def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
 
 def test_a_task_is_chosen_among_all() -> None:
     known = explain("task.name")
-    assert known.allowed == "'arithmetic', 'reverse-text', 'reasoning-gym', 'gsm8k'"
+    assert known.allowed == "'arithmetic', 'reverse-text', 'reasoning-gym', 'gsm8k', 'mixture'"
     assert known.default == "required"
     assert "'gsm8k': Grade-school word problems" in known.description
 

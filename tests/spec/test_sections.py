@@ -31,6 +31,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.min_value", "task.max_value", "task.num_held_out"),
         *("task.num_train", "task.min_words", "task.max_words"),
         *("task.dataset", "task.config", "task.data_seed", "task.source"),
+        *("task.mode", "task.parts"),
         *("sampling.temperature", "sampling.top_p", "sampling.top_k"),
         *("algorithm.name", "algorithm.clip_low", "algorithm.clip_high", "algorithm.zero_variance"),
         *("algorithm.overlong", "algorithm.correction", "algorithm.correction_cap"),

@@ -13,9 +13,9 @@ from strop.spec.reader import ResolvedSpec
 from strop.spec.schema import (
     EXTENDS,
     EXTENDS_HELP,
-    FREE_TABLE,
     Setting,
     find_settings,
+    free_table,
     near_keys,
     section_description,
     section_names,
@@ -56,7 +56,7 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
         )
     if len(path) == 1 and path[0] in section_names():
         return _explain_section(path[0])
-    if path[:-1] == FREE_TABLE:
+    if free_table(path) is not None:
         return _explain_free_key(path, resolved)
     found = find_settings(path)
     if not found:
@@ -124,17 +124,19 @@ def _explain_section(name: str) -> Explanation:
 
 
 def _explain_free_key(path: KeyPath, resolved: ResolvedSpec | None) -> Explanation:
-    """Explain a key of the table that strop hands on: it knows the value, not the meaning."""
-    table: dict[str, Any] = getattr(resolved.spec.task, "config", {}) if resolved is not None else {}
+    """Explain a key of a table that strop hands on: it knows the value, not the meaning."""
+    table: Any = getattr(resolved.spec.task, path[1], {}) if resolved is not None else {}
+    for part in path[2:-1]:
+        table = table.get(part, {})
     origin = None
     if resolved is not None and path[-1] in table:
         origin = resolved.origins.get(dotted(path), DEFAULT)
     return Explanation(
         key=dotted(path),
         type="any",
-        default="the data set's own",
-        allowed="what the data set takes",
-        description=find_settings(FREE_TABLE)[0].info.description or "",
+        default="the data set's own" if path[1] == "config" else "that of the part's task",
+        allowed="what the data set takes" if path[1] == "config" else "what the part's task takes",
+        description=find_settings(path[:2])[0].info.description or "",
         value=table.get(path[-1]),
         origin=origin,
     )

@@ -27,6 +27,8 @@ def _is_any_text(text: str) -> bool:
     return True
 
 
+_PART_DEPTH = 4
+"""Keys down to a setting of a mixture's part: task.parts.LABEL.source."""
 PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("model", "uri"): _is_marked_path,
     ("task", "source"): _is_data_path,
@@ -43,6 +45,7 @@ def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
     An empty text is left to the model's own check.
     Raises: ConfigError if a path holds control characters.
     """
+    path = ("task", path[-1]) if path[:2] == ("task", "parts") and len(path) == _PART_DEPTH else path
     if not text or path not in PATH_SETTINGS or not PATH_SETTINGS[path](text):
         return text
     if any(ord(character) < 32 or ord(character) == 127 for character in text):

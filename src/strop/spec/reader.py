@@ -21,7 +21,7 @@ from strop.spec.display import KeyPath, dotted, format_value, show_value
 from strop.spec.overrides import OVERRIDE
 from strop.spec.paths import PATH_SETTINGS, absolute_path
 from strop.spec.run import RunSpec
-from strop.spec.schema import FREE_TABLE, NULL_WORD, find_settings, near_keys, settings
+from strop.spec.schema import FREE_TABLES, NULL_WORD, find_settings, near_keys, settings
 from strop.spec.sources import SELECTORS, Leaves, read_sources
 
 
@@ -138,7 +138,7 @@ def _setting_path(location: tuple[int | str, ...], task: str | None) -> KeyPath:
     parts = [str(part) for part in location]
     if len(parts) > 1 and parts[0] == "task" and parts[1] == task:
         del parts[1]
-    limit = len(FREE_TABLE) + 1 if tuple(parts[:2]) == FREE_TABLE else 2
+    limit = 3 if tuple(parts[:2]) in FREE_TABLES else 2
     return tuple(parts[:limit])
 
 

@@ -1,7 +1,7 @@
 """What settings there are: one walk over the models, shared by reader, writer and `explain`.
 
-A setting is a leaf such as `train.steps`. The keys below `task.config` belong to the data set and
-are no settings of strop: the walk stops at the table.
+A setting is a leaf such as `train.steps`. The keys below `task.config` belong to the data set, those
+below `task.parts` are labels with a task's settings each: the walk stops at these tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ EXTENDS_HELP = (
     "Run file whose settings this one starts from, relative to the file that names it. The order is:"
     " default, then the extended file, then the file, then key=value overrides; the later wins."
 )
-FREE_TABLE: KeyPath = ("task", "config")
+CONFIG_TABLE: KeyPath = ("task", "config")
+PARTS_TABLE: KeyPath = ("task", "parts")
+FREE_TABLES = (CONFIG_TABLE, PARTS_TABLE)
+"""Tables whose keys are not settings: a data set's own, and the labels of a mixture's parts."""
 NULL_WORD = "none"
 """Stands for 'no value' in TOML and overrides, which have no null."""
 _VOWELS = "aeiou"
@@ -38,6 +41,12 @@ _LIMITS: tuple[tuple[type, str, str], ...] = (
     (at.MinLen, "min_length", "not empty"),
     (at.MaxLen, "max_length", "of at most {} characters"),
 )
+
+
+def free_table(path: KeyPath) -> KeyPath | None:
+    """Return the free table that a path is a key of, or, below a mixture's part, a setting; or None."""
+    deepest = 4 if path[:2] == PARTS_TABLE else 3
+    return path[:2] if path[:2] in FREE_TABLES and 2 < len(path) <= deepest else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,17 +18,20 @@ from strop.spec.free_values import MAX_DEPTH
 from strop.spec.overrides import OVERRIDE, parse_override
 from strop.spec.paths import absolute_path
 from strop.spec.schema import (
+    CONFIG_TABLE,
     EXTENDS,
-    FREE_TABLE,
+    FREE_TABLES,
     NULL_WORD,
+    PARTS_TABLE,
     find_settings,
+    free_table,
     near_keys,
     section_names,
     valid_names,
 )
 from strop.spec.tree import Tree, read_tree
 
-SELECTORS: dict[KeyPath, KeyPath] = {("task", "name"): ("task",), ("task", "dataset"): FREE_TABLE}
+SELECTORS: dict[KeyPath, KeyPath] = {("task", "name"): ("task",), ("task", "dataset"): CONFIG_TABLE}
 """A setting that picks what a table is about, and the table that starts anew with it."""
 
 
@@ -138,7 +141,8 @@ def _read_overrides(overrides: Sequence[str]) -> Leaves:
 
 def is_table(path: KeyPath) -> bool:
     """Whether a path is a table that the reader looks into."""
-    return path == FREE_TABLE or (len(path) == 1 and path[0] in section_names())
+    is_part = len(path) == len(PARTS_TABLE) + 1 and free_table(path) == PARTS_TABLE
+    return is_part or path in FREE_TABLES or (len(path) == 1 and path[0] in section_names())
 
 
 def _flatten(values: dict[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -189,7 +193,7 @@ def _problem(leaf: Leaf) -> str | None:
             allowed="a table of settings" + _names_text(leaf.path),
             next_step=f"write [{dotted(leaf.path)}] with its settings below",
         )
-    if leaf.path[:-1] != FREE_TABLE and not find_settings(leaf.path):
+    if free_table(leaf.path) is None and not find_settings(leaf.path):
         return _unknown_key(leaf)
     return None
 
@@ -199,7 +203,7 @@ def _shown(leaf: Leaf) -> str:
 
 
 def _names_text(path: KeyPath) -> str:
-    return "" if path == FREE_TABLE else ": " + ", ".join(valid_names((*path, "")))
+    return "" if path[:2] in FREE_TABLES else ": " + ", ".join(valid_names((*path, "")))
 
 
 def _unknown_key(leaf: Leaf) -> str:

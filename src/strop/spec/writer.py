@@ -16,7 +16,7 @@ from strop.spec.base import DEFAULT
 from strop.spec.display import dotted, format_value
 from strop.spec.reader import ResolvedSpec
 from strop.spec.run import RunSpec
-from strop.spec.schema import FREE_TABLE, NULL_WORD, Setting, section_names, settings
+from strop.spec.schema import FREE_TABLES, NULL_WORD, Setting, section_names, settings
 
 
 def write_spec(resolved: ResolvedSpec) -> str:
@@ -31,9 +31,10 @@ def write_spec(resolved: ResolvedSpec) -> str:
     for section in section_names():
         inside = [setting for setting in mine if setting.path[0] == section and len(setting.path) > 1]
         lines += ["", f"[{section}]"]
-        lines += [_line(spec, setting, origins) for setting in inside if setting.path != FREE_TABLE]
-        if any(setting.path == FREE_TABLE for setting in inside):
-            lines += _free_table(spec, origins)
+        lines += [_line(spec, setting, origins) for setting in inside if setting.path not in FREE_TABLES]
+        for setting in inside:
+            if setting.path in FREE_TABLES:
+                lines += _free_table(spec, setting, origins)
     return "\n".join(lines) + "\n"
 
 
@@ -50,11 +51,14 @@ def _line(spec: RunSpec, setting: Setting, origins: Mapping[str, str]) -> str:
     return f"{setting.path[-1]} = {format_value(value_of(spec, setting))}  # {origin}"
 
 
-def _free_table(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
-    table: dict[str, Any] = getattr(spec.task, FREE_TABLE[-1])
-    lines = ["", f"[{dotted(FREE_TABLE)}]"]
+def _free_table(spec: RunSpec, setting: Setting, origins: Mapping[str, str]) -> list[str]:
+    table: dict[str, Any] = value_of(spec, setting)
+    lines = ["", f"[{setting.key}]"]
     for key, value in table.items():
-        origin = origins.get(dotted((*FREE_TABLE, key)), DEFAULT)
+        full_key = dotted((*setting.path, key))
+        # A part of a mixture is one value here, and its settings may come from several places.
+        found = [origin for name, origin in origins.items() if (name + ".").startswith(full_key + ".")]
+        origin = ", ".join(dict.fromkeys(found)) or DEFAULT
         lines.append(f"{dotted((key,))} = {format_value(value)}  # {origin}")
     return lines
 

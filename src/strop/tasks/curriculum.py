@@ -20,7 +20,7 @@ from typing import Any
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import TaskSpec
-from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.contract import Task, TaskLimits, limits_of
 
 _MAX_SHOWN = 3
 
@@ -63,6 +63,10 @@ class Curriculum:
         Raises: DataError if an id of the file is no training example, or none is within the bounds.
         """
         return self._train if split is Split.TRAIN else self._task.examples(split)
+
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits that the task gives the example."""
+        return limits_of(self._task, example)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as the task does."""

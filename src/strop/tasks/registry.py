@@ -7,11 +7,19 @@ from types import MappingProxyType
 from typing import assert_never
 
 from strop.rollout import Split
-from strop.spec.task import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, ReverseTextSpec, TaskSpec
+from strop.spec.task import (
+    ArithmeticSpec,
+    Gsm8kSpec,
+    MixtureSpec,
+    ReasoningGymSpec,
+    ReverseTextSpec,
+    TaskSpec,
+)
 from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.contract import Task
 from strop.tasks.curriculum import Curriculum
 from strop.tasks.gsm8k import Gsm8k
+from strop.tasks.mixture import Mixture
 from strop.tasks.reasoning_gym import ReasoningGym
 from strop.tasks.reverse_text import ReverseText
 
@@ -20,6 +28,7 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "arithmetic": "What is a + b? Ranges are settings; needs no data.",
         "reverse-text": "Write a short text backwards; graded by similarity; needs no data.",
         "reasoning-gym": "Any data set of the reasoning-gym package (extra: tasks).",
+        "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
         "gsm8k": "Grade-school word problems from a hub, Parquet or JSONL.",
     }
 )
@@ -46,6 +55,8 @@ def _build_plain(spec: TaskSpec) -> Task:
             return ReasoningGym(spec)
         case Gsm8kSpec():
             return Gsm8k(spec)
+        case MixtureSpec():
+            return Mixture(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
         case _:
             assert_never(spec)
 
@@ -56,6 +67,8 @@ def build_warm_task(spec: TaskSpec) -> Task:
     Raises: like `build_task`, and like `examples` where judging needs the data.
     """
     task = build_task(spec)
-    if isinstance(spec, ReasoningGymSpec):
-        task.examples(Split.TRAIN)
+    if isinstance(spec, ReasoningGymSpec | MixtureSpec):
+        # Its scorer wants the generated problem; a mixture must know whose an example is.
+        for example in task.examples(Split.HELD_OUT)[:1]:
+            task.gold_replies(example)
     return task

@@ -1,0 +1,193 @@
+"""Several tasks trained as one: by weights, by their sizes, or one after the other.
+
+Every example belongs to one part and is posed, limited and judged by it. The order of an epoch is a
+function of seed and epoch alone, so a resumed run goes on with the examples it would have had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split
+from strop.spec.task import MixtureSpec
+from strop.tasks.contract import Ordered, Task, TaskLimits, limits_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    label: str
+    task: Task
+    weight: float
+    count: int | None
+    repeat: int
+
+
+class Mixture:
+    """The parts of a mixture as one task."""
+
+    name = "mixture"
+
+    def __init__(self, spec: MixtureSpec, tasks: Mapping[str, Task]) -> None:
+        self._spec = spec
+        self._parts = [
+            _Part(
+                label=label,
+                task=tasks[label],
+                weight=part.weight,
+                count=part.count,
+                repeat=part.repeat,
+            )
+            for label, part in spec.read_parts().items()
+        ]
+        limits = [part.task.limits for part in self._parts]
+        verify_limits_s = [limit.verify_limit_s for limit in limits if limit.verify_limit_s is not None]
+        self.limits = TaskLimits(
+            max_reply_tokens=max(limit.max_reply_tokens for limit in limits),
+            full_reply_tokens=max(limit.own_reply_tokens for limit in limits),
+            max_reward=max(limit.max_reward for limit in limits),
+            chance=max(limit.chance for limit in limits),
+            verify_limit_s=max(verify_limits_s, default=None),
+        )
+        """The widest of the parts'; an example's own are `limits_of`."""
+
+    @property
+    def version(self) -> str:
+        """Hash over the parts' versions and how they are mixed."""
+        parts = [f"{part.label}:{part.task.version}" for part in self._parts]
+        return hashlib.sha256("\n".join([self._spec.model_dump_json(), *parts]).encode()).hexdigest()[:16]
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the examples of all parts, one part after the other.
+
+        Raises: DataError if two parts hold the same example, or as the parts do.
+        """
+        return self._train if split is Split.TRAIN else self._held_out
+
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits that the example has in its part."""
+        return limits_of(self._owner(example), example)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Pose the example as its part does."""
+        return self._owner(example).render(example)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Judge as the example's part does."""
+        return self._owner(example).verify(example, text)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return what the example's part calls right."""
+        return self._owner(example).gold_replies(example)
+
+    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
+        """Return the positions of an epoch, each example `repeat` times.
+
+        'weighted' draws a part with probability proportional to its weight until all are used up;
+        'proportional' does so with weights that are the parts' sizes; 'sequential' goes through one part
+        after the other.
+        """
+        orders = [self._part_order(index, seed, epoch) for index in range(len(self._parts))]
+        if self._spec.mode == "sequential":
+            return [position for order in orders for position in order]
+        weights = np.array([part.weight for part in self._parts])
+        if self._spec.mode == "proportional":
+            weights = np.array([len(order) for order in orders], dtype=float)
+        return _draw(orders, weights, np.random.Generator(np.random.Philox(key=[seed, 2**32 + epoch])))
+
+    def _part_order(self, index: int, seed: int, epoch: int) -> list[int]:
+        """Return the positions of one part, in its own order or shuffled."""
+        part, size = self._parts[index], len(self._part_examples[index])
+        first = sum(len(examples) for examples in self._part_examples[:index])
+        order: list[int] = []
+        for round_index in range(part.repeat):
+            if isinstance(part.task, Ordered):
+                chosen: Sequence[int] = [p for p in part.task.epoch_order(seed, epoch) if p < size]
+            else:
+                key = _key(part.label, seed, epoch * part.repeat + round_index)
+                chosen = np.random.Generator(np.random.Philox(key=key)).permutation(size).tolist()
+            order += [first + position for position in chosen]
+        return order
+
+    def _owner(self, example: Example) -> Task:
+        task = self._owners.get(example.example_id)
+        if task is None:
+            raise DataError(
+                explain_refusal(
+                    f"example {example.example_id} of task {example.task}",
+                    allowed=f"an example of the mixture's parts: {', '.join(self._spec.parts)}",
+                    next_step="build the task from the spec that the example was made with",
+                )
+            )
+        return task
+
+    @cached_property
+    def _part_examples(self) -> list[Sequence[Example]]:
+        return [_first(part, part.task.examples(Split.TRAIN)) for part in self._parts]
+
+    @cached_property
+    def _train(self) -> tuple[Example, ...]:
+        return tuple(example for examples in self._part_examples for example in examples)
+
+    @cached_property
+    def _held_out(self) -> tuple[Example, ...]:
+        return tuple(example for part in self._parts for example in part.task.examples(Split.HELD_OUT))
+
+    @cached_property
+    def _owners(self) -> dict[str, Task]:
+        owners: dict[str, tuple[str, Task]] = {}
+        for part in self._parts:
+            for split in Split:
+                for example in part.task.examples(split):
+                    owner = owners.setdefault(example.example_id, (part.label, part.task))
+                    if owner[0] != part.label:
+                        raise _duplicate(example, owner[0], part.label)
+        return {example_id: task for example_id, (_, task) in owners.items()}
+
+
+def _draw(
+    orders: Sequence[list[int]], weights: NDArray[np.float64], random: np.random.Generator
+) -> list[int]:
+    """Interleave orders by weighted draws; a part that is used up is drawn no more."""
+    drawn: list[int] = []
+    used = [0] * len(orders)
+    while len(drawn) < sum(map(len, orders)):
+        left = np.array([used[index] < len(order) for index, order in enumerate(orders)])
+        chances = weights * left
+        index = int(random.choice(len(orders), p=chances / chances.sum()))
+        drawn.append(orders[index][used[index]])
+        used[index] += 1
+    return drawn
+
+
+def _first(part: _Part, examples: Sequence[Example]) -> Sequence[Example]:
+    if part.count is not None and part.count > len(examples):
+        raise DataError(
+            explain_refusal(
+                f"task.parts.{part.label}.count={part.count}",
+                allowed=f"1 to {len(examples)}, the part's training examples, or none for all",
+                next_step="lower the count, or raise task.parts.*.repeat to see examples more often",
+            )
+        )
+    return examples[: part.count]
+
+
+def _key(label: str, seed: int, epoch: int) -> list[int]:
+    digest = hashlib.blake2b(f"{label}/{seed}".encode(), digest_size=8).digest()
+    return [int.from_bytes(digest, "little"), epoch]
+
+
+def _duplicate(example: Example, first: str, second: str) -> DataError:
+    return DataError(
+        explain_refusal(
+            f"example {example.example_id} is in part {first} and in part {second}",
+            allowed="parts that share no example: it would be trained on twice, or held out and trained on",
+            next_step=f"remove one of the two parts, or use task.parts.{first}.repeat",
+        )
+    )
