@@ -19,7 +19,7 @@ from strop.rollout import (
 )
 from strop.spec import AlgorithmSpec
 from strop.train.batch import build_batch, pack_reply
-from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update, verify_seconds
+from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
 
 EXAMPLE = make_example("toy", {"n": 1}, "1")
 
@@ -115,6 +115,7 @@ def test_the_numbers_of_rollouts_by_hand() -> None:
             "duplicate_frac": 1 / 5,
             "reward_mean": 3 / 4,
             "truncated_frac": 0.0,
+            "timed_out_frac": 0.0,
             "accuracy": 3 / 4,
             "format_ok_frac": 1.0,
             "reply_tokens_mean": 9 / 5,
@@ -179,4 +180,3 @@ def test_durations_add_up_to_the_step() -> None:
         "scored_tokens_per_s": 25.0,
     }
     # Five judgements of 0.25 s each.
-    assert verify_seconds(GROUPS) == 1.25

@@ -26,6 +26,7 @@ METRICS = {
     "duplicate_frac",
     "reward_mean",
     "truncated_frac",
+    "timed_out_frac",
     "accuracy",
     "format_ok_frac",
     "reply_tokens_mean",

@@ -29,7 +29,7 @@ from strop.record.rollouts import write_rollouts
 from strop.rollout import PROMPT_TOO_LONG, Group, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Ordered, Task, limits_of
-from strop.tasks.judging import Judge
+from strop.tasks.judging import InlineJudge, Judge, TimedJudge
 from strop.train.batch import TrainBatch, build_batch
 from strop.train.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from strop.train.gate import GateInput, pass_gate
@@ -38,7 +38,6 @@ from strop.train.measure import (
     measure_rollouts,
     measure_time,
     measure_update,
-    verify_seconds,
 )
 from strop.train.observer import Evaluator, Observer
 from strop.train.room import DiskWatch, MemoryWatch
@@ -84,6 +83,7 @@ class TrainLoop:
             prompts_per_step=parts.spec.train.prompts_per_step,
             epoch_order=parts.task.epoch_order if isinstance(parts.task, Ordered) else None,
         )
+        self._judge = TimedJudge(parts.judge or InlineJudge(parts.task))
         self._state = TrainerState(
             step=0, version=0, num_refused_in_a_row=0, num_threads=torch.get_num_threads()
         )
@@ -168,7 +168,7 @@ class TrainLoop:
         num_attempted = self._note_too_long(groups)
         self._stop_if_all_failed(groups)
         collected_at = time.perf_counter()
-        verify_s = min(verify_seconds(groups), collected_at - started_at)
+        verify_s = min(self._judge.take_busy_s(), collected_at - started_at)
         self._watchdog.progress("learn")
         batch = build_batch(self._algorithm, groups, self._parts.task.limits.max_reply_tokens)
         report = self._learn(batch)
@@ -215,7 +215,7 @@ class TrainLoop:
             for example in self._schedule.examples(self._state.step)
         ]
         return await run_groups(
-            partial(SingleTurn, task, self._parts.judge),
+            partial(SingleTurn, task, self._judge),
             self._roles.engine,
             self._roles.tokenizer,
             plans_P_G,

@@ -32,6 +32,7 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
     if scored:
         metrics["reward_mean"] = fmean(rollout.outcome.reward or 0.0 for rollout in scored)
         metrics["truncated_frac"] = fmean(rollout.outcome.truncated for rollout in scored)
+        metrics["timed_out_frac"] = fmean(rollout.outcome.timed_out for rollout in scored)
         _add_mean(metrics, "accuracy", [rollout.outcome.is_correct for rollout in scored])
         _add_mean(metrics, "format_ok_frac", [rollout.outcome.format_ok for rollout in scored])
     if sampled:
@@ -89,11 +90,6 @@ def measure_time(seconds: Mapping[str, float], step_s: float, num_scored_tokens:
         "seconds_step": step_s,
         "scored_tokens_per_s": num_scored_tokens / step_s,
     }
-
-
-def verify_seconds(groups: Sequence[Group]) -> float:
-    """Return the time spent judging. Judging runs on the loop's own thread, so the parts add up."""
-    return math.fsum(rollout.seconds.get("verify", 0.0) for group in groups for rollout in group.rollouts)
 
 
 def _add_mean(metrics: dict[str, float], name: str, values: Sequence[bool | None]) -> None:

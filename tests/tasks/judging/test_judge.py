@@ -15,7 +15,7 @@ from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
 from strop.spec.task import ArithmeticSpec, ReasoningGymSpec
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.arithmetic import Arithmetic
-from strop.tasks.judging import InlineJudge, Judge, WorkerJudge, open_judge
+from strop.tasks.judging import InlineJudge, Judge, TimedJudge, WorkerJudge, open_judge
 from strop.tasks.judging.judge import outcome_from_json, outcome_to_json
 
 GYM = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=6, num_held_out=2)
@@ -99,3 +99,25 @@ def test_rew_8_a_verifier_that_hangs_or_raises_costs_only_its_own_reply(
     assert lost.failure is not None
     assert (lost.failure.owner, lost.failure.kind) == (FailureOwner.TASK, kind)
     assert detail in lost.failure.detail
+
+
+def test_overlapping_judgements_count_once() -> None:
+    ticks = iter(range(100))
+
+    class Slow(InlineJudge):
+        async def judge(self, example: Example, text: str) -> Outcome:
+            await asyncio.sleep(0.01)
+            return await super().judge(example, text)
+
+    async def run() -> list[float]:
+        task = build_task(ArithmeticSpec())
+        judge = TimedJudge(Slow(task), clock=lambda: float(next(ticks)))
+        example = task.examples(Split.TRAIN)[0]
+        await asyncio.gather(*(judge.judge(example, "7") for _ in range(5)))
+        together = judge.take_busy_s()
+        await judge.judge(example, "7")
+        await judge.judge(example, "7")
+        return [together, judge.take_busy_s(), judge.take_busy_s()]
+
+    # Read at the first begin and the last end: one tick for five at once, one each for two in turn.
+    assert asyncio.run(run()) == [1.0, 2.0, 0.0]

@@ -7,6 +7,7 @@ rollout, which then has no score, and nobody else's time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -65,6 +66,40 @@ class WorkerJudge:
     async def close(self) -> None:
         """End all workers."""
         await self.pool.close()
+
+
+class TimedJudge:
+    """Passes replies on, and keeps the time in which at least one of them was being judged.
+
+    Judgements overlap, and each waits for its turn: their own durations add up to anything.
+    """
+
+    def __init__(self, judge: Judge, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._judge = judge
+        self._clock = clock
+        self._num_running = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    async def judge(self, example: Example, text: str) -> Outcome:
+        """Let the other judge judge."""
+        if self._num_running == 0:
+            self._since = self._clock()
+        self._num_running += 1
+        try:
+            return await self._judge.judge(example, text)
+        finally:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._busy_s += self._clock() - self._since
+
+    async def close(self) -> None:
+        """Leave the other judge to whoever opened it."""
+
+    def take_busy_s(self) -> float:
+        """Return the time (seconds) since this was last asked for, and start anew."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
 
 
 def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:
