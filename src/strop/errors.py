@@ -11,6 +11,9 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |-- EngineError     (RuntimeError)  no reply was produced, or it is not usable
     |   `-- WeightMismatch                the engine does not serve the published weights
     |-- LearnerError    (RuntimeError)  an update was refused, for example a non-finite loss
+    |-- SandboxError    (RuntimeError)  a sandbox failed, not the program in it
+    |   |-- SandboxRefused                the host would not create it, or not well enough isolated
+    |   `-- SandboxLost                   it stopped answering
     |-- StoreError      (RuntimeError)  a record is missing, partial or unwritable
     |   |-- CorruptRecord                 a record's bytes are not the ones its manifest promises
     |   `-- HubUnreachable                a model hub gave no answer
@@ -71,6 +74,28 @@ class WeightMismatch(EngineError):
 
 class LearnerError(StropError, RuntimeError):
     """Raised when an update was refused before it reached the weights; the loop counts and stops."""
+
+
+class SandboxError(StropError, RuntimeError):
+    """Raised when a sandbox could not do what was asked; the caller has no result, which is not 0.
+
+    `kind` is one word for programs. Of files: missing, directory, not_regular, denied, too_large, no_space.
+    """
+
+    def __init__(self, message: str, *, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class SandboxRefused(SandboxError):
+    """Raised when a sandbox was not created; `kind` is what is missing. The user changes host or spec."""
+
+
+class SandboxLost(SandboxError):
+    """Raised when a sandbox does not answer any more; the caller makes a new one.
+
+    `kind` is stopped, from_inside (a program in it ended it) or infra.
+    """
 
 
 class StoreError(StropError, RuntimeError):

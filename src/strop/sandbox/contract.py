@@ -1,0 +1,272 @@
+"""What every sandbox promises, whatever it is built on.
+
+A program's failure, its time-out and the limits it hits are values in `ExecResult`. A sandbox that fails
+raises `SandboxError`. What isolation was reached is measured when a sandbox is created and stands in
+its `Isolation` record; a backend that cannot keep a line of it says so there.
+
+Left out on purpose: sessions, background jobs, snapshots and trees of files; they come with the runtime.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from types import TracebackType
+from typing import Protocol, Self
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+class IsolationLevel(IntEnum):
+    """How well the program is contained. Levels are ordered; each includes the one before."""
+
+    NONE = 0
+    """A private directory, nothing else."""
+    RLIMIT = 1
+    """Everything it started is killed, its environment is clean, memory and processes are at least watched."""
+    NAMESPACE = 2
+    """Own process, mount, IPC, host-name and network namespaces, no capability, no gain by set-uid."""
+    CONTAINER = 3
+    """Own root file system, filtered system calls, every limit enforced."""
+    VM = 4
+    """Own kernel."""
+
+    @property
+    def word(self) -> str:
+        """The name as it is written in run files and records."""
+        return self.name.lower()
+
+
+class Guard(StrEnum):
+    """How a limit is kept."""
+
+    ENFORCED = "enforced"
+    """The kernel refuses more."""
+    WATCHED = "watched"
+    """A breach is found within a fraction of a second, and the program is killed."""
+    NONE = "none"
+    """A breach goes unnoticed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Isolation:
+    """What isolation a sandbox reached, measured when it was created."""
+
+    level: IsolationLevel
+    backend: str
+    userns: bool
+    pidns: bool
+    mountns: bool
+    netns: bool
+    ipcns: bool
+    utsns: bool
+    seccomp: bool
+    no_new_privs: bool
+    caps: str
+    """The effective and bounding capabilities of a program, as hexadecimal numbers joined by '/'."""
+    nested_userns: bool
+    """Whether a program may make a user namespace, and be root in it."""
+    host_root_maps_to: str
+    """The user that the host's root is inside: a user id, 'unmapped', or '0' without a user namespace."""
+    host_uid: int
+    """The user that a program is on the host."""
+    memory: Guard
+    pids: Guard
+    cpu: Guard
+    disk: Guard
+    files: Guard
+    """Number of open files and size of each file."""
+    network: str
+    """'none' or 'host'."""
+    kernel: str
+    """Release of the kernel that serves the program's calls."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a sandbox may use. Source of the defaults: the rules for judging code of one sample."""
+
+    memory_bytes: int = 512 * MIB
+    """Address space of each process, and memory of all of them together."""
+    max_processes: int = 64
+    """Processes and threads at once."""
+    file_bytes: int = 16 * MIB
+    """Largest file that a program can write."""
+    scratch_bytes: int = 64 * MIB
+    """All files of the private directory together."""
+    max_scratch_files: int = 20_000
+    max_open_files: int = 64
+    output_head_bytes: int = 64 * KIB
+    """Kept of the beginning of each output stream of one command."""
+    output_tail_bytes: int = 64 * KIB
+    """Kept of its end."""
+    flood_bytes: int = 64 * MIB
+    """A command that writes more than this, both streams together, is killed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mount:
+    """A file or directory of the host that a program may see."""
+
+    host_path: str
+    inside_path: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxSpec:
+    """What is asked of a backend."""
+
+    limits: Limits = field(default_factory=Limits)
+    mounts: tuple[Mount, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the clean environment: PATH, LANG, HOME, TMPDIR and PYTHONHASHSEED."""
+    network: str = "none"
+    """'none', or 'host' where a backend has it. A backend that cannot do without says so in its record."""
+    min_level: IsolationLevel = IsolationLevel.NAMESPACE
+    """A sandbox that reaches less is refused."""
+
+
+class ExecKind(StrEnum):
+    """Why a command ended. The first that applies, from the top."""
+
+    FROM_INSIDE = "from_inside"
+    """A program killed what watches it; there is no exit code, and the sandbox is lost."""
+    TIMED_OUT = "timed_out"
+    OOM = "oom"
+    """At least one process was killed for memory. The exit code may still be 0."""
+    OUTPUT_FLOOD = "output_flood"
+    OVER_LIMIT = "over_limit"
+    """Killed because the watch saw too many processes, or too much in the private directory."""
+    NOT_STARTED = "not_started"
+    """No such program or directory, or not executable; `exit_code` is 127, and stderr says why."""
+    SIGNALED = "signaled"
+    EXITED = "exited"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecResult:
+    """How one command ended. Nothing that the command writes can change these fields."""
+
+    kind: ExecKind
+    exit_code: int | None
+    """None if a signal ended it."""
+    signal: int | None
+    stdout: bytes
+    """The kept bytes: all of them, or head and tail without anything between."""
+    stderr: bytes
+    stdout_total: int
+    """Bytes that were written. Exact, also when not all are kept."""
+    stderr_total: int
+    oom_kills: int
+    duration_s: float
+    cpu_s: float
+    """Of the command and all that it started."""
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the wall limit ended it."""
+        return self.kind is ExecKind.TIMED_OUT
+
+    @property
+    def truncated(self) -> bool:
+        """Whether output was left out."""
+        return self.stdout_omitted > 0 or self.stderr_omitted > 0
+
+    @property
+    def stdout_omitted(self) -> int:
+        """Bytes left out of the middle, behind `Limits.output_head_bytes`."""
+        return self.stdout_total - len(self.stdout)
+
+    @property
+    def stderr_omitted(self) -> int:
+        """As `stdout_omitted`."""
+        return self.stderr_total - len(self.stderr)
+
+
+class Sandbox(Protocol):
+    """A place where untrusted programs run. Leaving its `async with` block stops it."""
+
+    @property
+    def isolation(self) -> Isolation:
+        """What was reached."""
+        ...
+
+    @property
+    def scratch(self) -> str:
+        """The private directory as a program sees it: its HOME, and where commands start."""
+        ...
+
+    @property
+    def python_argv(self) -> tuple[str, ...]:
+        """A Python (3.11 or newer) inside, with `-I -S -B`; append a file, or `-c` and code."""
+        ...
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        wall_limit_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> ExecResult:
+        """Run a program until it exits, at most `wall_limit_s`; then kill all that it started.
+
+        Several may run at once. `env` is added to that of the sandbox. `cwd` None is the private
+        directory. A program that goes on reading after `stdin` meets the end of the file.
+
+        Raises: SandboxLost if the sandbox does not answer. Never because of what the program does.
+        """
+        ...
+
+    async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
+        """Return a regular file's bytes from `offset`. A relative path starts in the private directory.
+
+        Raises: SandboxError with kind missing, directory, not_regular, denied or too_large.
+        """
+        ...
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Put a file in place, whole or not at all; its parents are made.
+
+        Raises: SandboxError with kind missing, directory, denied or no_space.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End everything in it; when this returns, nothing is left. May be called twice."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class SandboxBackend(Protocol):
+    """One way to make sandboxes."""
+
+    @property
+    def name(self) -> str:
+        """The word in run files: 'process', 'bubblewrap'."""
+        ...
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Return a fresh sandbox that is ready for its first command.
+
+        Raises: SandboxRefused if the host will not, or if less than `spec.min_level` was reached.
+        """
+        ...
+
+
+NO_LIMIT_S = math.inf
+"""A wall limit that never ends a command."""
