@@ -9,7 +9,6 @@ Left out on purpose: sessions, background jobs, snapshots and trees of files; th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -267,6 +266,3 @@ class SandboxBackend(Protocol):
         """
         ...
 
-
-NO_LIMIT_S = math.inf
-"""A wall limit that never ends a command."""

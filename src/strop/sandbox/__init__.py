@@ -1,0 +1,36 @@
+"""Where does untrusted code run? Programs in private places with limits, and results as values.
+
+`choose_backend` finds the backend that reaches a level of isolation on this host, or refuses; its
+`create` returns a fresh `Sandbox`, whose `exec` runs a program and whose `isolation` says what was
+reached. What a program does wrong is a value in `ExecResult`; what the sandbox does wrong raises.
+Not here: who is judged by what runs (`tasks`), and sandboxes on other machines.
+"""
+
+from strop.sandbox.choose import choose_backend, make_backend
+from strop.sandbox.contract import (
+    ExecKind,
+    ExecResult,
+    Guard,
+    Isolation,
+    IsolationLevel,
+    Limits,
+    Mount,
+    Sandbox,
+    SandboxBackend,
+    SandboxSpec,
+)
+
+__all__ = [
+    "ExecKind",
+    "ExecResult",
+    "Guard",
+    "Isolation",
+    "IsolationLevel",
+    "Limits",
+    "Mount",
+    "Sandbox",
+    "SandboxBackend",
+    "SandboxSpec",
+    "choose_backend",
+    "make_backend",
+]

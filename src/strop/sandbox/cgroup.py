@@ -1,0 +1,142 @@
+"""Limits for a whole tree of processes, where this process may make control groups.
+
+A group is made below this process's own, so the limits of a job or a container around strop hold as
+well. Version 1 needs a writable hierarchy. Version 2 also needs the controllers to be handed down to
+children of our group, which a system manager does only on request.
+
+Covered: memory with its count of kills, number of processes. Not covered: CPU shares, disk bandwidth.
+Tried on a hybrid host (version 1 controllers, Linux 6.18); version 2 on a directory made for the test.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strop.sandbox.contract import Limits
+
+_REMOVE_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Controller:
+    """One resource that a hierarchy limits: where this process stands in it."""
+
+    name: str
+    version: int
+    own_dir: Path
+
+
+@dataclass(slots=True)
+class Cgroup:
+    """The groups of one sandbox; empty where none could be made."""
+
+    dirs: dict[str, Path] = field(default_factory=dict)
+    """By controller. One directory may serve several."""
+    version: int = 0
+
+    @property
+    def member_paths(self) -> list[Path]:
+        """Files that a process writes '0' to in order to join."""
+        return [path / "cgroup.procs" for path in dict.fromkeys(self.dirs.values())]
+
+    def count_oom_kills(self) -> int:
+        """Return how many processes the kernel has killed for memory."""
+        path = self.dirs.get("memory")
+        if path is None:
+            return 0
+        counts = path / ("memory.oom_control" if self.version == 1 else "memory.events")
+        for line in counts.read_text().splitlines():
+            word, _, number = line.partition(" ")
+            if word == "oom_kill":
+                return int(number)
+        return 0
+
+    def remove(self) -> None:
+        """Remove the groups; their processes must have been killed."""
+        deadline = time.monotonic() + _REMOVE_LIMIT_S
+        for path in dict.fromkeys(self.dirs.values()):
+            while path.exists():
+                try:
+                    path.rmdir()
+                except OSError:
+                    # The last processes are dead but not yet out of the kernel's lists.
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.005)
+        self.dirs.clear()
+
+
+def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgroup:
+    """Make a group with limits on memory and processes; whatever is not permitted is left out."""
+    group = Cgroup()
+    for controller in controllers:
+        path = controller.own_dir / name
+        try:
+            path.mkdir(exist_ok=True)
+            _set_limit(path, controller, limits)
+        except OSError:
+            if path not in group.dirs.values():
+                _remove_empty(path)
+            continue
+        group.dirs[controller.name] = path
+        group.version = controller.version
+    return group
+
+
+def find_controllers(
+    *, membership: str | None = None, mounts: str | None = None
+) -> list[Controller]:
+    """Return where this process stands in the memory and pids hierarchies."""
+    membership = Path("/proc/self/cgroup").read_text() if membership is None else membership
+    mounts = Path("/proc/self/mountinfo").read_text() if mounts is None else mounts
+    places = [_parse_mount(line) for line in mounts.splitlines() if " - cgroup" in line]
+    found: dict[str, Controller] = {}
+    for line in membership.splitlines():
+        _, names, inside = line.split(":", 2)
+        for name in ("memory", "pids"):
+            version = 1 if names else 2
+            for kind, root, where, options in places:
+                is_its = name in options if version == 1 else kind == "cgroup2"
+                if kind != ("cgroup" if version == 1 else "cgroup2") or not is_its:
+                    continue
+                own_dir = where / os.path.relpath(inside, root)
+                if name in (names.split(",") if names else _handed_down(own_dir)):
+                    found.setdefault(name, Controller(name, version, own_dir))
+    return list(found.values())
+
+
+def _parse_mount(line: str) -> tuple[str, str, Path, list[str]]:
+    before, _, after = line.partition(" - ")
+    fields, (kind, _, options) = before.split(" "), after.split(" ", 2)
+    return kind, fields[3], Path(fields[4]), options.split(",")
+
+
+def _handed_down(own_dir: Path) -> list[str]:
+    try:
+        return (own_dir / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return []
+
+
+def _set_limit(path: Path, controller: Controller, limits: Limits) -> None:
+    if controller.name == "pids":
+        (path / "pids.max").write_text(str(limits.max_processes))
+        return
+    limit, swap = (
+        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+        if controller.version == 1
+        else ("memory.max", "memory.swap.max")
+    )
+    (path / limit).write_text(str(limits.memory_bytes))
+    if (path / swap).exists():
+        (path / swap).write_text(str(limits.memory_bytes) if controller.version == 1 else "0")
+
+
+def _remove_empty(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError:
+        return

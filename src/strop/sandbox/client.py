@@ -1,0 +1,435 @@
+"""A sandbox from the side that asks: one connection to its supervisor, requests by number.
+
+Nothing here keeps a clock or reads a program's pipe, so a busy event loop makes a result late but
+never wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import strop
+from strop.errors import SandboxError, SandboxLost, SandboxRefused, explain_refusal
+from strop.sandbox.contract import (
+    MIB,
+    ExecKind,
+    ExecResult,
+    Guard,
+    Isolation,
+    IsolationLevel,
+    SandboxSpec,
+)
+from strop.sandbox.frames import LENGTHS, pack
+from strop.sandbox.inside import EXIT_KINDS
+
+_START_LIMIT_S = 60.0
+_STOP_LIMIT_S = 30.0
+_FILE_LIMIT_S = 60.0
+_PYTHON_FLAGS = ("-I", "-S", "-B")
+_MIN_PYTHON = (3, 11)
+# The source's place comes over standard input: a command line can be read from inside a sandbox.
+_KEEPER_CODE = """
+import sys
+sys.path.insert(0, sys.stdin.readline().rstrip())
+from strop.sandbox.keeper import main
+main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+class KeeperSandbox:
+    """A sandbox that a keeper's supervisor serves. Usable from one event loop."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, isolation: Isolation, scratch: str
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._isolation = isolation
+        self._scratch = scratch
+        self._python_argv: tuple[str, ...] = ()
+        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._next_id = 0
+        self._lost_kind = ""
+        self._reading = asyncio.create_task(self._read_answers())
+
+    @property
+    def isolation(self) -> Isolation:
+        """What was reached."""
+        return self._isolation
+
+    @property
+    def scratch(self) -> str:
+        """The private directory as a program sees it."""
+        return self._scratch
+
+    @property
+    def python_argv(self) -> tuple[str, ...]:
+        """A Python inside, with its flags.
+
+        Raises: SandboxRefused with kind interpreter if none was found that a program may run.
+        """
+        if not self._python_argv:
+            raise SandboxRefused(
+                explain_refusal(
+                    f"no Python can be started in a {self._isolation.backend} sandbox; tried: "
+                    + ", ".join(python_candidates()),
+                    allowed=f"Python {_MIN_PYTHON[0]}.{_MIN_PYTHON[1]} or newer that other users can reach",
+                    next_step="install the system's python3, or move Python out of a private directory",
+                ),
+                kind="interpreter",
+            )
+        return self._python_argv
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        wall_limit_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> ExecResult:
+        """Run a program; see `Sandbox.exec`."""
+        request = {"argv": list(argv), "env": dict(env or {}), "cwd": cwd, "wall_limit_s": wall_limit_s}
+        return _as_result(*await self._ask(request, stdin))
+
+    async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
+        """Return a regular file's bytes; see `Sandbox.read`."""
+        details = {"path": path, "offset": offset, "max_bytes": max_bytes}
+        return await self._work_inside("read", details, b"")
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Put a file in place; see `Sandbox.write`."""
+        await self._work_inside("write", {"path": path, "mode": mode}, data)
+
+    async def stop(self) -> None:
+        """End everything in it."""
+        if not self._reading.done():
+            with suppress(ConnectionError):
+                self._writer.write(pack({"op": "stop"}))
+                await self._writer.drain()
+        # The stream's end is the supervisor's, which comes when nothing is left.
+        done, _ = await asyncio.wait({self._reading}, timeout=_STOP_LIMIT_S)
+        self._reading.cancel()
+        self._lost_kind = self._lost_kind or "stopped"
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+        if not done:
+            raise self._lost("infra")
+
+    async def __aenter__(self) -> Self:
+        """Return the sandbox."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        """Stop it."""
+        await self.stop()
+
+    async def choose_python(self, known: tuple[str, ...]) -> tuple[str, ...]:
+        """Settle on a Python that starts here: the one that is known, or the first that answers."""
+        for path in () if known else python_candidates():
+            code = "import sys; print(*sys.version_info[:2])"
+            result = await self.exec([path, *_PYTHON_FLAGS, "-c", code], wall_limit_s=_FILE_LIMIT_S)
+            version = tuple(int(word) for word in result.stdout.split() if word.isdigit())
+            if result.kind is ExecKind.EXITED and version >= _MIN_PYTHON:
+                known = (path, *_PYTHON_FLAGS)
+                break
+        self._python_argv = known
+        return known
+
+    async def _work_inside(self, builtin: str, details: dict[str, Any], stdin: bytes) -> bytes:
+        request = {"builtin": builtin, "details": details, "wall_limit_s": _FILE_LIMIT_S}
+        header, output = await self._ask(request, stdin)
+        num_bytes = header["stdout_bytes"]
+        if header["kind"] == ExecKind.EXITED and header["exit_code"] == 0:
+            return output[:num_bytes]
+        raise SandboxError(
+            explain_refusal(
+                f"cannot {builtin} {details['path']!r} in the sandbox: "
+                + (output[num_bytes:].decode(errors="replace") or header["why"] or header["kind"]),
+                allowed="regular files that a program inside can reach, within the limits",
+                next_step="look at the path, at Limits and at max_bytes",
+            ),
+            kind=EXIT_KINDS.get(header["exit_code"] or 0, "io"),
+        )
+
+    async def _ask(self, request: dict[str, Any], stdin: bytes) -> tuple[dict[str, Any], bytes]:
+        if self._lost_kind:
+            raise self._lost(self._lost_kind)
+        request_id = self._next_id
+        self._next_id += 1
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = answer
+        try:
+            # A connection that is gone is told by the reading side, with its reason.
+            with suppress(ConnectionError):
+                self._writer.write(pack({"op": "exec", "id": request_id, **request}, stdin))
+                await self._writer.drain()
+            return await answer
+        except asyncio.CancelledError:
+            with suppress(ConnectionError):
+                self._writer.write(pack({"op": "cancel", "id": request_id}))
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+
+    async def _read_answers(self) -> None:
+        try:
+            while True:
+                header, body = await _read_frame(self._reader)
+                if "id" not in header:
+                    self._lost_kind = header.get("lost", self._lost_kind)
+                    continue
+                answer = self._waiting.pop(header["id"], None)
+                if answer is not None and not answer.done():
+                    if "lost" in header:
+                        answer.set_exception(self._lost(header["lost"], header["why"]))
+                    else:
+                        answer.set_result((header, body))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._lost_kind = self._lost_kind or "infra"
+        finally:
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(self._lost(self._lost_kind or "infra"))
+
+    def _lost(self, kind: str, why: str = "") -> SandboxLost:
+        return SandboxLost(
+            explain_refusal(
+                f"the {self._isolation.backend} sandbox does not answer ({kind}){why and f': {why}'}",
+                allowed="a sandbox that has not been stopped",
+                next_step="make a new one",
+            ),
+            kind=kind,
+        )
+
+
+async def start_sandbox(backend: str, spec: SandboxSpec, *, bwrap_path: str = "") -> KeeperSandbox:
+    """Have the keeper make a sandbox, and wait until it is measured.
+
+    Raises: SandboxRefused if it was not made.
+    """
+    order = {
+        "backend": backend,
+        "limits": asdict(spec.limits),
+        "env": dict(spec.env),
+        "min_level": int(spec.min_level),
+        "network": spec.network,
+        "binds": _python_binds() + [_as_bind(mount) for mount in spec.mounts] if bwrap_path else [],
+        "bwrap_path": bwrap_path,
+    }
+    reader, writer = await asyncio.open_unix_connection(sock=_keeper(os.getpid()).start(order))
+    try:
+        async with asyncio.timeout(_START_LIMIT_S):
+            header, _ = await _read_frame(reader)
+    except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+        header = {"refused": "host", "why": f"its supervisor ended before it was ready ({type(error).__name__})"}
+    if "refused" in header:
+        writer.close()
+        raise _refusal(backend, spec, header)
+    facts = header["ready"]
+    guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
+    isolation = Isolation(**{**facts, **guards, "level": IsolationLevel(facts["level"])})
+    sandbox = KeeperSandbox(reader, writer, isolation, header["scratch"])
+    known = _pythons.get(backend)
+    _pythons[backend] = await sandbox.choose_python(known or ())
+    return sandbox
+
+
+_pythons: dict[str, tuple[str, ...]] = {}
+
+
+def _refusal(backend: str, spec: SandboxSpec, header: dict[str, Any]) -> SandboxRefused:
+    return SandboxRefused(
+        explain_refusal(
+            f"no {backend} sandbox of level {spec.min_level.word} or better was created: {header['why']}",
+            allowed=f"a host where {backend} reaches that level",
+            next_step="look at its message; user namespaces may be switched off, or a mounted path unreadable",
+        ),
+        kind=header["refused"],
+    )
+
+
+def refuse_mounts(spec: SandboxSpec) -> None:
+    """Refuse what a backend without a file system of its own cannot give.
+
+    Raises: SandboxRefused with kind mounts.
+    """
+    if spec.mounts:
+        raise SandboxRefused(
+            explain_refusal(
+                f"backend process was asked for {len(spec.mounts)} mounts",
+                allowed="none: a program sees the host's files where they are",
+                next_step="use backend bubblewrap, or write the files into the sandbox",
+            ),
+            kind="mounts",
+        )
+
+
+def find_program(name: str, package: str) -> str:
+    """Return where a program is installed.
+
+    Raises: SandboxRefused with kind missing.
+    """
+    path = shutil.which(name)
+    if path is None:
+        raise SandboxRefused(
+            explain_refusal(
+                f"program {name} was not found on PATH",
+                allowed="a host where it is installed",
+                next_step=f"as root, run make system-deps, or install the package {package}",
+            ),
+            kind="missing",
+        )
+    return path
+
+
+@cache
+def python_candidates() -> tuple[str, ...]:
+    """Return interpreters to try inside, the one that runs this first."""
+    base = getattr(sys, "_base_executable", None) or sys.executable
+    paths = [os.path.realpath(base), "/usr/bin/python3", "/usr/local/bin/python3"]
+    return tuple(dict.fromkeys(paths))
+
+
+def _python_binds() -> list[tuple[str, str, bool]]:
+    prefix = os.path.realpath(sys.base_prefix)
+    is_there = prefix == "/usr" or prefix.startswith("/usr/")
+    return [] if is_there else [(prefix, prefix, True)]
+
+
+def _as_bind(mount: Any) -> tuple[str, str, bool]:
+    return os.path.realpath(mount.host_path), mount.inside_path, mount.read_only
+
+
+def _as_result(header: dict[str, Any], output: bytes) -> ExecResult:
+    num_bytes = header["stdout_bytes"]
+    kind = ExecKind(header["kind"])
+    why = header["why"].encode() if kind is ExecKind.NOT_STARTED else b""
+    return ExecResult(
+        kind=kind,
+        exit_code=header["exit_code"],
+        signal=header["signal"],
+        stdout=output[:num_bytes],
+        stderr=output[num_bytes:] + why,
+        stdout_total=header["stdout_total"],
+        stderr_total=header["stderr_total"] + len(why),
+        oom_kills=header["oom_kills"],
+        duration_s=header["duration_s"],
+        cpu_s=header["cpu_s"],
+    )
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+    header_bytes, body_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
+    header = json.loads(await reader.readexactly(header_bytes))
+    return header, await reader.readexactly(body_bytes)
+
+
+class _Keeper:
+    """The keeper of this process, from outside. Started on first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self, order: dict[str, Any]) -> socket.socket:
+        """Order a sandbox; return this end of its connection. Usable from any thread.
+
+        Raises: SandboxRefused if the host gives no process or no socket.
+        """
+        ours, theirs = socket.socketpair()
+        text = json.dumps(order).encode()
+        with self._lock, theirs:
+            for is_last in (False, True):
+                try:
+                    socket.send_fds(self._running_control(), [text], [theirs.fileno()])
+                    return ours
+                except OSError as error:
+                    # It was killed since the last order; once, start another.
+                    self.close()
+                    if is_last:
+                        ours.close()
+                        raise _no_keeper(error) from error
+        raise AssertionError("unreachable")
+
+    def _running_control(self) -> socket.socket:
+        if self._control is None:
+            control, keeper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with keeper_end:
+                self._popen = subprocess.Popen(
+                    [sys.executable, *_PYTHON_FLAGS, "-c", _KEEPER_CODE, str(keeper_end.fileno()), str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    pass_fds=[keeper_end.fileno()],
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            assert self._popen.stdin is not None
+            self._popen.stdin.write(f"{Path(strop.__file__).parent.parent}\n".encode())
+            self._popen.stdin.close()
+            self._control = control
+        return self._control
+
+    def close(self) -> None:
+        """Let the keeper end all sandboxes, and wait for it."""
+        if self._control is not None and self._popen is not None:
+            self._control.close()
+            self._popen.wait()
+            self._control = self._popen = None
+
+    def forget(self) -> None:
+        """Close this copy after a fork: the keeper is the parent's."""
+        if self._control is not None:
+            self._control.close()
+
+
+@cache
+def _keeper(_own_pid: int) -> _Keeper:
+    # By process id: a forked copy of this process starts a keeper of its own.
+    keeper = _Keeper()
+    atexit.register(_close_own, keeper, os.getpid())
+    os.register_at_fork(after_in_child=keeper.forget)
+    return keeper
+
+
+def _close_own(keeper: _Keeper, own_pid: int) -> None:
+    if os.getpid() == own_pid:
+        keeper.close()
+
+
+def _no_keeper(error: OSError) -> SandboxRefused:
+    return SandboxRefused(
+        explain_refusal(
+            f"the process that makes sandboxes does not start on {platform.node()}: {error}",
+            allowed="a host with free processes and descriptors",
+            next_step="look at its limits, then try again",
+        ),
+        kind="host",
+    )
+
+

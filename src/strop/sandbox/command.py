@@ -1,0 +1,292 @@
+"""One command in a place: the process above it, and the steps from a fork to the program.
+
+The process above (the runner) adopts every orphan of the command and reports only when all are gone, so nothing that the
+command starts outlives it. The program's exit code is what the kernel tells the runner; the report goes
+over a socket that no program holds. As host root the runner keeps a user id that no program can signal;
+for an ordinary user a program can kill its runner, which the supervisor sees.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from strop.sandbox.family import find_descendants, kill_biggest, memory_bytes, num_threads, signal_descendants
+from strop.sandbox.inside import run_builtin
+from strop.sandbox.linux import adopt_orphans, become, give_up_privileges, hide_from_tracers
+from strop.sandbox.place import Place
+
+ASK, KILL = b"T", b"K"
+"""Orders to a runner: end the command politely and then by force, or at once by force."""
+TERM_GRACE_S = 0.5
+_WATCH_PERIOD_S = 0.05
+_KILL_PERIOD_S = 0.005
+_ERROR_DESCRIPTOR = 3
+_MAX_WALKED_FILES = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What to run. `builtin` names something the supervisor does inside, instead of a program."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    wall_limit_s: float
+    builtin: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Started:
+    """A command that was started, from its supervisor's side."""
+
+    control: socket.socket
+    stdin: int
+    stdout: int
+    stderr: int
+
+
+def start_command(place: Place, request: Request) -> Started:
+    """Fork the runner of a command. It reports over `control` when everything has ended.
+
+    Raises: OSError if the host gives no process.
+    """
+    control, runner_end = socket.socketpair()
+    stdin_r, stdin_w = os.pipe()
+    stdout_r, stdout_w = os.pipe()
+    stderr_r, stderr_w = os.pipe()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            for descriptor in (stdin_w, stdout_r, stderr_r):
+                os.close(descriptor)
+            control.close()
+            _become_runner(place, request, runner_end, (stdin_r, stdout_w, stderr_w))
+    finally:
+        runner_end.close()
+        for descriptor in (stdin_r, stdout_w, stderr_w):
+            os.close(descriptor)
+    return Started(control=control, stdin=stdin_w, stdout=stdout_r, stderr=stderr_r)
+
+
+def _become_runner(
+    place: Place, request: Request, control: socket.socket, streams: tuple[int, int, int]
+) -> NoReturn:
+    """Enter the place and see one command through. Nothing returns into the supervisor's code."""
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        hide_from_tracers()
+        # Held from before the change of root, for the program to join with.
+        members = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in place.cgroup.member_paths]
+        place.enter()
+        if place.has_own_pids and os.fork() != 0:
+            os._exit(0)
+        adopt_orphans()
+        _Runner(place, control).run(request, streams, members)
+    finally:
+        os._exit(1)
+
+
+class _Runner:
+    def __init__(self, place: Place, control: socket.socket) -> None:
+        self._place = place
+        self._control = control
+        self._pid = os.getpid()
+        self._status: int | None = None
+        self._ended_at = 0.0
+        self._cpu_s = 0.0
+        self._num_oom_kills = 0
+        self._breach = ""
+        self._kill_at = math.inf
+        """When force begins."""
+
+    def run(self, request: Request, streams: tuple[int, int, int], members: list[int]) -> None:
+        """Start the program, wait for it and for all that it started, report."""
+        wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        error_r, error_w = os.pipe2(os.O_CLOEXEC)
+        started_at = time.monotonic()
+        program_pid = os.fork()
+        if program_pid == 0:
+            signal.set_wakeup_fd(-1)
+            become_program(self._place, request, streams, members, error_w)
+        for descriptor in (*streams, *members, error_w):
+            os.close(descriptor)
+        # Ends with the program's start, which closes the other end.
+        with open(error_r, "rb") as errors:
+            error = errors.read().decode(errors="replace")
+        self._wait_for_all(program_pid, wake_r)
+        report = {
+            "status": self._status,
+            "error": error,
+            "duration_s": self._ended_at - started_at,
+            "cpu_s": self._cpu_s,
+            "oom_kills": self._num_oom_kills,
+            "breach": self._breach,
+        }
+        self._control.sendall(json.dumps(report).encode())
+        os._exit(0)
+
+    def _wait_for_all(self, program_pid: int, wake_r: int) -> None:
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake_r, select.POLLIN)
+        next_watch_at = time.monotonic() + _WATCH_PERIOD_S
+        while self._reap(program_pid):
+            now = time.monotonic()
+            if now >= self._kill_at:
+                signal_descendants(self._pid, signal.SIGKILL)
+                wait_s = _KILL_PERIOD_S
+            else:
+                if now >= next_watch_at:
+                    self._look()
+                    next_watch_at = now + _WATCH_PERIOD_S
+                wait_s = max(0.0, min(next_watch_at, self._kill_at) - time.monotonic())
+            for descriptor, _ in poll.poll(wait_s * 1000):
+                if descriptor == wake_r:
+                    with suppress(BlockingIOError):
+                        os.read(wake_r, 4096)
+                else:
+                    self._obey(self._control.recv(16), poll)
+
+    def _reap(self, program_pid: int) -> bool:
+        """Collect the dead; return whether any process is left."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            # Of the program this holds all that it waited for; the others are orphans.
+            self._cpu_s += usage.ru_utime + usage.ru_stime
+            if pid == program_pid:
+                self._status = status
+                self._ended_at = time.monotonic()
+                self._kill_at = self._ended_at
+
+    def _obey(self, orders: bytes, poll: select.poll) -> None:
+        if orders and ASK in orders:
+            signal_descendants(self._pid, signal.SIGTERM)
+            self._kill_at = min(self._kill_at, time.monotonic() + TERM_GRACE_S)
+        if not orders or KILL in orders:
+            # The end of the stream: the supervisor is gone.
+            self._kill_at = time.monotonic()
+        if not orders:
+            poll.unregister(self._control)
+
+    def _look(self) -> None:
+        """Find breaches of limits that nobody enforces."""
+        watch = self._place.watch
+        pids = find_descendants(self._pid)
+        if watch.memory_bytes is not None and memory_bytes(pids, watch.memory_bytes) > watch.memory_bytes:
+            kill_biggest(pids, self._pid)
+            self._num_oom_kills += 1
+        if watch.max_processes is not None and num_threads(pids) > watch.max_processes:
+            self._end_for(f"more than {watch.max_processes} processes")
+        if watch.max_scratch_files is not None and watch.scratch_bytes is None:
+            counts = os.statvfs(self._place.scratch)
+            if counts.f_files - counts.f_ffree > watch.max_scratch_files:
+                self._end_for(f"more than {watch.max_scratch_files} files")
+        elif watch.scratch_bytes is not None and watch.max_scratch_files is not None:
+            num_bytes, num_files = measure_tree(self._place.scratch)
+            if num_bytes > watch.scratch_bytes or num_files > watch.max_scratch_files:
+                self._end_for(f"{num_bytes} bytes in {num_files} files")
+
+    def _end_for(self, breach: str) -> None:
+        self._breach = breach
+        self._kill_at = time.monotonic()
+
+
+def measure_tree(top: str) -> tuple[int, int]:
+    """Return bytes on the disk and number of files below a directory; links are not followed."""
+    num_bytes = num_files = 0
+    queue = [top]
+    while queue and num_files < _MAX_WALKED_FILES:
+        try:
+            with os.scandir(queue.pop()) as entries:
+                for entry in entries:
+                    num_files += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        queue.append(entry.path)
+                    with suppress(OSError):
+                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+        except OSError:
+            # Gone meanwhile, or made unreadable: then its files were counted while it was filled.
+            continue
+    return num_bytes, num_files
+
+
+def become_program(
+    place: Place, request: Request, streams: tuple[int, int, int], members: list[int], error_w: int
+) -> NoReturn:
+    """Give up what a program must not have, then turn into it. Ends with 127 if that fails."""
+    try:
+        os.setsid()
+        for member in members:
+            os.write(member, b"0")
+        for target, descriptor in enumerate(streams):
+            os.dup2(descriptor, target)
+        os.dup2(error_w, _ERROR_DESCRIPTOR, inheritable=False)
+        os.closerange(_ERROR_DESCRIPTOR + 1, 1 << 30)
+        os.umask(0o022)
+        _limit_resources(place, request.wall_limit_s)
+        if place.user is not None:
+            become(*place.user)
+        give_up_privileges()
+        os.chdir(request.cwd)
+        if request.builtin:
+            os.close(_ERROR_DESCRIPTOR)
+            os._exit(run_builtin(request.builtin, request.details))
+        # Python ignores these two; a program expects them as they were.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        set_limit(resource.RLIMIT_AS, place.limits.memory_bytes)
+        os.execvpe(request.argv[0], request.argv, request.env)
+    except (OSError, ValueError, MemoryError) as error:
+        os.write(_ERROR_DESCRIPTOR, str(error).encode(errors="replace"))
+    finally:
+        os._exit(127)
+
+
+def _limit_resources(place: Place, wall_limit_s: float) -> None:
+    limits = place.limits
+    set_limit(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
+    set_limit(resource.RLIMIT_NOFILE, limits.max_open_files)
+    if math.isfinite(wall_limit_s):
+        # Of each process; a second more than the wall, so that the wall is what a program meets.
+        set_limit(resource.RLIMIT_CPU, math.ceil(wall_limit_s) + 1)
+    if place.max_user_processes is not None:
+        set_limit(resource.RLIMIT_NPROC, place.max_user_processes)
+
+
+def set_limit(kind: int, value: int) -> None:
+    """Lower a limit of this process; one that is lower already stays."""
+    _, hard = resource.getrlimit(kind)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def count_user_tasks(uid: int) -> int:
+    """Return how many processes and threads a user has on this host."""
+    num_tasks = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == uid:
+                    num_tasks += len(os.listdir(Path("/proc", name, "task")))
+    return num_tasks

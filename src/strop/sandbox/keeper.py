@@ -1,0 +1,209 @@
+"""The small process that all sandboxes of one process are forked from.
+
+A fork of a process that has loaded a model costs far more than one of this; and what must be done as
+host root before privileges are dropped (a directory that other users can enter, mounts that the host
+does not see) is done here once. Orders come over a socket, each with the descriptor of the connection
+that its sandbox will serve. When the process that started it is gone, it ends all sandboxes, kills
+what is left below it, and goes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from strop.sandbox.bubblewrap import BubblewrapPlace
+from strop.sandbox.cgroup import find_controllers
+from strop.sandbox.contract import IsolationLevel, Limits
+from strop.sandbox.family import find_descendants, signal_descendants
+from strop.sandbox.frames import pack
+from strop.sandbox.linux import (
+    adopt_orphans,
+    bind,
+    can_reach,
+    detach_mount,
+    hide_from_tracers,
+    mount_tmpfs,
+    own_mounts,
+    sandbox_uid,
+)
+from strop.sandbox.place import Ground, Order, Place
+from strop.sandbox.process import ProcessPlace
+from strop.sandbox.supervisor import Supervisor
+
+MAX_ORDER_BYTES = 1 << 17
+_END_LIMIT_S = 10.0
+_PLACES = {"process": ProcessPlace, "bubblewrap": BubblewrapPlace}
+
+
+def main(descriptor: int, parent_pid: int) -> None:
+    """Serve orders until the parent is gone."""
+    parent = os.pidfd_open(os.getppid())
+    if os.getppid() != parent_pid:
+        return
+    hide_from_tracers()
+    adopt_orphans()
+    _Keeper(socket.socket(fileno=descriptor), parent).serve()
+
+
+class _Keeper:
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control = control
+        self._parent = parent
+        self._ground = _prepare_ground()
+        # Held open for as long as this process lives; each sandbox watches the other end.
+        self._alive_r, self._alive_w = os.pipe()
+        self._supervisors: set[int] = set()
+
+    def serve(self) -> None:
+        wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        # Objects that exist now stay where they are, so forks share their pages.
+        gc.freeze()
+        poll = select.poll()
+        for descriptor in (self._control.fileno(), self._parent, wake_r):
+            poll.register(descriptor, select.POLLIN)
+        try:
+            while True:
+                for descriptor, _ in poll.poll():
+                    if descriptor == wake_r:
+                        with suppress(BlockingIOError):
+                            os.read(wake_r, 4096)
+                        self._bury()
+                    elif descriptor == self._parent or not self._take_order():
+                        return
+        finally:
+            self._end()
+
+    def _take_order(self) -> bool:
+        text, descriptors, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 1)
+        if not text:
+            return False
+        with socket.socket(fileno=descriptors[0]) as connection:
+            values = json.loads(text)
+            order = Order(**{**values, "limits": Limits(**values["limits"])})
+            try:
+                for host_path, _, _ in order.binds:
+                    self._stage(host_path)
+                pid = os.fork()
+            except OSError as error:
+                _refuse(connection, "host", str(error))
+                return True
+            if pid == 0:
+                os.close(self._alive_w)
+                self._control.close()
+                _become_supervisor(order, self._ground, connection, self._alive_r)
+            self._supervisors.add(pid)
+        return True
+
+    def _stage(self, host_path: str) -> None:
+        """Show a path that other users cannot reach where they can."""
+        staged = self._ground.staged
+        if not self._ground.can_mount or host_path in staged or can_reach(host_path):
+            return
+        target = Path(self._ground.runtime_dir, f"stage-{len(staged)}")
+        if os.path.isdir(host_path):
+            target.mkdir()
+        else:
+            target.touch()
+        bind(host_path, str(target))
+        staged[host_path] = str(target)
+
+    def _bury(self) -> None:
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                break
+            self._supervisors.discard(pid)
+        self._kill_strays()
+
+    def _kill_strays(self) -> None:
+        """Kill what a supervisor left to this process by dying before its sandbox."""
+        spare = set(self._supervisors)
+        for pid in self._supervisors:
+            spare.update(find_descendants(pid))
+        signal_descendants(os.getpid(), signal.SIGKILL, spare=frozenset(spare))
+
+    def _end(self) -> None:
+        os.close(self._alive_w)
+        deadline = time.monotonic() + _END_LIMIT_S
+        while self._supervisors and time.monotonic() < deadline:
+            self._bury()
+            time.sleep(0.005)
+        signal_descendants(os.getpid(), signal.SIGKILL)
+        for target in self._ground.staged.values():
+            with suppress(OSError):
+                detach_mount(target)
+        if self._ground.can_mount:
+            with suppress(OSError):
+                detach_mount(self._ground.runtime_dir)
+        with suppress(OSError):
+            os.rmdir(self._ground.runtime_dir)
+
+
+def _become_supervisor(order: Order, ground: Ground, connection: socket.socket, keeper_end: int) -> NoReturn:
+    """Make the place and serve it. Nothing returns into the keeper's code."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        adopt_orphans()
+        uid, is_private_uid = sandbox_uid(os.getpid())
+        place = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
+        if place is not None:
+            Supervisor(place, order.env, connection, keeper_end).serve(IsolationLevel(order.min_level))
+            os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _make_place(
+    order: Order, ground: Ground, uid: int, *, is_private_uid: bool, connection: socket.socket
+) -> Place | None:
+    try:
+        return _PLACES[order.backend](order, ground, uid, is_private_uid=is_private_uid)
+    except OSError as error:
+        _refuse(connection, order.backend, str(error))
+        signal_descendants(os.getpid(), signal.SIGKILL)
+        return None
+
+
+def _refuse(connection: socket.socket, kind: str, why: str) -> None:
+    with suppress(OSError):
+        connection.sendall(pack({"refused": kind, "why": why}))
+
+
+def _prepare_ground() -> Ground:
+    is_root = os.geteuid() == 0
+    bases = [tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]
+    base = next((path for path in bases if not is_root or can_reach(path)), bases[0])
+    runtime_dir = tempfile.mkdtemp(prefix="strop-sandbox-", dir=base)
+    os.chmod(runtime_dir, 0o711)
+    can_mount = False
+    if is_root:
+        try:
+            own_mounts()
+            mount_tmpfs(runtime_dir, "size=1m,mode=711")
+            can_mount = True
+        except OSError:
+            # Root of a container without the right to mount: paths stay where they are.
+            can_mount = False
+    return Ground(runtime_dir=runtime_dir, can_mount=can_mount, controllers=find_controllers())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,140 @@
+"""The system calls of Linux that Python 3.11 does not offer, and who a program may be.
+
+Only what the keeper and its supervisors need; nothing here imports more than the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+ALL_NAMESPACES = (
+    CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+)
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 4096, 16384, 1 << 19
+_MNT_DETACH = 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+_CAPABILITY_VERSION_3 = 0x20080522
+_NUM_CAPABILITIES = 64
+# systemd's table of user ids leaves 0x70000000 to 0x7fffffff unused; process ids are below 2**22.
+_FIRST_UID = 0x70000000
+_NOBODY = 65534
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces. Raises: OSError."""
+    _checked(_libc.unshare(flags), "unshare")
+
+
+def enter_namespaces(pidfd: int, flags: int) -> None:
+    """Join namespaces of a process. Raises: OSError."""
+    _checked(_libc.setns(pidfd, flags), "setns")
+
+
+def own_mounts() -> None:
+    """Give this process mounts of its own; later changes of the host's still arrive. Raises: OSError."""
+    unshare(CLONE_NEWNS)
+    _mount(None, "/", None, _MS_REC | _MS_SLAVE, None)
+
+
+def bind(source: str, target: str) -> None:
+    """Show a directory or file at another place. Raises: OSError."""
+    _mount(source, target, None, _MS_BIND | _MS_REC, None)
+
+
+def mount_tmpfs(target: str, options: str) -> None:
+    """Mount an empty file system that lives in memory. Raises: OSError."""
+    _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def detach_mount(target: str) -> None:
+    """Unmount, at once and whatever is open. Raises: OSError."""
+    _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None) -> None:
+    encoded = (None if text is None else text.encode() for text in (source, target, kind))
+    data = None if options is None else options.encode()
+    _checked(_libc.mount(*encoded, ctypes.c_ulong(flags), data), f"mount {target}")
+
+
+def die_with_parent(number: int) -> None:
+    """Ask for a signal when the parent's thread ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent dies."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def hide_from_tracers() -> None:
+    """Keep processes of the same user out of this one's memory, environment and descriptors."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def give_up_privileges() -> None:
+    """Drop every capability for good, and gain none from set-uid programs. Raises: OSError."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(_NUM_CAPABILITIES):
+        # Refused for an ordinary user, who has none, and beyond the last one that the kernel knows.
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def become(uid: int, gid: int) -> None:
+    """Change to another user and no supplementary group, for good. Raises: OSError."""
+    if os.getgroups():
+        os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+
+
+def sandbox_uid(pid: int) -> tuple[int, bool]:
+    """Return the user for programs of the sandbox that process `pid` supervises, and whether it is theirs alone.
+
+    Units: ids of this user namespace. An ordinary user stays who it is.
+    """
+    own = os.geteuid()
+    if own != 0:
+        return own, False
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    for uid, is_private in ((_FIRST_UID + pid, True), (_NOBODY, False)):
+        if any(int(first) <= uid < int(first) + int(length) for first, _, length in ranges):
+            return uid, is_private
+    return own, False
+
+
+def can_reach(path: str) -> bool:
+    """Whether any user can enter the directories above a path and read what is there."""
+    try:
+        mode = os.stat(path).st_mode
+        above = [os.stat(parent).st_mode for parent in Path(path).parents]
+    except OSError:
+        return False
+    needed = 0o005 if os.path.isdir(path) else 0o004
+    return mode & needed == needed and all(parent & 0o001 for parent in above)
+
+
+def _prctl(option: int, value: int) -> None:
+    _checked(_libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
+
+
+def _checked(result: int, call: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -1,0 +1,101 @@
+"""What a supervisor needs to know of the place its commands run in, whatever made that place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from strop.sandbox.cgroup import Cgroup, Controller
+from strop.sandbox.contract import Guard, Isolation, Limits
+
+
+@dataclass(kw_only=True, slots=True)
+class Order:
+    """What a keeper is asked to make."""
+
+    backend: str
+    limits: Limits
+    env: dict[str, str]
+    min_level: int
+    binds: list[tuple[str, str, bool]]
+    """Host path, path inside, read-only."""
+    bwrap_path: str = ""
+    network: str = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class Ground:
+    """What the keeper prepared for all its sandboxes."""
+
+    runtime_dir: str
+    """A directory that any user may enter; private directories are made in it."""
+    can_mount: bool
+    """Whether file systems can be mounted below `runtime_dir`, unseen by the host."""
+    staged: dict[str, str] = field(default_factory=dict)
+    """Host paths that a program's user cannot reach, and where they can be reached."""
+    controllers: list[Controller] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """What nobody enforces, so that the process above a command looks at it; None is not watched."""
+
+    memory_bytes: int | None = None
+    max_processes: int | None = None
+    scratch_bytes: int | None = None
+    max_scratch_files: int | None = None
+
+
+class Place(Protocol):
+    """Where commands of one sandbox run, from its supervisor's side."""
+
+    limits: Limits
+    scratch: str
+    """The private directory as a program sees it."""
+    user: tuple[int, int] | None
+    """User and group that a program changes to, as they are called inside; None if it is them already."""
+    max_user_processes: int | None
+    """What the kernel is told to allow this user; None if it would count others' processes too."""
+    cgroup: Cgroup
+    watch: Watch
+    has_own_pids: bool
+    """Whether `enter` takes effect for processes in children only."""
+
+    def enter(self) -> None:
+        """Move this process into the place. Raises: OSError."""
+        ...
+
+    @property
+    def holder(self) -> int | None:
+        """A descriptor of the process whose end is the end of the place (a pidfd), if there is one."""
+        ...
+
+    def kill(self) -> None:
+        """Kill what holds the place, and with it all that runs there. May be called twice."""
+        ...
+
+    def describe(self, facts: dict[str, Any]) -> Isolation:
+        """Return the isolation reached, from what a program inside reported about itself."""
+        ...
+
+    def close(self) -> None:
+        """Remove everything. All commands must have ended."""
+        ...
+
+
+def clean_env(scratch: str) -> dict[str, str]:
+    """Return all that a program learns from its environment unless it is given more."""
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def guard(is_enforced: bool, *, is_watched: bool) -> Guard:
+    """Name how a limit is kept."""
+    if is_enforced:
+        return Guard.ENFORCED
+    return Guard.WATCHED if is_watched else Guard.NONE
