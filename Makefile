@@ -66,16 +66,21 @@ bench: $(READY)
 	@$(IN_VENV) -m benchmarks
 
 system-deps:
-	@if command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1; then \
+	@missing=""; \
+	command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 \
+		|| missing="$$missing chromium fonts-dejavu-core"; \
+	command -v bwrap >/dev/null 2>&1 || missing="$$missing bubblewrap"; \
+	if [ -z "$$missing" ]; then \
 		echo "system parts: all here"; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
-		echo "system parts: chromium is missing; the test of the rendered report will be skipped."; \
-		echo "Next: as root on Debian or Ubuntu, run make system-deps; elsewhere, install chromium."; \
+		echo "system parts: missing:$$missing; tests of the rendered report (chromium) and of"; \
+		echo "sandboxes (bubblewrap) will be skipped, and model-written code has no isolated place to run."; \
+		echo "Next: as root on Debian or Ubuntu, run make system-deps; elsewhere, install them."; \
 	else \
 		export DEBIAN_FRONTEND=noninteractive; \
 		apt-get -qq update </dev/null >/dev/null; \
-		apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core </dev/null >/dev/null; \
-		echo "system parts: chromium installed"; \
+		apt-get -qq install --yes --no-install-recommends $$missing </dev/null >/dev/null; \
+		echo "system parts: installed:$$missing"; \
 	fi
 
 clean:

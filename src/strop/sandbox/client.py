@@ -56,13 +56,18 @@ class KeeperSandbox:
     """A sandbox that a keeper's supervisor serves. Usable from one event loop."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, isolation: Isolation, scratch: str
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        isolation: Isolation,
+        scratch: str,
+        python_argv: tuple[str, ...],
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._isolation = isolation
         self._scratch = scratch
-        self._python_argv: tuple[str, ...] = ()
+        self._python_argv = python_argv
         self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
         self._next_id = 0
         self._lost_kind = ""
@@ -121,13 +126,13 @@ class KeeperSandbox:
     async def stop(self) -> None:
         """End everything in it."""
         if not self._reading.done():
+            self._lost_kind = self._lost_kind or "stopped"
             with suppress(ConnectionError):
                 self._writer.write(pack({"op": "stop"}))
                 await self._writer.drain()
         # The stream's end is the supervisor's, which comes when nothing is left.
         done, _ = await asyncio.wait({self._reading}, timeout=_STOP_LIMIT_S)
         self._reading.cancel()
-        self._lost_kind = self._lost_kind or "stopped"
         self._writer.close()
         with suppress(ConnectionError):
             await self._writer.wait_closed()
@@ -148,17 +153,15 @@ class KeeperSandbox:
         """Stop it."""
         await self.stop()
 
-    async def choose_python(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """Settle on a Python that starts here: the one that is known, or the first that answers."""
-        for path in () if known else python_candidates():
+    async def find_python(self) -> tuple[str, ...]:
+        """Return the first Python that starts here, with its flags; empty if none does."""
+        for path in python_candidates():
             code = "import sys; print(*sys.version_info[:2])"
             result = await self.exec([path, *_PYTHON_FLAGS, "-c", code], wall_limit_s=_FILE_LIMIT_S)
             version = tuple(int(word) for word in result.stdout.split() if word.isdigit())
             if result.kind is ExecKind.EXITED and version >= _MIN_PYTHON:
-                known = (path, *_PYTHON_FLAGS)
-                break
-        self._python_argv = known
-        return known
+                return (path, *_PYTHON_FLAGS)
+        return ()
 
     async def _work_inside(self, builtin: str, details: dict[str, Any], stdin: bytes) -> bytes:
         request = {"builtin": builtin, "details": details, "wall_limit_s": _FILE_LIMIT_S}
@@ -232,6 +235,21 @@ async def start_sandbox(backend: str, spec: SandboxSpec, *, bwrap_path: str = ""
 
     Raises: SandboxRefused if it was not made.
     """
+    if backend not in _pythons:
+        # Once, in a sandbox of its own: the limits of `spec` may be too tight for it.
+        plain = SandboxSpec(min_level=IsolationLevel.NONE)
+        async with await _start(backend, plain, bwrap_path, ()) as sandbox:
+            _pythons[backend] = await sandbox.find_python()
+    return await _start(backend, spec, bwrap_path, _pythons[backend])
+
+
+_pythons: dict[str, tuple[str, ...]] = {}
+"""By backend, for the life of this process."""
+
+
+async def _start(
+    backend: str, spec: SandboxSpec, bwrap_path: str, python_argv: tuple[str, ...]
+) -> KeeperSandbox:
     order = {
         "backend": backend,
         "limits": asdict(spec.limits),
@@ -247,19 +265,18 @@ async def start_sandbox(backend: str, spec: SandboxSpec, *, bwrap_path: str = ""
             header, _ = await _read_frame(reader)
     except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
         header = {"refused": "host", "why": f"its supervisor ended before it was ready ({type(error).__name__})"}
+    except asyncio.CancelledError:
+        writer.close()
+        raise
     if "refused" in header:
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
         raise _refusal(backend, spec, header)
     facts = header["ready"]
     guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
     isolation = Isolation(**{**facts, **guards, "level": IsolationLevel(facts["level"])})
-    sandbox = KeeperSandbox(reader, writer, isolation, header["scratch"])
-    known = _pythons.get(backend)
-    _pythons[backend] = await sandbox.choose_python(known or ())
-    return sandbox
-
-
-_pythons: dict[str, tuple[str, ...]] = {}
+    return KeeperSandbox(reader, writer, isolation, header["scratch"], python_argv)
 
 
 def _refusal(backend: str, spec: SandboxSpec, header: dict[str, Any]) -> SandboxRefused:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from strop.sandbox.family import find_descendants, kill_biggest, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.inside import run_builtin
-from strop.sandbox.linux import adopt_orphans, become, give_up_privileges, hide_from_tracers
+from strop.sandbox.linux import adopt_orphans, become, drop_capabilities, forbid_privileges, hide_from_tracers
 from strop.sandbox.place import Place
 
 ASK, KILL = b"T", b"K"
@@ -93,10 +93,31 @@ def _become_runner(
         place.enter()
         if place.has_own_pids and os.fork() != 0:
             os._exit(0)
+        if request.builtin:
+            _work_inside(place, request, control, streams)
         adopt_orphans()
         _Runner(place, control).run(request, streams, members)
     finally:
         os._exit(1)
+
+
+def _work_inside(
+    place: Place, request: Request, control: socket.socket, streams: tuple[int, int, int]
+) -> NoReturn:
+    """Do what a supervisor wants done inside, as a program would, but without a process above it."""
+    started_at = time.monotonic()
+    for target, descriptor in enumerate(streams):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    error, exit_code = "", 127
+    try:
+        _give_up(place, request)
+        exit_code = run_builtin(request.builtin, request.details)
+    except (OSError, MemoryError) as caught:
+        error = str(caught)
+    report = {"status": exit_code << 8, "error": error, "duration_s": time.monotonic() - started_at}
+    control.sendall(json.dumps(report).encode())
+    os._exit(0)
 
 
 class _Runner:
@@ -242,15 +263,7 @@ def become_program(
             os.dup2(descriptor, target)
         os.dup2(error_w, _ERROR_DESCRIPTOR, inheritable=False)
         os.closerange(_ERROR_DESCRIPTOR + 1, 1 << 30)
-        os.umask(0o022)
-        _limit_resources(place, request.wall_limit_s)
-        if place.user is not None:
-            become(*place.user)
-        give_up_privileges()
-        os.chdir(request.cwd)
-        if request.builtin:
-            os.close(_ERROR_DESCRIPTOR)
-            os._exit(run_builtin(request.builtin, request.details))
+        _give_up(place, request)
         # Python ignores these two; a program expects them as they were.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -260,6 +273,16 @@ def become_program(
         os.write(_ERROR_DESCRIPTOR, str(error).encode(errors="replace"))
     finally:
         os._exit(127)
+
+
+def _give_up(place: Place, request: Request) -> None:
+    os.umask(0o022)
+    _limit_resources(place, request.wall_limit_s)
+    forbid_privileges()
+    if place.user is not None:
+        become(*place.user)
+    drop_capabilities()
+    os.chdir(request.cwd)
 
 
 def _limit_resources(place: Place, wall_limit_s: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -24,14 +25,20 @@ def find_descendants(root_pid: int) -> list[int]:
     return found
 
 
-def signal_descendants(root_pid: int, number: signal.Signals, *, spare: frozenset[int] = frozenset()) -> int:
-    """Send a signal to all that are below a process; return how many got it."""
-    num_signaled = 0
-    descendants = [pid for pid in find_descendants(root_pid) if pid not in spare]
+def signal_descendants(root_pid: int, number: signal.Signals) -> None:
+    """Send a signal to all that are below a process."""
+    descendants = find_descendants(root_pid)
     family = {root_pid, *descendants}
     for pid in descendants:
-        num_signaled += _signal_one(pid, number, family)
-    return num_signaled
+        _signal_one(pid, number, family)
+
+
+def kill_strays(root_pid: int, own: set[int]) -> None:
+    """Kill the children of a process that are not its own but came to it as orphans, and all below them."""
+    for child in _read_children(root_pid):
+        if child not in own:
+            signal_descendants(child, signal.SIGKILL)
+            _signal_one(child, signal.SIGKILL, {root_pid})
 
 
 def kill_biggest(pids: list[int], root_pid: int) -> None:
@@ -55,21 +62,15 @@ def num_threads(pids: list[int]) -> int:
     return sum(len(_list_threads(pid)) for pid in pids)
 
 
-def _signal_one(pid: int, number: signal.Signals, family: set[int]) -> int:
-    try:
+def _signal_one(pid: int, number: signal.Signals, family: set[int]) -> None:
+    with suppress(OSError):
         descriptor = os.pidfd_open(pid)
-    except OSError:
-        return 0
-    try:
-        # The descriptor holds on to one process; if that has a parent of ours, it is ours.
-        if _parent_of(pid) in family:
-            signal.pidfd_send_signal(descriptor, number)
-            return 1
-        return 0
-    except OSError:
-        return 0
-    finally:
-        os.close(descriptor)
+        try:
+            # The descriptor holds on to one process; if that has a parent of ours, it is ours.
+            if _parent_of(pid) in family:
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
 
 
 def _read_children(pid: int) -> list[int]:

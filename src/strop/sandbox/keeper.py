@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from typing import Any, NoReturn
 from strop.sandbox.bubblewrap import BubblewrapPlace
 from strop.sandbox.cgroup import find_controllers
 from strop.sandbox.contract import IsolationLevel, Limits
-from strop.sandbox.family import find_descendants, signal_descendants
+from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
 from strop.sandbox.linux import (
     adopt_orphans,
@@ -129,14 +130,8 @@ class _Keeper:
             if pid == 0:
                 break
             self._supervisors.discard(pid)
-        self._kill_strays()
-
-    def _kill_strays(self) -> None:
-        """Kill what a supervisor left to this process by dying before its sandbox."""
-        spare = set(self._supervisors)
-        for pid in self._supervisors:
-            spare.update(find_descendants(pid))
-        signal_descendants(os.getpid(), signal.SIGKILL, spare=frozenset(spare))
+        # A supervisor that died before its sandbox leaves its processes to this one.
+        kill_strays(os.getpid(), self._supervisors)
 
     def _end(self) -> None:
         os.close(self._alive_w)
@@ -168,6 +163,10 @@ def _become_supervisor(order: Order, ground: Ground, connection: socket.socket, 
             Supervisor(place, order.env, connection, keeper_end).serve(IsolationLevel(order.min_level))
             os._exit(0)
     finally:
+        if sys.exc_info()[0] is not None:
+            # Whoever started the keeper sees it on standard error; its sandbox is told of by the closed line.
+            traceback.print_exc()
+            sys.stderr.flush()
         os._exit(1)
 
 

@@ -85,13 +85,17 @@ def hide_from_tracers() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def give_up_privileges() -> None:
-    """Drop every capability for good, and gain none from set-uid programs. Raises: OSError."""
+def forbid_privileges() -> None:
+    """Gain nothing from set-uid programs or file capabilities, ever again. Raises: OSError."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(_NUM_CAPABILITIES):
         # Refused for an ordinary user, who has none, and beyond the last one that the kernel knows.
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Give up all that this process may do beyond its user's rights. Raises: OSError."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from strop.sandbox.capture import Capture
 from strop.sandbox.command import ASK, KILL, Request, Started, start_command
-from strop.sandbox.contract import ExecKind, IsolationLevel
+from strop.sandbox.contract import KIB, ExecKind, IsolationLevel
 from strop.sandbox.family import signal_descendants
 from strop.sandbox.frames import pack, unpack
 from strop.sandbox.place import Place, clean_env
@@ -164,12 +164,13 @@ class Supervisor:
         oom_kills = self._place.cgroup.count_oom_kills()
         started = start_command(self._place, request)
         now = time.monotonic()
-        max_bytes = request.details.get("max_bytes") if request.builtin else None
+        # What is done inside on the user's behalf answers whole.
+        head_bytes = request.details.get("max_bytes", KIB) if request.builtin else limits.output_head_bytes
         running = _Running(
             started=started,
             rest=memoryview(stdin),
-            stdout=Capture(limits.output_head_bytes if max_bytes is None else max_bytes, limits.output_tail_bytes),
-            stderr=Capture(limits.output_head_bytes, limits.output_tail_bytes),
+            stdout=Capture(head_bytes, limits.output_tail_bytes),
+            stderr=Capture(head_bytes, limits.output_tail_bytes),
             started_at=now,
             next_at=now + request.wall_limit_s,
             on_end=on_end,
@@ -210,17 +211,14 @@ class Supervisor:
             return
         if data:
             capture.feed(data)
-            if running.stdout.total + running.stderr.total > self._flood_bytes(running):
+            num_bytes = running.stdout.total + running.stderr.total
+            if num_bytes > self._place.limits.flood_bytes and not running.is_flooding:
                 running.is_flooding = True
                 self._order(running, KILL)
             return
         self._close_stream(descriptor)
         running.open_streams.discard(descriptor)
         self._finish_if_done(command_id, running)
-
-    def _flood_bytes(self, running: _Running) -> float:
-        # Once: an order that was given needs no second.
-        return math.inf if running.is_flooding else self._place.limits.flood_bytes
 
     def _on_report(self, command_id: int, running: _Running) -> None:
         try:
@@ -265,6 +263,9 @@ class Supervisor:
             running.started.control.close()
         del self._running[command_id]
         _collect_children()
+        if self._is_ending and self._lost_kind != "from_inside":
+            # Killed by nobody's fault inside: that is no result, and the closed connection says so.
+            return
         stdout, stderr = running.stdout.kept(), running.stderr.kept()
         running.on_end(self._describe_end(running, stdout), stdout + stderr)
 
@@ -299,7 +300,7 @@ class Supervisor:
     # The end.
 
     def _on_keeper_gone(self) -> None:
-        self._is_ending = True
+        self._lose("infra")
 
     def _on_holder_gone(self) -> None:
         self._lose("from_inside" if self._running else "infra")

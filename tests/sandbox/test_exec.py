@@ -1,0 +1,311 @@
+"""What a command's result says, on every backend: it must be the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from strop.errors import SandboxError, SandboxLost
+from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
+from strop.sandbox.family import find_descendants
+from tests.fixtures.sandboxes import (
+    in_sandbox,
+    num_below,
+    on_every_backend,
+    processes_with,
+    python,
+    shell,
+    spec_of,
+)
+
+
+@on_every_backend
+def test_an_exit_code_is_a_value(backend: str) -> None:
+    result = shell(backend, "echo out; echo err >&2; exit 3")
+    assert (result.kind, result.exit_code, result.signal) == (ExecKind.EXITED, 3, None)
+    assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
+    assert (result.truncated, result.timed_out, result.oom_kills) == (False, False, 0)
+    assert 0 < result.duration_s < 20
+    assert 0 <= result.cpu_s < 20
+
+
+@on_every_backend
+def test_a_signal_is_not_an_exit_code(backend: str) -> None:
+    result = shell(backend, "kill -SEGV $$")
+    assert (result.kind, result.exit_code, result.signal) == (ExecKind.SIGNALED, None, signal.SIGSEGV)
+
+
+@on_every_backend
+def test_bytes_are_exact_both_ways(backend: str) -> None:
+    # 4096 copies of all 256 values are 1 MiB; that many are kept here.
+    data = bytes(range(256)) * 4096
+    result = shell(backend, "cat", stdin=data, limits=Limits(output_head_bytes=1 << 20))
+    assert result.stdout == data
+    assert (result.stdout_total, result.truncated) == (1 << 20, False)
+
+
+@on_every_backend
+def test_an_empty_standard_input_ends_at_once(backend: str) -> None:
+    result = shell(backend, "cat; echo read", wall_limit_s=10)
+    assert result.stdout == b"read\n"
+
+
+@on_every_backend
+def test_input_that_nobody_reads_does_no_harm(backend: str) -> None:
+    result = shell(backend, "exit 0", stdin=bytes(1 << 20))
+    assert (result.kind, result.exit_code) == (ExecKind.EXITED, 0)
+
+
+@on_every_backend
+def test_the_middle_of_long_output_is_counted_and_left_out(backend: str) -> None:
+    code = "import sys; sys.stdout.write('a' * 100 + 'b' * 1000 + 'c' * 50); sys.stderr.write('e' * 151)"
+    result = python(backend, code, limits=Limits(output_head_bytes=100, output_tail_bytes=50))
+    # 1150 written, 100 + 50 kept.
+    assert result.stdout == b"a" * 100 + b"c" * 50
+    assert (result.stdout_total, result.stdout_omitted) == (1150, 1000)
+    assert (result.stderr_total, result.stderr_omitted) == (151, 1)
+    assert result.truncated
+
+
+@on_every_backend
+def test_a_time_out_keeps_what_was_written(backend: str) -> None:
+    started_at = time.monotonic()
+    result = shell(backend, "echo before; sleep 60; echo after", wall_limit_s=0.3)
+    assert time.monotonic() - started_at < 0.3 + 2 + 2  # And the start of the sandbox.
+    assert (result.kind, result.timed_out, result.stdout) == (ExecKind.TIMED_OUT, True, b"before\n")
+    assert 0.25 < result.duration_s < 2.3
+
+
+@on_every_backend
+def test_a_program_that_ignores_terminate_is_killed(backend: str) -> None:
+    result = shell(backend, "trap '' TERM; echo on; while :; do sleep 1; done", wall_limit_s=0.2)
+    assert (result.kind, result.stdout) == (ExecKind.TIMED_OUT, b"on\n")
+    assert result.duration_s < 2.2
+
+
+@on_every_backend
+def test_a_program_that_is_not_there_is_a_value_too(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        result = await sandbox.exec(["/no/such/program"], wall_limit_s=10)
+        assert (result.kind, result.exit_code) == (ExecKind.NOT_STARTED, 127)
+        assert b"No such file" in result.stderr
+        result = await sandbox.exec(["/bin/true"], cwd="/no/such/place", wall_limit_s=10)
+        assert result.kind is ExecKind.NOT_STARTED
+        # The same number, but from a program.
+        result = await sandbox.exec(["/bin/sh", "-c", "exit 127"], wall_limit_s=10)
+        assert (result.kind, result.exit_code) == (ExecKind.EXITED, 127)
+
+    in_sandbox(backend, work)
+
+
+@on_every_backend
+def test_eight_commands_run_at_once(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> float:
+        started_at = time.monotonic()
+        commands = [
+            sandbox.exec(["/bin/sh", "-c", f"sleep 1; echo {number}"], wall_limit_s=20) for number in range(8)
+        ]
+        results = await asyncio.gather(*commands)
+        assert [result.stdout for result in results] == [f"{number}\n".encode() for number in range(8)]
+        return time.monotonic() - started_at
+
+    # One after the other they would take 8 s.
+    assert in_sandbox(backend, work) < 5
+
+
+@on_every_backend
+def test_the_environment_is_clean_and_can_be_added_to(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        result = await sandbox.exec(["/usr/bin/env"], env={"WORD": "b=c"}, wall_limit_s=10)
+        names = dict(line.split("=", 1) for line in result.stdout.decode().splitlines())
+        assert names.pop("WORD") == "b=c"
+        assert sorted(names) == ["HOME", "LANG", "PATH", "PYTHONHASHSEED", "TMPDIR"]
+        assert names["HOME"] == sandbox.scratch
+
+    in_sandbox(backend, work)
+
+
+@on_every_backend
+def test_python_runs_isolated(backend: str) -> None:
+    code = "import json, sys; print(json.dumps([sys.flags.isolated, sys.flags.no_site, sys.version_info[:2] >= (3, 11)]))"
+    assert python(backend, code).stdout == b"[1, 1, true]\n"
+
+
+@on_every_backend
+def test_files_stay_between_commands_and_not_between_sandboxes(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> bytes:
+        await sandbox.exec(["/bin/sh", "-c", "echo 1 > kept"], wall_limit_s=10)
+        return (await sandbox.exec(["/bin/sh", "-c", "cat kept; ls -A"], wall_limit_s=10)).stdout
+
+    assert in_sandbox(backend, work) == b"1\nkept\n"
+    assert shell(backend, "ls -A").stdout == b""
+
+
+@on_every_backend
+def test_files_go_in_and_out_byte_for_byte(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        data = bytes(range(256)) * 300
+        await sandbox.write("deep/er/\n name", data, mode=0o700)
+        assert await sandbox.read("deep/er/\n name") == data
+        assert await sandbox.read("deep/er/\n name", offset=76_790) == data[76_790:]
+        assert await sandbox.read(f"{sandbox.scratch}/deep/er/\n name", offset=10**6) == b""
+        seen = await sandbox.exec(["/bin/sh", "-c", "stat -c %a:%s deep/er/*; ls -A deep/er | wc -l"], wall_limit_s=10)
+        assert seen.stdout == b"700:76800\n2\n"  # One name of two lines: no partial file is left.
+
+    in_sandbox(backend, work)
+
+
+@on_every_backend
+def test_files_that_cannot_be_read_or_written_say_why(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.exec(["/bin/sh", "-c", "mkdir d; mkfifo f; ln -s /etc/passwd l; echo 12345 > n"], wall_limit_s=10)
+
+        async def kind_of(path: str, **options: int) -> str:
+            with pytest.raises(SandboxError, match="in the sandbox") as caught:
+                await sandbox.read(path, **options)
+            return caught.value.kind
+
+        assert await kind_of("none") == "missing"
+        assert await kind_of("d") == "directory"
+        assert await kind_of("f") == "not_regular"
+        assert await kind_of("l") == "not_regular"
+        assert await kind_of("/dev/zero") == "not_regular"
+        assert await kind_of("n", max_bytes=5) == "too_large"
+        for path, kind in (("/proc/new", "missing"), ("d", "directory"), ("/usr/new", "denied")):
+            with pytest.raises(SandboxError) as caught:
+                await sandbox.write(path, b"x")
+            assert caught.value.kind == kind
+
+    in_sandbox(backend, work)
+
+
+@on_every_backend
+def test_a_file_beyond_the_limit_is_refused_whole(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxError) as caught:
+            await sandbox.write("big", bytes(3000))
+        assert caught.value.kind == "too_large"
+        assert (await sandbox.exec(["/bin/ls", "-A"], wall_limit_s=10)).stdout == b""
+
+    in_sandbox(backend, work, limits=Limits(file_bytes=2000))
+
+
+@on_every_backend
+def test_a_stopped_sandbox_says_so(backend: str) -> None:
+    async def run() -> None:
+        sandbox = await make_backend(backend).create(spec_of())
+        await sandbox.stop()
+        await sandbox.stop()
+        with pytest.raises(SandboxLost, match="does not answer") as caught:
+            await sandbox.exec(["/bin/true"], wall_limit_s=10)
+        assert caught.value.kind == "stopped"
+
+    asyncio.run(run())
+
+
+@on_every_backend
+def test_a_cancelled_command_is_killed_and_the_sandbox_lives(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sandbox.exec(["/bin/sleep", "7201"], wall_limit_s=60), 0.5)
+        result = await sandbox.exec(["/bin/sh", "-c", "sleep 0.3; echo here"], wall_limit_s=10)
+        assert result.stdout == b"here\n"
+        assert processes_with("7201") == []
+
+    in_sandbox(backend, work)
+
+
+@on_every_backend
+def test_nothing_is_left_of_twenty_sandboxes(backend: str) -> None:
+    shell(backend, "true")
+    before = num_below()
+
+    async def run() -> None:
+        async def one(number: int) -> None:
+            async with await make_backend(backend).create(spec_of()) as sandbox:
+                script = f"echo {number} > file; sleep 7202 & setsid sleep 7202 & echo {number}"
+                result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=20)
+                assert result.stdout == f"{number}\n".encode()
+
+        for first in (0, 10):
+            await asyncio.gather(*(one(first + number) for number in range(10)))
+
+    asyncio.run(run())
+    assert processes_with("7202") == []
+    deadline = time.monotonic() + 2
+    while num_below() > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # The dead are buried a moment after they have said goodbye.
+    assert num_below() == before
+    assert list(Path("/sys/fs/cgroup").glob(f"*/strop-{os.getpid()}*")) == []
+
+
+@on_every_backend
+def test_the_death_of_the_keeper_loses_its_sandboxes_and_the_next_has_a_new_one(backend: str) -> None:
+    async def run() -> None:
+        sandbox = await make_backend(backend).create(spec_of())
+        command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7203"], wall_limit_s=60))
+        while not processes_with("7203"):
+            await asyncio.sleep(0.02)
+        keepers = [pid for pid in find_descendants(os.getpid()) if _parent(pid) == os.getpid()]
+        for pid in keepers:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SandboxLost):
+            await command
+        await sandbox.stop()
+        async with await make_backend(backend).create(spec_of()) as another:
+            assert (await another.exec(["/bin/true"], wall_limit_s=10)).exit_code == 0
+
+    asyncio.run(run())
+    _wait_until_gone("7203")
+
+
+_OWNER = """
+import asyncio, sys
+from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
+async def main():
+    sandbox = await make_backend(sys.argv[1]).create(SandboxSpec(min_level=IsolationLevel.RLIMIT))
+    script = "setsid nohup sleep 7204 & (trap '' TERM; sleep 7204) & sleep 7204"
+    await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=600)
+asyncio.run(main())
+"""
+
+
+@on_every_backend
+def test_the_death_of_the_owner_ends_everything(backend: str) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, backend], env={"PYTHONPATH": _source_dir()})
+    try:
+        deadline = time.monotonic() + 20
+        while len(processes_with("7204")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(processes_with("7204")) == 3
+    finally:
+        owner.kill()
+        owner.wait()
+    _wait_until_gone("7204")
+
+
+def _wait_until_gone(word: str) -> None:
+    deadline = time.monotonic() + 5
+    while processes_with(word) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_with(word) == []
+
+
+def _parent(pid: int) -> int | None:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def _source_dir() -> str:
+    import strop
+
+    return str(Path(strop.__file__).parent.parent)
