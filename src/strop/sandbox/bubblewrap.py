@@ -7,7 +7,8 @@ memory and bounded. `cat` is process 1, which nothing inside can kill; commands 
 in about 2 ms each.
 
 Covered: everything that level `namespace` names; kill of all by the end of process 1.
-Not covered: filtering of system calls; shares of the CPU; memory as a whole is watched where control groups cannot be made.
+Not covered: filtering of system calls; shares of the CPU; memory as a whole is watched where control
+groups cannot be made; a program may trace process 1 and break it, which ends its own sandbox and is seen.
 Tried with bubblewrap 0.8.0 on Linux 6.18, as root and as an ordinary user.
 """
 

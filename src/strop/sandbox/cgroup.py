@@ -86,9 +86,7 @@ def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgr
     return group
 
 
-def find_controllers(
-    *, membership: str | None = None, mounts: str | None = None
-) -> list[Controller]:
+def find_controllers(*, membership: str | None = None, mounts: str | None = None) -> list[Controller]:
     """Return where this process stands in the memory and pids hierarchies."""
     membership = Path("/proc/self/cgroup").read_text() if membership is None else membership
     mounts = Path("/proc/self/mountinfo").read_text() if mounts is None else mounts

@@ -7,24 +7,17 @@ never wrong.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
 import os
-import platform
 import shutil
-import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import strop
 from strop.errors import SandboxError, SandboxLost, SandboxRefused, explain_refusal
 from strop.sandbox.contract import (
     MIB,
@@ -37,19 +30,13 @@ from strop.sandbox.contract import (
 )
 from strop.sandbox.frames import LENGTHS, pack
 from strop.sandbox.inside import EXIT_KINDS
+from strop.sandbox.keeper_handle import keeper_of
 
 _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 30.0
 _FILE_LIMIT_S = 60.0
 _PYTHON_FLAGS = ("-I", "-S", "-B")
 _MIN_PYTHON = (3, 11)
-# The source's place comes over standard input: a command line can be read from inside a sandbox.
-_KEEPER_CODE = """
-import sys
-sys.path.insert(0, sys.stdin.readline().rstrip())
-from strop.sandbox.keeper import main
-main(int(sys.argv[1]), int(sys.argv[2]))
-"""
 
 
 class KeeperSandbox:
@@ -184,7 +171,7 @@ class KeeperSandbox:
             raise self._lost(self._lost_kind)
         request_id = self._next_id
         self._next_id += 1
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = answer
         try:
             # A connection that is gone is told by the reading side, with its reason.
@@ -259,12 +246,15 @@ async def _start(
         "binds": _python_binds() + [_as_bind(mount) for mount in spec.mounts] if bwrap_path else [],
         "bwrap_path": bwrap_path,
     }
-    reader, writer = await asyncio.open_unix_connection(sock=_keeper(os.getpid()).start(order))
+    reader, writer = await asyncio.open_unix_connection(sock=keeper_of(os.getpid()).start(order))
     try:
         async with asyncio.timeout(_START_LIMIT_S):
             header, _ = await _read_frame(reader)
     except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
-        header = {"refused": "host", "why": f"its supervisor ended before it was ready ({type(error).__name__})"}
+        header = {
+            "refused": "host",
+            "why": f"its supervisor ended before it was ready ({type(error).__name__})",
+        }
     except asyncio.CancelledError:
         writer.close()
         raise
@@ -284,7 +274,7 @@ def _refusal(backend: str, spec: SandboxSpec, header: dict[str, Any]) -> Sandbox
         explain_refusal(
             f"no {backend} sandbox of level {spec.min_level.word} or better was created: {header['why']}",
             allowed=f"a host where {backend} reaches that level",
-            next_step="look at its message; user namespaces may be switched off, or a mounted path unreadable",
+            next_step="look at its message; user namespaces may be off, or a mounted path unreadable",
         ),
         kind=header["refused"],
     )
@@ -364,89 +354,3 @@ async def _read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], byt
     header_bytes, body_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
     header = json.loads(await reader.readexactly(header_bytes))
     return header, await reader.readexactly(body_bytes)
-
-
-class _Keeper:
-    """The keeper of this process, from outside. Started on first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-
-    def start(self, order: dict[str, Any]) -> socket.socket:
-        """Order a sandbox; return this end of its connection. Usable from any thread.
-
-        Raises: SandboxRefused if the host gives no process or no socket.
-        """
-        ours, theirs = socket.socketpair()
-        text = json.dumps(order).encode()
-        with self._lock, theirs:
-            for is_last in (False, True):
-                try:
-                    socket.send_fds(self._running_control(), [text], [theirs.fileno()])
-                    return ours
-                except OSError as error:
-                    # It was killed since the last order; once, start another.
-                    self.close()
-                    if is_last:
-                        ours.close()
-                        raise _no_keeper(error) from error
-        raise AssertionError("unreachable")
-
-    def _running_control(self) -> socket.socket:
-        if self._control is None:
-            control, keeper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with keeper_end:
-                self._popen = subprocess.Popen(
-                    [sys.executable, *_PYTHON_FLAGS, "-c", _KEEPER_CODE, str(keeper_end.fileno()), str(os.getpid())],
-                    stdin=subprocess.PIPE,
-                    pass_fds=[keeper_end.fileno()],
-                    env={},
-                    cwd="/",
-                    start_new_session=True,
-                )
-            assert self._popen.stdin is not None
-            self._popen.stdin.write(f"{Path(strop.__file__).parent.parent}\n".encode())
-            self._popen.stdin.close()
-            self._control = control
-        return self._control
-
-    def close(self) -> None:
-        """Let the keeper end all sandboxes, and wait for it."""
-        if self._control is not None and self._popen is not None:
-            self._control.close()
-            self._popen.wait()
-            self._control = self._popen = None
-
-    def forget(self) -> None:
-        """Close this copy after a fork: the keeper is the parent's."""
-        if self._control is not None:
-            self._control.close()
-
-
-@cache
-def _keeper(_own_pid: int) -> _Keeper:
-    # By process id: a forked copy of this process starts a keeper of its own.
-    keeper = _Keeper()
-    atexit.register(_close_own, keeper, os.getpid())
-    os.register_at_fork(after_in_child=keeper.forget)
-    return keeper
-
-
-def _close_own(keeper: _Keeper, own_pid: int) -> None:
-    if os.getpid() == own_pid:
-        keeper.close()
-
-
-def _no_keeper(error: OSError) -> SandboxRefused:
-    return SandboxRefused(
-        explain_refusal(
-            f"the process that makes sandboxes does not start on {platform.node()}: {error}",
-            allowed="a host with free processes and descriptors",
-            next_step="look at its limits, then try again",
-        ),
-        kind="host",
-    )
-
-

@@ -1,9 +1,9 @@
 """One command in a place: the process above it, and the steps from a fork to the program.
 
-The process above (the runner) adopts every orphan of the command and reports only when all are gone, so nothing that the
-command starts outlives it. The program's exit code is what the kernel tells the runner; the report goes
-over a socket that no program holds. As host root the runner keeps a user id that no program can signal;
-for an ordinary user a program can kill its runner, which the supervisor sees.
+The process above (the runner) adopts every orphan of the command and reports only when all are gone, so
+nothing that the command starts outlives it. The program's exit code is what the kernel tells the runner;
+the report goes over a socket that no program holds. As host root the runner keeps a user id that no
+program can signal; for an ordinary user a program can kill its runner, which the supervisor sees.
 """
 
 from __future__ import annotations
@@ -237,18 +237,22 @@ def measure_tree(top: str) -> tuple[int, int]:
     num_bytes = num_files = 0
     queue = [top]
     while queue and num_files < _MAX_WALKED_FILES:
-        try:
-            with os.scandir(queue.pop()) as entries:
-                for entry in entries:
-                    num_files += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        queue.append(entry.path)
-                    with suppress(OSError):
-                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:
-            # Gone meanwhile, or made unreadable: then its files were counted while it was filled.
-            continue
+        for entry in _list_entries(queue.pop()):
+            num_files += 1
+            if entry.is_dir(follow_symlinks=False):
+                queue.append(entry.path)
+            with suppress(OSError):
+                num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
     return num_bytes, num_files
+
+
+def _list_entries(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError:
+        # Gone meanwhile, or made unreadable: then its files were counted while it was filled.
+        return []
 
 
 def become_program(

@@ -25,7 +25,7 @@ class IsolationLevel(IntEnum):
     NONE = 0
     """A private directory, nothing else."""
     RLIMIT = 1
-    """Everything it started is killed, its environment is clean, memory and processes are at least watched."""
+    """All it started is killed, its environment is clean, memory and processes are at least watched."""
     NAMESPACE = 2
     """Own process, mount, IPC, host-name and network namespaces, no capability, no gain by set-uid."""
     CONTAINER = 3
@@ -265,4 +265,3 @@ class SandboxBackend(Protocol):
         Raises: SandboxRefused if the host will not, or if less than `spec.min_level` was reached.
         """
         ...
-

@@ -10,6 +10,7 @@ what is left below it, and goes.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import select
@@ -21,7 +22,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from strop.sandbox.bubblewrap import BubblewrapPlace
 from strop.sandbox.cgroup import find_controllers
@@ -44,7 +45,10 @@ from strop.sandbox.supervisor import Supervisor
 
 MAX_ORDER_BYTES = 1 << 17
 _END_LIMIT_S = 10.0
-_PLACES = {"process": ProcessPlace, "bubblewrap": BubblewrapPlace}
+_PLACES: dict[str, type[ProcessPlace | BubblewrapPlace]] = {
+    "process": ProcessPlace,
+    "bubblewrap": BubblewrapPlace,
+}
 
 
 def main(descriptor: int, parent_pid: int) -> None:
@@ -65,6 +69,7 @@ class _Keeper:
         # Held open for as long as this process lives; each sandbox watches the other end.
         self._alive_r, self._alive_w = os.pipe()
         self._supervisors: set[int] = set()
+        self._numbers = itertools.count()
 
     def serve(self) -> None:
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -76,16 +81,19 @@ class _Keeper:
         for descriptor in (self._control.fileno(), self._parent, wake_r):
             poll.register(descriptor, select.POLLIN)
         try:
-            while True:
-                for descriptor, _ in poll.poll():
-                    if descriptor == wake_r:
-                        with suppress(BlockingIOError):
-                            os.read(wake_r, 4096)
-                        self._bury()
-                    elif descriptor == self._parent or not self._take_order():
-                        return
+            while self._serve_ready([descriptor for descriptor, _ in poll.poll()], wake_r):
+                pass
         finally:
             self._end()
+
+    def _serve_ready(self, descriptors: list[int], wake_r: int) -> bool:
+        if wake_r in descriptors:
+            with suppress(BlockingIOError):
+                os.read(wake_r, 4096)
+            self._bury()
+        if self._parent in descriptors:
+            return False
+        return self._control.fileno() not in descriptors or self._take_order()
 
     def _take_order(self) -> bool:
         text, descriptors, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 1)
@@ -109,11 +117,16 @@ class _Keeper:
         return True
 
     def _stage(self, host_path: str) -> None:
-        """Show a path that other users cannot reach where they can."""
+        """Show a path that other users cannot reach where they can, until this process ends."""
         staged = self._ground.staged
-        if not self._ground.can_mount or host_path in staged or can_reach(host_path):
+        if not self._ground.can_mount or can_reach(host_path) or not os.path.exists(host_path):
             return
-        target = Path(self._ground.runtime_dir, f"stage-{len(staged)}")
+        if host_path in staged:
+            if os.path.samefile(host_path, staged[host_path]):
+                return
+            # Another directory has its name now.
+            detach_mount(staged.pop(host_path))
+        target = Path(self._ground.runtime_dir, f"stage-{next(self._numbers)}")
         if os.path.isdir(host_path):
             target.mkdir()
         else:

@@ -109,7 +109,7 @@ def become(uid: int, gid: int) -> None:
 
 
 def sandbox_uid(pid: int) -> tuple[int, bool]:
-    """Return the user for programs of the sandbox that process `pid` supervises, and whether it is theirs alone.
+    """Return the user for programs of the sandbox that `pid` supervises, and whether it is theirs alone.
 
     Units: ids of this user namespace. An ordinary user stays who it is.
     """

@@ -60,7 +60,7 @@ class ProcessPlace:
         self._has_private_uid = is_private_uid
         # Of a user that runs other things: a bound on a fork bomb, which the watch then finds.
         others = 0 if is_private_uid else count_user_tasks(uid)
-        self.max_user_processes = others + limits.max_processes
+        self.max_user_processes: int | None = others + limits.max_processes
         self.watch = Watch(
             memory_bytes=None if "memory" in self.cgroup.dirs else limits.memory_bytes,
             max_processes=None if self._has_kernel_pids else limits.max_processes,

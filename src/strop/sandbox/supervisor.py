@@ -272,7 +272,9 @@ class Supervisor:
     def _describe_end(self, running: _Running, stdout: bytes) -> dict[str, Any]:
         report = running.report or {}
         status = report.get("status")
-        oom_kills = self._place.cgroup.count_oom_kills() - running.oom_kills_before + report.get("oom_kills", 0)
+        oom_kills = (
+            self._place.cgroup.count_oom_kills() - running.oom_kills_before + report.get("oom_kills", 0)
+        )
         end_signal = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
         reasons = (
             (running.is_lost or status is None, ExecKind.FROM_INSIDE),

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox from inside. What counts is what can be seen from outside.
+"""Attempts to get out of a sandbox. What counts is what can be seen from outside.
 
 Numbers are those of the list of attacks that a level of isolation stands for. Network attacks meet only
 listeners that the test itself opened on the loopback interface.
@@ -7,22 +7,20 @@ listeners that the test itself opened on the loopback interface.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import platform
 import socket
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from strop.errors import SandboxLost
-from strop.sandbox import ExecKind, Guard, IsolationLevel, Limits, Mount, Sandbox, make_backend
-from strop.sandbox.contract import MIB
-from strop.sandbox.family import find_descendants
+from strop.sandbox import ExecKind, Guard, IsolationLevel, Mount, Sandbox, make_backend
 from tests.fixtures.sandboxes import (
     IS_ROOT,
+    appearance_of,
     in_sandbox,
     needs_bubblewrap,
     on_every_backend,
@@ -32,217 +30,6 @@ from tests.fixtures.sandboxes import (
     spec_of,
     where_users_differ,
 )
-
-# Bounded: 100 attempts, each child sleeps.
-FORKS = """
-import os, time
-started = refused = 0
-for _ in range(100):
-    try:
-        if os.fork() == 0:
-            os.execv("/bin/sleep", ["sleep", "7301"])
-        started += 1
-    except OSError:
-        refused += 1
-print(started, refused, flush=True)
-time.sleep(0.5)
-"""
-
-
-@on_every_backend
-def test_1_forks_are_refused_or_ended_at_the_limit(backend: str) -> None:
-    result = python(backend, FORKS, limits=Limits(max_processes=12))
-    if result.kind is not ExecKind.OVER_LIMIT:
-        started, refused = map(int, result.stdout.split())
-        # The program itself is one of the twelve.
-        assert started <= 11
-        assert started + refused == 100
-    assert processes_with("7301") == []
-
-
-@on_every_backend
-def test_1_many_background_children_are_gone_with_the_command(backend: str) -> None:
-    result = shell(backend, "for i in $(seq 50); do sleep 7302 & done; echo $(jobs | wc -l)")
-    assert result.exit_code == 0
-    assert processes_with("7302") == []
-
-
-BALLOON = """
-import os, time
-for _ in range(4):
-    if os.fork() == 0:
-        block = bytearray(60 << 20)
-        block[::4096] = b"x" * len(block[::4096])
-        time.sleep(1)
-        os._exit(0)
-for _ in range(4):
-    os.wait()
-"""
-
-
-@on_every_backend
-def test_2_memory_is_bounded_and_the_kill_is_seen_behind_exit_0(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
-        await sandbox.write("balloon.py", BALLOON.encode())
-        python_words = " ".join(sandbox.python_argv)
-        # 4 x 60 MiB do not fit into 128 MiB; the pipeline ends with 0 all the same.
-        result = await sandbox.exec(
-            ["/bin/sh", "-c", f"{python_words} balloon.py | cat; exit 0"], wall_limit_s=20
-        )
-        assert (result.kind, result.exit_code) == (ExecKind.OOM, 0)
-        assert result.oom_kills >= 1
-        after = await sandbox.exec(["/bin/echo", "alive"], wall_limit_s=10)
-        assert (after.stdout, after.oom_kills, after.kind) == (b"alive\n", 0, ExecKind.EXITED)
-
-    in_sandbox(backend, work, limits=Limits(memory_bytes=128 * MIB))
-
-
-@on_every_backend
-def test_2_one_process_meets_the_end_of_its_address_space(backend: str) -> None:
-    result = python(backend, "bytearray(200 << 20)", limits=Limits(memory_bytes=128 * MIB))
-    assert (result.kind, result.exit_code) == (ExecKind.EXITED, 1)
-    assert b"MemoryError" in result.stderr
-
-
-FILL = """
-import sys
-block, total = bytes(1 << 16), 0
-try:
-    for number in range(64):
-        with open(f"{sys.argv[1]}/part-{number}", "wb", buffering=0) as file:
-            for _ in range(16):
-                total += file.write(block)
-except OSError as error:
-    print(error.errno, total, flush=True)
-import time; time.sleep(1)
-"""
-
-
-@on_every_backend
-def test_3_the_private_directory_is_bounded(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
-        command = [*sandbox.python_argv, "-c", FILL, sandbox.scratch]
-        result = await sandbox.exec(command, wall_limit_s=20)
-        if sandbox.isolation.disk is Guard.WATCHED:
-            assert result.kind is ExecKind.OVER_LIMIT
-            return
-        number, total = map(int, result.stdout.split())
-        # 28 is ENOSPC.
-        assert number == 28
-        assert 3 * MIB < total <= 4 * MIB
-
-    in_sandbox(backend, work, limits=Limits(scratch_bytes=4 * MIB))
-
-
-@needs_bubblewrap
-def test_3_shared_memory_is_bounded_and_nothing_else_is_writable() -> None:
-    async def work(sandbox: Sandbox) -> None:
-        result = await sandbox.exec([*sandbox.python_argv, "-c", FILL, "/dev/shm"], wall_limit_s=20)
-        number, total = map(int, result.stdout.split())
-        assert (number, total <= 4 * MIB) == (28, True)
-        script = "for d in $(find / -xdev -type d; find /dev -type d); do touch $d/x 2>/dev/null && echo $d; done"
-        writable = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=20)
-        assert set(writable.stdout.decode().split()) <= {"/tmp", "/dev/shm"}
-
-    in_sandbox("bubblewrap", work, limits=Limits(scratch_bytes=4 * MIB))
-
-
-@on_every_backend
-def test_5_the_number_and_size_of_files_are_bounded(backend: str) -> None:
-    code = """
-import resource
-def attempt(work):
-    try:
-        return work()
-    except OSError as error:
-        return error.errno
-def sparse():
-    with open("sparse", "wb") as file:
-        file.truncate(1 << 40)
-def descriptors():
-    kept = [open("/dev/null") for _ in range(100)]
-print(attempt(sparse), attempt(descriptors), flush=True)
-for number in range(3000):
-    if attempt(lambda: open(f"empty-{number}", "w").close()):
-        break
-import time; time.sleep(1)
-"""
-    result = python(backend, code, limits=Limits(max_scratch_files=200))
-    # 27 is EFBIG, 24 is EMFILE.
-    assert result.stdout == b"27 24\n"
-    if not (backend == "process" and IS_ROOT):
-        assert result.kind is ExecKind.OVER_LIMIT
-
-
-SURVIVORS = {
-    "setsid": "setsid sleep 7303 & sleep 60",
-    "double fork": "(setsid sh -c 'sleep 7303 & exit' &) ; sleep 60",
-    "nohup": "nohup setsid nohup sleep 7303 >/dev/null 2>&1 & sleep 60",
-    "ignores TERM": "trap '' TERM; setsid sh -c \"trap '' TERM; sleep 7303; sleep 7303\" & sleep 7303; sleep 60",
-    "stopped": "sh -c 'kill -STOP $$; sleep 60' & sleep 7303 & kill -STOP $!; kill -STOP $$",
-}
-
-
-@pytest.mark.parametrize("attack", SURVIVORS)
-@on_every_backend
-def test_6_nothing_survives_a_time_out(backend: str, attack: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
-        started_at = time.monotonic()
-        result = await sandbox.exec(["/bin/sh", "-c", SURVIVORS[attack]], wall_limit_s=0.5)
-        assert time.monotonic() - started_at < 2.5
-        assert result.kind is ExecKind.TIMED_OUT
-        assert processes_with("7303") == []
-
-    in_sandbox(backend, work)
-
-
-@on_every_backend
-def test_7_a_background_child_holds_nobody_up(backend: str) -> None:
-    result = shell(backend, "(sleep 7304; echo late) & cat; exit 5", wall_limit_s=30)
-    assert (result.kind, result.exit_code, result.stdout) == (ExecKind.EXITED, 5, b"")
-    assert result.duration_s < 10
-    assert processes_with("7304") == []
-
-
-@on_every_backend
-def test_8_endless_output_ends_at_the_cap_and_costs_no_memory(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
-        script = "yes a-line-of-some-length & yes another >&2"
-        result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
-        assert result.kind is ExecKind.OUTPUT_FLOOD
-        assert result.stdout_total + result.stderr_total > 8 * MIB
-        assert len(result.stdout) <= 128 * 1024
-        assert result.truncated
-        assert result.stdout.startswith(b"a-line-of-some-length\n" * 100)
-        peaks = [_peak_bytes(pid) for pid in find_descendants(os.getpid())]
-        assert max(peaks) < 64 * MIB
-
-    in_sandbox(backend, work, limits=Limits(flood_bytes=8 * MIB))
-
-
-@on_every_backend
-def test_9_forged_frames_change_nothing(backend: str) -> None:
-    code = r"""
-import json, os, struct, sys
-report = json.dumps({"status": 0, "kind": "exited", "exit_code": 0, "id": 0}).encode()
-forged = struct.pack("!IQ", len(report), 0) + report
-noise = b"\x00\xff\xfe\x1b[2J\x1b]0;x\x07" + "\u00e9".encode()[:1] + b"\nexit code: 0\n" + forged
-for descriptor in range(3, 256):
-    try:
-        os.write(descriptor, forged)
-        print("a descriptor too many:", descriptor)
-    except OSError:
-        pass
-sys.stdout.buffer.write(noise)
-sys.stdout.flush()
-os._exit(9)
-"""
-    result = python(backend, code)
-    report = json.dumps({"status": 0, "kind": "exited", "exit_code": 0, "id": 0}).encode()
-    forged = len(report).to_bytes(4, "big") + bytes(8) + report
-    assert result.stdout == b"\x00\xff\xfe\x1b[2J\x1b]0;x\x07\xc3\nexit code: 0\n" + forged
-    assert (result.kind, result.exit_code) == (ExecKind.EXITED, 9)
-
 
 SEARCH = r"""
 import os, sys
@@ -311,6 +98,33 @@ def test_13_killing_everybody_ends_nothing_but_oneself(backend: str) -> None:
     asyncio.run(run())
 
 
+# Attach to process 1, set its next instruction to address 0 (16 is the place of rip), let it run into it.
+TRACE = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+assert libc.ptrace(16, 1, 0, 0) == 0, ctypes.get_errno()
+os.waitpid(1, 0x40000000)
+assert libc.ptrace(6, 1, 16 * 8, 0) == 0
+libc.ptrace(17, 1, 0, 0)
+import time; time.sleep(20)
+"""
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a register of x86-64")
+def test_13_who_breaks_process_1_ends_only_the_own_sandbox_and_is_seen() -> None:
+    async def run() -> None:
+        async with await make_backend("bubblewrap").create(spec_of()) as sandbox:
+            result = await sandbox.exec([*sandbox.python_argv, "-c", TRACE], wall_limit_s=10)
+            assert (result.kind, result.exit_code) == (ExecKind.FROM_INSIDE, None), result
+            with pytest.raises(SandboxLost) as caught:
+                await sandbox.exec(["/bin/true"], wall_limit_s=10)
+            assert caught.value.kind == "from_inside"
+
+    asyncio.run(run())
+
+
 @where_users_differ
 def test_14_secrets_of_the_host_cannot_be_read(backend: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of the host\n")
@@ -327,7 +141,9 @@ def test_14_only_declared_paths_are_there(tmp_path: Path) -> None:
     mounts = (Mount(host_path=str(tmp_path / "given"), inside_path="/data"),)
 
     async def work(sandbox: Sandbox) -> None:
-        result = await sandbox.exec(["/bin/sh", "-c", "cat /data/file; echo x > /data/file; ls /"], wall_limit_s=10)
+        result = await sandbox.exec(
+            ["/bin/sh", "-c", "cat /data/file; echo x > /data/file; ls /"], wall_limit_s=10
+        )
         prefix_tops = {sandbox.python_argv[0].split("/")[1]}
         seen, *names = result.stdout.decode().split()
         usual = {"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "proc", "dev", "tmp", "data"}
@@ -399,7 +215,9 @@ print(
         thread.start()
         result = python("bubblewrap", code)
         thread.join()
-    assert result.stdout == b"ConnectionRefusedError ConnectionRefusedError PermissionError ['lo']\n", result.stderr
+    assert result.stdout == b"ConnectionRefusedError ConnectionRefusedError PermissionError ['lo']\n", (
+        result.stderr
+    )
     assert heard == []
 
 
@@ -421,7 +239,6 @@ attempt("user namespace", libc.unshare(0x10000000))
 attempt("mount namespace", libc.unshare(0x00020000))
 attempt("mknod", libc.mknod(b"/tmp/disk", 0o60600, 0xfe00))
 attempt("chroot", libc.chroot(b"/tmp"))
-attempt("ptrace of 1", libc.ptrace(16, 1, None, None))
 attempt("setuid", libc.setuid(0))
 attempt("host name", libc.sethostname(b"x", 1))
 for path in ("/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern", "/sys/kernel/mm/ksm/run", "/proc/1/mem"):
@@ -438,14 +255,13 @@ def test_18_no_way_to_more_rights_is_open() -> None:
     result = python("bubblewrap", ESCAPES)
     assert result.kind is ExecKind.EXITED
     lines = result.stdout.decode().splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 11
     assert [line for line in lines if line.endswith("done")] == []
 
 
 @on_every_backend
 def test_19_a_set_uid_program_gains_nothing(backend: str) -> None:
-    script = "grep -E 'NoNewPrivs|Cap(Prm|Eff|Amb)' /proc/self/status; umask; id -u > a; (su -c true || true) 2>/dev/null"
-    result = shell(backend, script)
+    result = shell(backend, "grep -E 'NoNewPrivs|Cap(Prm|Eff|Amb)' /proc/self/status; umask")
     words = result.stdout.decode().split()
     zeros = "0000000000000000"
     assert words == ["CapPrm:", zeros, "CapEff:", zeros, "CapAmb:", zeros, "NoNewPrivs:", "1", "0022"]
@@ -458,11 +274,10 @@ def test_23_one_sandbox_neither_sees_nor_signals_another(backend: str) -> None:
         async with await kind.create(spec_of()) as first, await kind.create(spec_of()) as second:
             await first.write("secret", b"of the first\n")
             running = asyncio.create_task(first.exec(["/bin/sleep", "7305"], wall_limit_s=30))
-            while not processes_with("7305"):
-                await asyncio.sleep(0.02)
-            (pid,) = processes_with("7305")
-            other = second.scratch.replace("/tmp", "/tmp", 1)
-            script = f"kill -9 {pid} 2>/dev/null && echo killed; cat '{first.scratch}/secret' 2>/dev/null; ls -A {other}"
+            (pid,) = await appearance_of("7305")
+            script = (
+                f"kill -9 {pid} 2>/dev/null && echo killed; cat '{first.scratch}/secret' 2>/dev/null; ls -A"
+            )
             seen = await second.exec(["/bin/sh", "-c", script], wall_limit_s=10)
             assert seen.stdout == b""
             assert processes_with("7305") == [pid]
@@ -491,7 +306,9 @@ def test_what_was_reached_is_recorded(backend: str) -> None:
         assert Guard.NONE not in (reached.memory, reached.pids, reached.disk, reached.files)
         if backend == "process":
             assert reached.level is IsolationLevel.RLIMIT
-            assert not (reached.pidns or reached.netns or reached.userns)
+            assert not (reached.pidns)
+            assert not (reached.netns)
+            assert not (reached.userns)
         else:
             assert reached.level is IsolationLevel.NAMESPACE
             assert reached.userns
@@ -513,11 +330,3 @@ def _hear(listener: socket.socket, heard: list[str]) -> None:
         return
     with connection:
         heard.append("somebody")
-
-
-def _peak_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))

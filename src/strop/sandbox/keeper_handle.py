@@ -1,0 +1,128 @@
+"""The keeper from outside: started on first use, told what to make, ended with this process."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import strop
+from strop.errors import SandboxRefused, explain_refusal
+
+# The source's place comes over standard input: a command line can be read from inside a sandbox.
+_KEEPER_CODE = """
+import sys
+sys.path.insert(0, sys.stdin.readline().rstrip())
+from strop.sandbox.keeper import main
+main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+class KeeperHandle:
+    """The keeper of this process, from outside. Started on first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self, order: dict[str, Any]) -> socket.socket:
+        """Order a sandbox; return this end of its connection. Usable from any thread.
+
+        Raises: SandboxRefused if the host gives no process or no socket.
+        """
+        text = json.dumps(order).encode()
+        with self._lock:
+            try:
+                return self._send(text)
+            except OSError:
+                # It was killed since the last order; once, start another.
+                self.close()
+            try:
+                return self._send(text)
+            except OSError as error:
+                self.close()
+                raise _no_keeper(error) from error
+
+    def _send(self, text: bytes) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._running_control(), [text], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
+    def _running_control(self) -> socket.socket:
+        if self._control is None:
+            control, keeper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with keeper_end:
+                self._popen = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        "-B",
+                        "-c",
+                        _KEEPER_CODE,
+                        str(keeper_end.fileno()),
+                        str(os.getpid()),
+                    ],
+                    stdin=subprocess.PIPE,
+                    pass_fds=[keeper_end.fileno()],
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            assert self._popen.stdin is not None
+            self._popen.stdin.write(f"{Path(strop.__file__).parent.parent}\n".encode())
+            self._popen.stdin.close()
+            self._control = control
+        return self._control
+
+    def close(self) -> None:
+        """Let the keeper end all sandboxes, and wait for it."""
+        if self._control is not None and self._popen is not None:
+            self._control.close()
+            self._popen.wait()
+            self._control = self._popen = None
+
+    def forget(self) -> None:
+        """Close this copy after a fork: the keeper is the parent's."""
+        if self._control is not None:
+            self._control.close()
+
+
+@cache
+def keeper_of(own_pid: int) -> KeeperHandle:
+    """Return the handle of this process's keeper."""
+    # By process id: a forked copy of this process starts a keeper of its own.
+    keeper = KeeperHandle()
+    atexit.register(_close_own, keeper, own_pid)
+    os.register_at_fork(after_in_child=keeper.forget)
+    return keeper
+
+
+def _close_own(keeper: KeeperHandle, own_pid: int) -> None:
+    if os.getpid() == own_pid:
+        keeper.close()
+
+
+def _no_keeper(error: OSError) -> SandboxRefused:
+    return SandboxRefused(
+        explain_refusal(
+            f"the process that makes sandboxes does not start on {platform.node()}: {error}",
+            allowed="a host with free processes and descriptors",
+            next_step="look at its limits, then try again",
+        ),
+        kind="host",
+    )

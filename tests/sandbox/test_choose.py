@@ -1,0 +1,159 @@
+"""Which backend a host gets, and that it is never less than what was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import strop
+from strop.errors import ConfigError, SandboxRefused
+from strop.sandbox import IsolationLevel, Mount, SandboxSpec, choose_backend, client, make_backend
+from tests.fixtures.sandboxes import needs_bubblewrap, spec_of
+
+
+@needs_bubblewrap
+def test_auto_takes_the_best() -> None:
+    assert asyncio.run(choose_backend()).name == "bubblewrap"
+    assert asyncio.run(choose_backend("process", IsolationLevel.RLIMIT)).name == "process"
+
+
+@pytest.mark.parametrize("level", [IsolationLevel.NAMESPACE, IsolationLevel.VM])
+def test_a_level_that_is_not_reached_is_refused_and_says_what_was_reached(level: IsolationLevel) -> None:
+    with pytest.raises(SandboxRefused, match=f"level {level.word} or better.*rlimit was reached") as caught:
+        asyncio.run(choose_backend("process", level))
+    assert caught.value.kind == "level"
+    with pytest.raises(SandboxRefused, match="rlimit was reached"):
+        asyncio.run(make_backend("process").create(SandboxSpec(min_level=level)))
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'docker'. Allowed: auto, bubblewrap, process"):
+        asyncio.run(choose_backend("docker"))
+
+
+def test_levels_are_ordered() -> None:
+    assert sorted(IsolationLevel) == [IsolationLevel(number) for number in range(5)]
+    assert [level.word for level in IsolationLevel] == ["none", "rlimit", "namespace", "container", "vm"]
+
+
+def test_mounts_need_a_file_system_of_ones_own() -> None:
+    mounts = (Mount(host_path="/usr", inside_path="/data"),)
+    with pytest.raises(SandboxRefused, match="asked for 1 mounts") as caught:
+        asyncio.run(make_backend("process").create(spec_of(mounts=mounts)))
+    assert caught.value.kind == "mounts"
+
+
+@needs_bubblewrap
+def test_a_mount_that_is_not_there_is_told_in_the_words_of_bwrap() -> None:
+    mounts = (Mount(host_path="/no/such/place", inside_path="/data"),)
+    with pytest.raises(SandboxRefused, match="/no/such/place") as caught:
+        asyncio.run(make_backend("bubblewrap").create(spec_of(mounts=mounts)))
+    assert caught.value.kind == "bubblewrap"
+
+
+def test_a_host_without_a_python_for_programs_is_told_when_one_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(client._pythons, "process", ())
+
+    async def run() -> None:
+        async with await make_backend("process").create(spec_of()) as sandbox:
+            assert (await sandbox.exec(["/bin/true"], wall_limit_s=10)).exit_code == 0
+            with pytest.raises(SandboxRefused, match="no Python can be started") as caught:
+                _ = sandbox.python_argv
+            assert caught.value.kind == "interpreter"
+
+    asyncio.run(run())
+
+
+CHOOSE = """
+import asyncio, sys
+from strop.errors import SandboxRefused
+from strop.sandbox import IsolationLevel, choose_backend
+for level in (IsolationLevel.NAMESPACE, IsolationLevel.RLIMIT):
+    try:
+        print(asyncio.run(choose_backend("auto", level)).name)
+    except SandboxRefused as refusal:
+        print("refused", refusal.kind, refusal)
+"""
+
+
+@pytest.fixture
+def shelf() -> Iterator[Path]:
+    """A directory for programs that the user of a sandbox can enter too."""
+    with tempfile.TemporaryDirectory(prefix="shelf ") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+def test_without_bwrap_nothing_less_is_taken_unless_it_is_enough(shelf: Path) -> None:
+    refused, taken = _choose(shelf)
+    assert "program bwrap was not found" in refused
+    assert "rlimit was reached" in refused
+    assert taken == "process"
+
+
+def test_a_bwrap_that_fails_is_told_in_its_own_words(shelf: Path) -> None:
+    _make_program(shelf / "bwrap", "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
+    refused, taken = _choose(shelf)
+    assert "No permissions to create new namespace" in refused
+    assert taken == "process"
+
+
+@needs_bubblewrap
+def test_what_counts_is_what_was_reached_not_what_was_asked(shelf: Path) -> None:
+    """A bwrap that leaves out one word makes sandboxes in which a program can become root of a namespace."""
+    _make_program(
+        shelf / "bwrap",
+        'for word; do shift; [ "$word" = --disable-userns ] || set -- "$@" "$word"; done\n'
+        f'exec {shutil.which("bwrap")} "$@"',
+    )
+    refused, _ = _choose(shelf)
+    assert "nested_userns=True" in refused
+
+
+def _make_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def _choose(shelf: Path) -> tuple[str, str]:
+    """Return the answers for level namespace and rlimit of a process with only that shelf on its PATH."""
+    env = {"PATH": str(shelf), "PYTHONPATH": str(Path(strop.__file__).parent.parent)}
+    ended = subprocess.run(
+        [sys.executable, "-c", CHOOSE], env=env, capture_output=True, text=True, check=True
+    )
+    first, second = ended.stdout.splitlines()
+    return first, second
+
+
+STARVE = """
+import asyncio, os, resource
+from strop.errors import SandboxRefused
+from strop.sandbox import client, make_backend, SandboxSpec
+async def main():
+    await asyncio.sleep(0)
+    used = len(os.listdir("/proc/self/fd")) - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
+    try:
+        await make_backend("process").create(SandboxSpec())
+    except SandboxRefused as refusal:
+        print(refusal.kind, refusal)
+asyncio.run(main())
+"""
+
+
+def test_a_host_without_descriptors_is_told() -> None:
+    env = {"PYTHONPATH": str(Path(strop.__file__).parent.parent)}
+    ended = subprocess.run(
+        [sys.executable, "-c", STARVE], env=env, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.startswith("host the process that makes sandboxes does not start")

@@ -1,0 +1,145 @@
+"""The parts a supervisor is made of, each by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.sandbox import Limits
+from strop.sandbox.capture import Capture
+from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
+from strop.sandbox.command import measure_tree
+from strop.sandbox.family import find_descendants, kill_strays, memory_bytes, num_threads, signal_descendants
+from strop.sandbox.frames import pack, unpack
+from strop.sandbox.linux import can_reach
+
+
+@given(
+    st.lists(st.binary(max_size=40), max_size=12),
+    st.integers(min_value=0, max_value=20),
+    st.integers(min_value=0, max_value=20),
+)
+def test_a_capture_keeps_head_and_tail_of_any_stream(parts: list[bytes], head: int, tail: int) -> None:
+    capture = Capture(head, tail)
+    for part in parts:
+        capture.feed(part)
+    whole = b"".join(parts)
+    expected = whole if len(whole) <= head + tail else whole[:head] + whole[len(whole) - tail :]
+    assert capture.kept() == expected
+    assert capture.total == len(whole)
+
+
+def test_frames_survive_any_cut() -> None:
+    stream = pack({"a": 1}, b"\x00\xff" * 3) + pack({}, b"")
+    for cut in range(len(stream)):
+        buffer = bytearray(stream[:cut])
+        found = list(unpack(buffer))
+        buffer += stream[cut:]
+        assert [*found, *unpack(buffer)] == [({"a": 1}, b"\x00\xff" * 3), ({}, b"")]
+        assert buffer == b""
+
+
+MEMBERSHIP_1 = "9:name=systemd:/\n8:pids:/job\n4:memory:/box/7\n1:cpu,cpuacct:/\n0::/\n"
+MOUNTS_1 = """\
+30 24 0:26 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+31 24 0:27 /job /sys/fs/cgroup/pids rw,relatime shared:9 - cgroup cgroup rw,pids
+32 24 0:28 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
+33 24 0:29 / /home rw - ext4 /dev/vda rw
+"""
+
+
+def test_version_1_groups_are_found_below_this_process() -> None:
+    assert sorted(find_controllers(membership=MEMBERSHIP_1, mounts=MOUNTS_1), key=lambda c: c.name) == [
+        Controller("memory", 1, Path("/sys/fs/cgroup/memory/box/7")),
+        # The mount shows the hierarchy from /job on.
+        Controller("pids", 1, Path("/sys/fs/cgroup/pids")),
+    ]
+
+
+def test_version_2_controllers_count_only_where_they_are_handed_down(tmp_path: Path) -> None:
+    own_dir = tmp_path / "user/me"
+    own_dir.mkdir(parents=True)
+    mounts = f"32 24 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n"
+    assert find_controllers(membership="0::/user/me\n", mounts=mounts) == []
+    (own_dir / "cgroup.subtree_control").write_text("cpu memory\n")
+    found = find_controllers(membership="0::/user/me\n", mounts=mounts)
+    assert [(controller.name, controller.version) for controller in found] == [("memory", 2)]
+    assert found[0].own_dir.resolve() == own_dir.resolve()
+
+
+def test_version_2_limits_are_written_and_kills_are_read(tmp_path: Path) -> None:
+    own = [Controller(name, 2, tmp_path) for name in ("memory", "pids")]
+    made = tmp_path / "box"
+    made.mkdir()
+    (made / "memory.swap.max").touch()
+    group = make_cgroup(own, "box", Limits(memory_bytes=1 << 20, max_processes=7))
+    assert (made / "memory.max").read_text() == "1048576"
+    assert (made / "memory.swap.max").read_text() == "0"
+    assert (made / "pids.max").read_text() == "7"
+    assert group.member_paths == [made / "cgroup.procs"]
+    (made / "memory.events").write_text("low 0\nhigh 0\nmax 5\noom 3\noom_kill 2\n")
+    assert group.count_oom_kills() == 2
+
+
+def test_groups_that_may_not_be_made_are_left_out(tmp_path: Path) -> None:
+    group = make_cgroup([Controller("memory", 1, tmp_path / "missing/deeper")], "box", Limits())
+    assert (group.dirs, group.member_paths, group.count_oom_kills()) == ({}, [], 0)
+    group.remove()
+
+
+def test_descendants_are_found_measured_and_signaled() -> None:
+    # sh and two sleeps, one of them in a session of its own.
+    tree = subprocess.Popen(["/bin/sh", "-c", "setsid sleep 7401 & sleep 7401; true"])
+    try:
+        deadline = time.monotonic() + 5
+        while len(find_descendants(tree.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        below = find_descendants(tree.pid)
+        assert len(below) == 2
+        assert num_threads(below) == 2
+        # The exact sum, taken beyond the limit, counts shared pages by their share.
+        assert 0 < memory_bytes(below, 0) <= memory_bytes(below, 1 << 40) < 1 << 27
+        signal_descendants(tree.pid, signal.SIGKILL)
+        assert tree.wait(5) == 0
+    finally:
+        tree.kill()
+        tree.wait()
+
+
+def test_only_strays_are_killed() -> None:
+    own, stray = (subprocess.Popen(["/bin/sleep", "7402"]) for _ in range(2))
+    others = set(find_descendants(os.getpid())) - {own.pid, stray.pid}
+    try:
+        kill_strays(os.getpid(), {own.pid, *others})
+        assert stray.wait(5) == -signal.SIGKILL
+        assert own.poll() is None
+    finally:
+        for process in (own, stray):
+            process.kill()
+            process.wait()
+
+
+def test_a_tree_of_files_is_measured_without_following_links(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/file").write_bytes(bytes(10_000))
+    (tmp_path / "loop").symlink_to(tmp_path)
+    num_bytes, num_files = measure_tree(str(tmp_path))
+    # a, a/b, a/b/file, loop.
+    assert num_files == 4
+    assert num_bytes >= 10_000
+    assert measure_tree(str(tmp_path / "gone")) == (0, 0)
+
+
+def test_a_path_below_a_private_directory_cannot_be_reached_by_others(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    (private / "open").mkdir(parents=True)
+    private.chmod(0o700)
+    assert can_reach("/usr")
+    assert not can_reach(str(private / "open"))
+    assert not can_reach("/no/such/place")
