@@ -138,13 +138,14 @@ def _choose(shelf: Path) -> tuple[str, str]:
 STARVE = """
 import asyncio, os, resource
 from strop.errors import SandboxRefused
-from strop.sandbox import client, make_backend, SandboxSpec
+from strop.sandbox import SandboxSpec, client, make_backend
 async def main():
-    await asyncio.sleep(0)
+    # Loaded before nothing can be opened any more.
+    backend = make_backend("process")
     used = len(os.listdir("/proc/self/fd")) - 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
     try:
-        await make_backend("process").create(SandboxSpec())
+        await backend.create(SandboxSpec())
     except SandboxRefused as refusal:
         print(refusal.kind, refusal)
 asyncio.run(main())

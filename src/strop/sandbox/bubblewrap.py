@@ -27,7 +27,14 @@ from typing import Any, NoReturn
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel, Sandbox, SandboxSpec
 from strop.sandbox.inside import NAMESPACES
-from strop.sandbox.linux import ALL_NAMESPACES, CLONE_NEWNET, become, enter_namespaces
+from strop.sandbox.linux import (
+    ALL_NAMESPACES,
+    CLONE_NEWNET,
+    CLONE_NEWPID,
+    become,
+    close_all_above,
+    enter_namespaces,
+)
 from strop.sandbox.place import Ground, Order, Watch, guard
 
 INSIDE_ID = 1000
@@ -56,7 +63,6 @@ class BubblewrapBackend:
 class BubblewrapPlace:
     """A set of namespaces, held by one process."""
 
-    has_own_pids = True
     scratch = "/tmp"
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
@@ -65,6 +71,11 @@ class BubblewrapPlace:
         self._network = order.network
         self.user = (INSIDE_ID, INSIDE_ID) if os.geteuid() == 0 else None
         self._cat_in, self.holder = self._start(_bwrap_argv(order, ground))
+        # Root can direct its own children into the process namespace, which saves a fork each. An
+        # ordinary user may join all namespaces together only.
+        self.has_own_pids = self.user is None
+        if not self.has_own_pids:
+            enter_namespaces(self.holder, CLONE_NEWPID)
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
         self._has_own_count = is_private_uid or version >= _KERNEL_WITH_COUNTS
@@ -111,7 +122,7 @@ class BubblewrapPlace:
         try:
             for target, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, target)
-            os.closerange(len(descriptors), 1 << 30)
+            close_all_above(len(descriptors) - 1)
             os.setsid()
             if os.geteuid() == 0:
                 become(self._uid, self._uid)
@@ -124,8 +135,10 @@ class BubblewrapPlace:
 
     def enter(self) -> None:
         """Join all namespaces of process 1."""
-        flags = ALL_NAMESPACES & ~(CLONE_NEWNET if self._network == "host" else 0)
-        enter_namespaces(self.holder, flags)
+        left_out = CLONE_NEWNET if self._network == "host" else 0
+        if not self.has_own_pids:
+            left_out |= CLONE_NEWPID
+        enter_namespaces(self.holder, ALL_NAMESPACES & ~left_out)
 
     def kill(self) -> None:
         """Kill process 1, and the kernel all others with it."""

@@ -23,7 +23,14 @@ from typing import Any, NoReturn
 
 from strop.sandbox.family import find_descendants, kill_biggest, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.inside import run_builtin
-from strop.sandbox.linux import adopt_orphans, become, drop_capabilities, forbid_privileges, hide_from_tracers
+from strop.sandbox.linux import (
+    adopt_orphans,
+    become,
+    close_all_above,
+    drop_capabilities,
+    forbid_privileges,
+    hide_from_tracers,
+)
 from strop.sandbox.place import Place
 
 ASK, KILL = b"T", b"K"
@@ -266,7 +273,7 @@ def become_program(
         for target, descriptor in enumerate(streams):
             os.dup2(descriptor, target)
         os.dup2(error_w, _ERROR_DESCRIPTOR, inheritable=False)
-        os.closerange(_ERROR_DESCRIPTOR + 1, 1 << 30)
+        close_all_above(_ERROR_DESCRIPTOR)
         _give_up(place, request)
         # Python ignores these two; a program expects them as they were.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 CLONE_NEWNS = 0x00020000
@@ -21,7 +22,7 @@ ALL_NAMESPACES = (
 )
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 4096, 16384, 1 << 19
 _MNT_DETACH = 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 4, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -70,9 +71,13 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _checked(_libc.mount(*encoded, ctypes.c_ulong(flags), data), f"mount {target}")
 
 
-def die_with_parent(number: int) -> None:
-    """Ask for a signal when the parent's thread ends."""
-    _prctl(_PR_SET_PDEATHSIG, number)
+def close_all_above(last_kept: int) -> None:
+    """Close every descriptor of this process above a number."""
+    # Not os.closerange: where the C library is old it tries each of a billion numbers.
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > last_kept:
+            with suppress(OSError):  # The listing's own is closed already.
+                os.close(int(name))
 
 
 def adopt_orphans() -> None:
