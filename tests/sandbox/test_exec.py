@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -272,6 +274,29 @@ def test_the_death_of_the_keeper_loses_its_sandboxes_and_the_next_has_a_new_one(
     _wait_until_gone("7203")
 
 
+@on_every_backend
+def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) -> None:
+    async def run() -> None:
+        sandbox = await make_backend(backend).create(spec_of())
+        await sandbox.write("file", b"x")
+        command = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", "setsid sleep 7205"], wall_limit_s=60))
+        (pid,) = await appearance_of("7205")
+        own = os.getpid()
+        line = [pid]
+        while (parent := _parent(line[-1])) not in (own, 1, None):
+            line.append(parent)
+        # From the program up: the runner, (bwrap's process 1 is not above it,) the supervisor, the keeper.
+        os.kill(line[-2], signal.SIGKILL)
+        with pytest.raises(SandboxLost):
+            await command
+        await sandbox.stop()
+
+    asyncio.run(run())
+    _wait_until_gone("7205")
+    # The keeper lives on.
+    assert shell(backend, "echo next").stdout == b"next\n"
+
+
 _OWNER = """
 import asyncio, sys
 from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
@@ -295,6 +320,34 @@ def test_the_death_of_the_owner_ends_everything(backend: str) -> None:
         owner.kill()
         owner.wait()
     _wait_until_gone("7204")
+
+
+_ONE = """
+import asyncio
+from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
+async def main():
+    async with await make_backend("process").create(SandboxSpec(min_level=IsolationLevel.RLIMIT)):
+        pass
+asyncio.run(main())
+"""
+
+
+def test_directories_of_killed_keepers_are_removed_and_others_stay() -> None:
+    base = Path(tempfile.gettempdir())
+    abandoned, held, young = (Path(tempfile.mkdtemp(prefix="strop-sandbox-", dir=base)) for _ in range(3))
+    (abandoned / "1/deep").mkdir(parents=True)
+    (abandoned / "1").chmod(0)
+    for path in (abandoned, held):
+        os.utime(path, (0, 0))
+    descriptor = os.open(held, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        subprocess.run([sys.executable, "-c", _ONE], env={"PYTHONPATH": _source_dir()}, check=True)
+        assert [path.exists() for path in (abandoned, held, young)] == [False, True, True]
+    finally:
+        os.close(descriptor)
+        held.rmdir()
+        young.rmdir()
 
 
 def _wait_until_gone(word: str) -> None:

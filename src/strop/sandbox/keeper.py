@@ -9,6 +9,7 @@ what is left below it, and goes.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import itertools
 import json
@@ -16,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from strop.sandbox.bubblewrap import BubblewrapPlace
-from strop.sandbox.cgroup import find_controllers
+from strop.sandbox.cgroup import Cgroup, find_controllers
 from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
@@ -40,11 +42,13 @@ from strop.sandbox.linux import (
     sandbox_uid,
 )
 from strop.sandbox.place import Ground, Order, Place
-from strop.sandbox.process import ProcessPlace
+from strop.sandbox.process import ProcessPlace, remove_tree
 from strop.sandbox.supervisor import Supervisor
 
 MAX_ORDER_BYTES = 1 << 17
 _END_LIMIT_S = 10.0
+_PREFIX = "strop-sandbox-"
+_ABANDONED_AFTER_S = 60.0
 _PLACES: dict[str, type[ProcessPlace | BubblewrapPlace]] = {
     "process": ProcessPlace,
     "bubblewrap": BubblewrapPlace,
@@ -137,14 +141,27 @@ class _Keeper:
     def _bury(self) -> None:
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 break
+            if pid in self._supervisors and status != 0:
+                self._clear_after(pid)
             self._supervisors.discard(pid)
         # A supervisor that died before its sandbox leaves its processes to this one.
         kill_strays(os.getpid(), self._supervisors)
+
+    def _clear_after(self, pid: int) -> None:
+        """Remove what a supervisor that was killed has left."""
+        kill_strays(os.getpid(), self._supervisors)
+        Cgroup({each.name: each.own_dir / f"strop-{pid}" for each in self._ground.controllers}).remove()
+        scratch = str(Path(self._ground.runtime_dir, str(pid)))
+        if os.path.isdir(scratch):
+            if self._ground.can_mount:
+                with suppress(OSError):
+                    detach_mount(scratch)
+            remove_tree(scratch)
 
     def _end(self) -> None:
         os.close(self._alive_w)
@@ -203,8 +220,11 @@ def _prepare_ground() -> Ground:
     is_root = os.geteuid() == 0
     bases = [tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]
     base = next((path for path in bases if not is_root or can_reach(path)), bases[0])
-    runtime_dir = tempfile.mkdtemp(prefix="strop-sandbox-", dir=base)
+    _remove_abandoned(base)
+    runtime_dir = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
     os.chmod(runtime_dir, 0o711)
+    # Held by this process and its sandboxes for as long as one of them lives.
+    _lock(runtime_dir)
     can_mount = False
     if is_root:
         try:
@@ -215,6 +235,29 @@ def _prepare_ground() -> Ground:
             # Root of a container without the right to mount: paths stay where they are.
             can_mount = False
     return Ground(runtime_dir=runtime_dir, can_mount=can_mount, controllers=find_controllers())
+
+
+def _remove_abandoned(base: str) -> None:
+    """Remove the directories of keepers that were killed."""
+    for path in Path(base).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = path.lstat()
+            # A young one may not have been locked yet.
+            is_old = time.time() - found.st_mtime > _ABANDONED_AFTER_S
+            if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) and is_old:
+                descriptor = _lock(str(path))
+                remove_tree(str(path))
+                os.close(descriptor)
+
+
+def _lock(path: str) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 if __name__ == "__main__":

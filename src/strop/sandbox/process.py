@@ -124,8 +124,13 @@ class ProcessPlace:
             detach_mount(self.scratch)
             os.rmdir(self.scratch)
             return
-        # rm: Python's own removal recurses, and a program may nest directories deeper than that.
-        for step in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-            if os.path.isdir(self.scratch):
-                program = shutil.which(step[0], path="/usr/bin:/bin") or step[0]
-                subprocess.run([program, *step[1:], self.scratch], check=False, stderr=subprocess.DEVNULL)
+        remove_tree(self.scratch)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory of this user's and all below it, whatever the modes are."""
+    # rm: Python's own removal recurses, and a program may nest directories deeper than that.
+    for step in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        if os.path.isdir(path):
+            program = shutil.which(step[0], path="/usr/bin:/bin") or step[0]
+            subprocess.run([program, *step[1:], path], check=False, stderr=subprocess.DEVNULL)
