@@ -1,0 +1,215 @@
+"""Finding the Python code in a reply, and what it defines. Nothing here runs it.
+
+A reply is text around code: reasoning, fences that may be cut or opened by the prompt, markers of the
+few-shot form, prose. The rules stand in the order in which they are tried; the first find that compiles
+and defines the tested name is taken, else the first that compiles, else the fenced text as it stands.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MAX_CODE_CHARS = 100_000
+"""Longer texts are not looked at: no reply within a task's budget is as long, and parsing takes its time."""
+_MAX_PROSE_LINES = 20
+_THINK_END = re.compile(r"</think(?:ing)?>")
+_THINK_START = re.compile(r"<think(?:ing)?>")
+_PYTHON_TAGS = frozenset({"python", "py", "python3"})
+# A fence opens on a line of its own; behind other text only with a tag that says Python.
+_OPENING = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*(?P<tag>[^\s`]*)[^\n`]*(?:\n|\Z)"
+    r"|(?P<late_fence>`{3,})[ \t]*(?P<late_tag>(?i:python3?|py))[ \t]*(?:\n|\Z)",
+    re.MULTILINE,
+)
+_BEGIN, _DONE = "[BEGIN]", "[DONE]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    code: str
+    tag: str
+    is_closed: bool
+    starts_at: int
+    """Where its opening fence stands in the text."""
+
+
+def extract_python(text: str, *, entry_point: str | None = None, first_def_only: bool = False) -> str | None:
+    """Return the code of a reply; None where there is none.
+
+    `entry_point` is the tested name, which decides between several finds. `first_def_only` drops all
+    top-level code behind its definition. What is returned need not compile.
+    """
+    answer = _after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
+    if answer is None or len(answer) > MAX_CODE_CHARS:
+        return None
+    answer = answer.partition(_DONE)[0].rpartition(_BEGIN)[2]
+    best, best_rank = None, -1
+    for find in _finds(answer, entry_point):
+        code = _clean(find)
+        rank = _rank(code, entry_point)
+        if rank > best_rank:
+            best, best_rank = code, rank
+        if rank == _DEFINES:
+            break
+    if best is None or not best.strip():
+        return None
+    return _up_to_definition(best, entry_point) if first_def_only and entry_point else best
+
+
+def compiles(code: str) -> bool:
+    """Whether some text is Python."""
+    return _parse(code) is not None
+
+
+def defines(code: str, name: str) -> bool:
+    """Whether code compiles and binds a name at its top level, or as a method of a class Solution."""
+    tree = _parse(code)
+    return tree is not None and name in top_level_names(tree)
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module binds by definition, assignment or import, and Solution's methods."""
+    names: set[str] = set()
+    for node in tree.body:
+        names |= _bound_names(node)
+        if isinstance(node, ast.ClassDef) and node.name == "Solution":
+            names |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
+
+
+def _bound_names(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    # A definition below `if` or `try` is one too; names inside of functions are their own.
+    stores = {
+        inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+    }
+    nested = [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)]
+    return stores.union(*(_bound_names(inner) for inner in nested))
+
+
+_NO_CODE, _BROKEN, _COMPILES, _DEFINES = range(-1, 3)
+
+
+def _rank(code: str, entry_point: str | None) -> int:
+    if not code.strip():
+        return _NO_CODE
+    tree = _parse(code)
+    if tree is None:
+        return _BROKEN
+    if not any(_does_something(node) for node in tree.body):
+        return _NO_CODE
+    return _DEFINES if entry_point is None or entry_point in top_level_names(tree) else _COMPILES
+
+
+def _does_something(node: ast.stmt) -> bool:
+    """Tell code from a word or a number, which are Python too."""
+    return not isinstance(node, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(node))
+
+
+def _parse(code: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            # About escapes in the reply's text literals; they are its author's business.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(code)
+            compile(tree, "<reply>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError):
+        return None
+    return tree
+
+
+def _after_thinking(text: str) -> str | None:
+    """Return what stands behind the last closed reasoning block; None where one is open."""
+    ends = list(_THINK_END.finditer(text))
+    answer = text[ends[-1].end() :] if ends else text
+    return None if _THINK_START.search(answer) else answer
+
+
+def _finds(answer: str, entry_point: str | None) -> Iterator[str]:
+    """Yield texts that may be the code, in the order of the rules; those without a fence must compile."""
+    blocks = list(_blocks(answer))
+    # A text that is Python as it stands has its fences, if any, in its strings and comments.
+    if _rank(answer, None) >= _COMPILES:
+        yield answer
+        return
+    if not blocks:
+        yield from _without_prose(answer, entry_point)
+        return
+    closed = [block for block in blocks if block.is_closed]
+    for wanted in (_PYTHON_TAGS, {""}):
+        codes = [block.code for block in closed if block.tag.lower() in wanted]
+        if codes:
+            yield "\n".join(codes)
+            yield from reversed(codes)
+            break
+    before = answer[: blocks[0].starts_at]
+    opened = [block for block in blocks if not block.is_closed and block.tag.lower() in {*_PYTHON_TAGS, ""}]
+    # An untagged fence behind code closes what the prompt opened.
+    if _rank(_clean(before), entry_point) == _DEFINES and not blocks[0].tag:
+        yield before
+    yield from (block.code for block in opened)
+    if _rank(_clean(before), None) >= _COMPILES:
+        yield before
+
+
+def _blocks(text: str) -> Iterator[_Block]:
+    position = 0
+    while opening := _OPENING.search(text, position):
+        fence = opening["fence"] or opening["late_fence"]
+        closing = re.compile(rf"^[ \t]*`{{{len(fence)},}}(?![\w`])", re.MULTILINE).search(text, opening.end())
+        end = closing.start() if closing else len(text)
+        yield _Block(
+            code=_unindent(text[opening.end() : end], opening["indent"] or ""),
+            tag=opening["tag"] or opening["late_tag"] or "",
+            is_closed=closing is not None,
+            starts_at=opening.start(),
+        )
+        position = closing.end() if closing else len(text)
+
+
+def _unindent(code: str, indent: str) -> str:
+    """Take the indentation of a fence from the lines in it."""
+    return "\n".join(line.removeprefix(indent) for line in code.split("\n")) if indent else code
+
+
+def _without_prose(answer: str, entry_point: str | None) -> Iterator[str]:
+    """Yield the text without its first lines, as many as it takes until the rest is Python."""
+    lines = answer.split("\n")
+    for num_dropped in range(min(_MAX_PROSE_LINES, len(lines) - 1) + 1):
+        rest = "\n".join(lines[num_dropped:])
+        if _rank(_clean(rest), entry_point) >= _COMPILES:
+            yield rest
+
+
+def _clean(code: str) -> str:
+    """Expand tabs in front of lines; strip blank lines around the code, and a fence behind it."""
+    lines = [_expand_indent(line) for line in code.split("\n")]
+    while lines and (not lines[-1].strip() or re.fullmatch(r"\s*`{3,}\s*", lines[-1])):
+        lines.pop()
+    first = next((index for index, line in enumerate(lines) if line.strip()), len(lines))
+    return "\n".join(lines[first:]).rstrip()
+
+
+def _expand_indent(line: str) -> str:
+    body = line.lstrip(" \t")
+    return line[: len(line) - len(body)].expandtabs(4) + body
+
+
+def _up_to_definition(code: str, entry_point: str) -> str:
+    tree = _parse(code)
+    for node in tree.body if tree else []:
+        is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_named and entry_point in _defined_by(node):
+            return "\n".join(code.split("\n")[: node.end_lineno])
+    return code
+
+
+def _defined_by(node: ast.stmt) -> set[str]:
+    return top_level_names(ast.Module(body=[node], type_ignores=[]))

@@ -1,0 +1,118 @@
+"""Judging a Python program in a fresh sandbox: `judge_python`.
+
+What the program does to itself, to its time and to the process that judges it is a verdict, and never a
+pass. What the sandbox or the judge fails to do raises, so that the reply has no score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from strop.errors import SandboxError, explain_refusal
+from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, SandboxSpec
+from strop.tasks.python_judge.bundle import read_runner
+from strop.tasks.python_judge.job import FILE_BYTES, MAX_OPEN_FILES, MEMORY_BYTES, JudgeJob, JudgeVerdict
+from strop.tasks.python_judge.runner import STARTED
+
+START_LIMIT_S = 5.0
+"""Wall time of the runner beside the tests: to start, and to be told apart from them when it hangs."""
+_MAX_EXIT_CODE = 128
+"""A larger exit code is a shell's or a sandbox's way to say that a signal ended the program."""
+
+
+def judge_python(job: JudgeJob, *, min_isolation: str = "namespace") -> JudgeVerdict:
+    """Run a program's tests in a fresh sandbox; blocks, also while other event loops run elsewhere.
+
+    Raises: SandboxRefused if this host has no sandbox of that level; SandboxError if it, or the judge in
+    it, failed.
+    """
+    return asyncio.run(_judge(job, IsolationLevel[min_isolation.upper()]))
+
+
+async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
+    from strop.sandbox import choose_backend
+
+    limits = Limits(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES, max_open_files=MAX_OPEN_FILES)
+    backend = await choose_backend(min_level=min_level)
+    nonce = secrets.token_hex(16)
+    async with await backend.create(SandboxSpec(limits=limits, min_level=min_level)) as sandbox:
+        result = await sandbox.exec(
+            [*sandbox.python_argv, "-c", read_runner()],
+            stdin=pack_job(job, nonce),
+            wall_limit_s=job.wall_s + START_LIMIT_S,
+        )
+        return read_verdict(job, nonce, result, sandbox.isolation.level.word)
+
+
+def pack_job(job: JudgeJob, nonce: str) -> bytes:
+    """Return a job as the runner reads it. The nonce marks what the runner says as its own words."""
+    return json.dumps(
+        {
+            "nonce": nonce,
+            "mode": job.mode,
+            "source": job.source,
+            "names": job.names,
+            "imports": job.imports,
+            "definitions": job.definitions,
+            "setup": job.setup,
+            "tests": job.tests,
+            "input_output": job.input_output,
+            "limits": job.limits(),
+        }
+    ).encode()
+
+
+def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:
+    """Return what the runner said, or what follows from its silence.
+
+    Raises: SandboxError if the silence is not the program's doing.
+    """
+    lines = result.stdout.decode(errors="replace").splitlines()
+    verdict = _find_verdict(lines, nonce)
+    if verdict is not None:
+        counts = verdict["counts"]
+        return JudgeVerdict(
+            num_tests=verdict["total"],
+            num_passed=counts.get("passed", 0),
+            num_failed=counts.get("failed", 0),
+            num_errored=counts.get("errored", 0),
+            num_timed_out=counts.get("timed_out", 0),
+            cause=verdict["cause"],
+            isolation=isolation,
+        )
+    own_error = result.kind is ExecKind.EXITED and 0 <= (result.exit_code or 0) <= _MAX_EXIT_CODE
+    if f"{STARTED} {nonce}" not in lines or own_error:
+        errors = " ".join(result.stderr.decode(errors="replace").split())[-400:]
+        raise SandboxError(
+            explain_refusal(
+                f"the judge of a program gave no verdict ({result.kind}, exit code {result.exit_code},"
+                f" after {result.duration_s:.1f} s; {errors or 'no error text'})",
+                allowed="a verdict for every program that was started",
+                next_step="look whether this host has memory and processes to spare; the reply has no score",
+            )
+        )
+    # The program was running: it killed or stopped its judge, or took the memory of both.
+    is_late = result.kind is ExecKind.TIMED_OUT
+    cause = f"the program ended its judge ({result.kind})"
+    if is_late:
+        return JudgeVerdict(
+            num_tests=job.num_tests, num_timed_out=job.num_tests, cause=cause, isolation=isolation
+        )
+    return JudgeVerdict(num_tests=job.num_tests, num_errored=job.num_tests, cause=cause, isolation=isolation)
+
+
+def _find_verdict(lines: list[str], nonce: str) -> Mapping[str, Any] | None:
+    for line in lines:
+        if not line.startswith("{"):
+            continue
+        try:
+            found: Any = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and found.get("nonce") == nonce:
+            return found
+    return None

@@ -1,0 +1,161 @@
+"""Values between a candidate and its judge: JSON with type tags, from which only plain values are built.
+
+Nothing that is read here can run code: no pickle, no class of the sender. What has no plain form
+(an object of the candidate's own class, an iterator, a function) travels as a number, its reference.
+A subclass of a plain type travels as the plain type: a Counter is a dict, a named tuple a tuple.
+Runs in the sandbox, where only the standard library is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_MAX_JSON_INT = 1 << 53
+_MAX_JSON_DIGITS = 20
+_PLAIN_TYPES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object),
+        type(None),
+    )
+}
+
+
+class MalformedValue(ValueError):
+    """Raised where what was received is not in the form that `encode` writes."""
+
+
+def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
+    """Return the JSON form of a value. `refer` gives the form of what is not plain.
+
+    Raises: RecursionError if a value contains itself; whatever `refer` raises.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is list:
+        return [encode(item, refer) for item in value]
+    # The methods of the plain type are called, because a subclass may have its own.
+    if isinstance(value, int):
+        plain = int.__pos__(value)
+        return plain if -_MAX_JSON_INT < plain < _MAX_JSON_INT else {"t": "int", "v": hex(plain)}
+    if isinstance(value, float):
+        number = float.__pos__(value)
+        return number if math.isfinite(number) else {"t": "float", "v": repr(number)}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, list):
+        return [encode(item, refer) for item in list.__iter__(value)]
+    if isinstance(value, dict):
+        pairs = [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]
+        return {"t": "dict", "v": pairs}
+    for plain_type in (tuple, set, frozenset):
+        if isinstance(value, plain_type):
+            return {"t": plain_type.__name__, "v": [encode(item, refer) for item in plain_type.__iter__(value)]}
+    return _encode_rare(value, refer)
+
+
+def _encode_rare(value: Any, refer: Callable[[Any], Any]) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return {"t": "bytes" if isinstance(value, bytes) else "bytearray", "v": bytes(value).hex()}
+    if type(value) is complex:
+        return {"t": "complex", "v": [encode(value.real, refer), encode(value.imag, refer)]}
+    if type(value) is range:
+        return {"t": "range", "v": [encode(part, refer) for part in (value.start, value.stop, value.step)]}
+    if isinstance(value, type) and _PLAIN_TYPES.get(value.__name__) is value:
+        return {"t": "type", "v": value.__name__}
+    # A value of such a type exists only where its module has been imported.
+    for module, name in (("decimal", "Decimal"), ("fractions", "Fraction")):
+        if module in sys.modules and type(value) is getattr(sys.modules[module], name, None):
+            return {"t": name, "v": str(value)}
+    return refer(value)
+
+
+def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
+    """Return the value of a JSON form. `resolve` gives what a reference stands for.
+
+    Raises: MalformedValue if it is none.
+    """
+    if isinstance(data, list):
+        return [decode(item, resolve) for item in data]
+    if not isinstance(data, dict):
+        return data
+    tag, body = data.get("t"), data.get("v")
+    try:
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag]([decode(item, resolve) for item in _checked(body, list)])
+        if tag == "dict":
+            return {decode(key, resolve): decode(item, resolve) for key, item in _checked(body, list)}
+        if tag == "ref":
+            return resolve(_checked(body, int))
+        return _SCALARS[tag](_checked(body, str))
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise MalformedValue(f"a value of form {str(tag)[:20]!r}: {type(error).__name__}") from error
+
+
+def _checked(body: Any, kind: type) -> Any:
+    if type(body) is not kind:
+        raise TypeError(type(body).__name__)
+    return body
+
+
+def _hexadecimal(text: str) -> int:
+    return int(text, 16)
+
+
+def _decimal(text: str) -> Any:
+    from decimal import Decimal
+
+    return Decimal(text)
+
+
+def _fraction(text: str) -> Any:
+    from fractions import Fraction
+
+    numerator, _, denominator = text.partition("/")
+    return Fraction(_short_int(numerator), _short_int(denominator or "1"))
+
+
+def _short_int(text: str) -> int:
+    """Read a decimal number. Reading a million digits would take minutes, and nothing can interrupt it."""
+    if len(text) > _MAX_JSON_DIGITS:
+        raise MalformedValue(f"a decimal number of {len(text)} digits")
+    return int(text)
+
+
+_CONTAINERS: dict[Any, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "range": lambda parts: range(*parts),
+    "complex": lambda parts: complex(*parts),
+}
+_SCALARS: dict[Any, Callable[[str], Any]] = {
+    "int": _hexadecimal,
+    "float": float,
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "type": _PLAIN_TYPES.__getitem__,
+    "Decimal": _decimal,
+    "Fraction": _fraction,
+}
+
+
+def dump(message: Any) -> bytes:
+    """Return a message of encoded values as bytes."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def parse(body: bytes) -> Any:
+    """Return the message in some bytes.
+
+    Raises: MalformedValue if they are no JSON.
+    """
+    try:
+        return json.loads(body, parse_int=_short_int)
+    except (ValueError, RecursionError) as error:
+        raise MalformedValue(f"a message that is not JSON ({type(error).__name__})") from error
