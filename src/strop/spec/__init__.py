@@ -19,18 +19,30 @@ from strop.spec.reader import ResolvedSpec, load_spec
 from strop.spec.run import RunSpec, num_train_examples
 from strop.spec.sampling import SamplingSpec
 from strop.spec.schema import all_keys
-from strop.spec.task import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, ReverseTextSpec, TaskSpec
+from strop.spec.task import (
+    AppsSpec,
+    ArithmeticSpec,
+    Gsm8kSpec,
+    HumanEvalSpec,
+    MbppSpec,
+    ReasoningGymSpec,
+    ReverseTextSpec,
+    TaskSpec,
+)
 from strop.spec.train import TrainSpec
 from strop.spec.tripwires import TripwireSpec
 from strop.spec.writer import spec_digest, write_spec
 
 __all__ = [
     "AlgorithmSpec",
+    "AppsSpec",
     "ArithmeticSpec",
     "EngineSpec",
     "EvalSpec",
     "Explanation",
     "Gsm8kSpec",
+    "HumanEvalSpec",
+    "MbppSpec",
     "ModelSpec",
     "OptimizerSpec",
     "OutputSpec",

@@ -88,7 +88,9 @@ def _bound_names(node: ast.stmt) -> set[str]:
         return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     # A definition below `if` or `try` is one too; names inside of functions are their own.
     stores = {
-        inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+        inner.id
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
     }
     nested = [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)]
     return stores.union(*(_bound_names(inner) for inner in nested))
@@ -213,3 +215,51 @@ def _up_to_definition(code: str, entry_point: str) -> str:
 
 def _defined_by(node: ast.stmt) -> set[str]:
     return top_level_names(ast.Module(body=[node], type_ignores=[]))
+
+
+def extract_body(text: str, head: str, entry_point: str) -> str | None:
+    """Return a reply's code as the rest of a function that `head` begins; None where it is no such code.
+
+    `head` ends in the function's signature and docstring. A body that lost its indentation gets one.
+    """
+    answer = _after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
+    if answer is None or len(answer) > MAX_CODE_CHARS:
+        return None
+    answer = answer.partition(_DONE)[0].rpartition(_BEGIN)[2]
+    blocks = [*_blocks(answer)]
+    pieces = [block.code for block in blocks if block.is_closed or block.tag]
+    pieces.append(answer[: blocks[0].starts_at] if blocks else answer)
+    for piece in pieces:
+        lines = [_expand_indent(line) for line in piece.split("\n")]
+        for body in ("\n".join(lines), "\n".join(f"    {line}" if line else line for line in lines)):
+            if body.lstrip("\n").startswith(" ") and _has_body(head + body, entry_point):
+                return body.rstrip()
+    return None
+
+
+def _has_body(program: str, entry_point: str) -> bool:
+    tree = _parse(program)
+    for node in tree.body if tree else []:
+        if isinstance(node, ast.FunctionDef) and node.name == entry_point:
+            return any(_does_something(inner) for inner in node.body)
+    return False
+
+
+def import_lines(code: str) -> tuple[str, ...]:
+    """Return the import statements at the top level of some code; none if it is no Python."""
+    tree = _parse(code)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)] if tree else []
+    return tuple(ast.unparse(node) for node in imports)
+
+
+def used_names(code: str) -> tuple[str, ...]:
+    """Return the names that some code reads, outermost first, each once; none if it is no Python."""
+    tree = _parse(code)
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)] if tree else []
+    return tuple(dict.fromkeys(names))
+
+
+def module_names(code: str) -> frozenset[str]:
+    """Return the names that some code defines at its top level; none if it is no Python."""
+    tree = _parse(code)
+    return frozenset(top_level_names(tree)) if tree else frozenset()

@@ -8,17 +8,23 @@ from typing import assert_never
 
 from strop.rollout import Split
 from strop.spec.task import (
+    AppsSpec,
     ArithmeticSpec,
     Gsm8kSpec,
+    HumanEvalSpec,
+    MbppSpec,
     MixtureSpec,
     ReasoningGymSpec,
     ReverseTextSpec,
     TaskSpec,
 )
+from strop.tasks.apps import Apps
 from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.contract import Task
 from strop.tasks.curriculum import Curriculum
 from strop.tasks.gsm8k import Gsm8k
+from strop.tasks.humaneval import HumanEval
+from strop.tasks.mbpp import Mbpp
 from strop.tasks.mixture import Mixture
 from strop.tasks.reasoning_gym import ReasoningGym
 from strop.tasks.reverse_text import ReverseText
@@ -30,6 +36,9 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "reasoning-gym": "Any data set of the reasoning-gym package (extra: tasks).",
         "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
         "gsm8k": "Grade-school word problems from a hub, Parquet or JSONL.",
+        "mbpp": "Short Python functions with tests, run in a sandbox.",
+        "humaneval": "Python functions to complete, run in a sandbox; for evaluation only.",
+        "apps": "Programming contests: programs and functions, run in a sandbox.",
     }
 )
 """What each built-in task is, by name."""
@@ -44,7 +53,7 @@ def build_task(spec: TaskSpec) -> Task:
     return task if spec.order_file is None else Curriculum(task, spec)
 
 
-def _build_plain(spec: TaskSpec) -> Task:
+def _build_plain(spec: TaskSpec) -> Task:  # noqa: PLR0911  one line for each task
     """Build the task without regard to the order of its examples."""
     match spec:
         case ArithmeticSpec():
@@ -57,6 +66,12 @@ def _build_plain(spec: TaskSpec) -> Task:
             return Gsm8k(spec)
         case MixtureSpec():
             return Mixture(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
+        case MbppSpec():
+            return Mbpp(spec)
+        case HumanEvalSpec():
+            return HumanEval(spec)
+        case AppsSpec():
+            return Apps(spec)
         case _:
             assert_never(spec)
 

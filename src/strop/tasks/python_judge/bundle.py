@@ -1,4 +1,4 @@
-"""The runner as one argument of `python -c`: nothing lies in the sandbox that a candidate could read or change.
+"""The runner as one argument of `python -c`: no file lies in the sandbox that a candidate could change.
 
 It carries its modules compiled, because compiling them takes half of a short judgement's time, and as text
 for another version of Python than this process is.

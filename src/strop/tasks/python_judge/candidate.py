@@ -10,6 +10,7 @@ Runs in the sandbox, where only the standard library is.
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import resource
 import signal
@@ -18,7 +19,7 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from strop.tasks.python_judge.channel import Caught, Channel, describe
 from strop.tasks.python_judge.values import decode, encode
@@ -217,9 +218,7 @@ def _run_program(code: Any, descriptors: Sequence[int]) -> NoReturn:
         for standard, descriptor in enumerate(descriptors):
             os.dup2(descriptor, standard, inheritable=True)
             os.close(descriptor)
-        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]
-        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
-        sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
+        sys.stdin, sys.stdout, sys.stderr = _open_standard(0), _open_standard(1), _open_standard(2)
         sys.argv = ["solution.py"]
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -233,6 +232,12 @@ def _run_program(code: Any, descriptors: Sequence[int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _open_standard(descriptor: int) -> TextIO:
+    file = io.FileIO(descriptor, "w" if descriptor else "r", closefd=False)
+    buffer = io.BufferedWriter(file) if descriptor else io.BufferedReader(file)
+    return io.TextIOWrapper(buffer, encoding="utf-8")
 
 
 def _exit_code(error: BaseException | None) -> int:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from strop.errors import SandboxError, explain_refusal
+from strop.errors import SandboxError, SandboxLost, explain_refusal
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, SandboxSpec
 from strop.tasks.python_judge.bundle import read_runner
 from strop.tasks.python_judge.job import FILE_BYTES, MAX_OPEN_FILES, MEMORY_BYTES, JudgeJob, JudgeVerdict
@@ -40,12 +40,18 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
     backend = await choose_backend(min_level=min_level)
     nonce = secrets.token_hex(16)
     async with await backend.create(SandboxSpec(limits=limits, min_level=min_level)) as sandbox:
-        result = await sandbox.exec(
-            [*sandbox.python_argv, "-c", read_runner()],
-            stdin=pack_job(job, nonce),
-            wall_limit_s=job.wall_s + START_LIMIT_S,
-        )
-        return read_verdict(job, nonce, result, sandbox.isolation.level.word)
+        isolation = sandbox.isolation.level.word
+        try:
+            result = await sandbox.exec(
+                [*sandbox.python_argv, "-c", read_runner()],
+                stdin=pack_job(job, nonce),
+                wall_limit_s=job.wall_s + START_LIMIT_S,
+            )
+        except SandboxLost as error:
+            if error.kind != ExecKind.FROM_INSIDE:
+                raise
+            return _silent_verdict(job, ExecKind.FROM_INSIDE, isolation)
+        return read_verdict(job, nonce, result, isolation)
 
 
 def pack_job(job: JudgeJob, nonce: str) -> bytes:
@@ -95,14 +101,19 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
                 next_step="look whether this host has memory and processes to spare; the reply has no score",
             )
         )
-    # The program was running: it killed or stopped its judge, or took the memory of both.
-    is_late = result.kind is ExecKind.TIMED_OUT
-    cause = f"the program ended its judge ({result.kind})"
-    if is_late:
-        return JudgeVerdict(
-            num_tests=job.num_tests, num_timed_out=job.num_tests, cause=cause, isolation=isolation
-        )
-    return JudgeVerdict(num_tests=job.num_tests, num_errored=job.num_tests, cause=cause, isolation=isolation)
+    return _silent_verdict(job, result.kind, isolation)
+
+
+def _silent_verdict(job: JudgeJob, kind: ExecKind, isolation: str) -> JudgeVerdict:
+    """Return the verdict on a program that killed or stopped its judge, or took the memory of both."""
+    is_late = kind is ExecKind.TIMED_OUT
+    return JudgeVerdict(
+        num_tests=job.num_tests,
+        num_timed_out=job.num_tests if is_late else 0,
+        num_errored=0 if is_late else job.num_tests,
+        cause=f"the program ended its judge ({kind})",
+        isolation=isolation,
+    )
 
 
 def _find_verdict(lines: list[str], nonce: str) -> Mapping[str, Any] | None:

@@ -118,6 +118,7 @@ class Remote:
         object.__setattr__(self, "_reference", reference)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the candidate's object."""
         return self._link.operate("call", self._reference, *arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
@@ -217,9 +218,7 @@ class Session:
         """Raise TimeUp in the block, a little after `until`, if it is still busy in this process."""
         self._is_armed = True
         # It rings again, because a test may catch everything.
-        signal.setitimer(
-            signal.ITIMER_REAL, max(0.001, until - time.monotonic() + _GRACE_S), _GRACE_S
-        )
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, until - time.monotonic() + _GRACE_S), _GRACE_S)
         try:
             yield
         finally:
@@ -285,4 +284,3 @@ def _rebuild(names: Any, text: Any) -> Exception:
 
 FROM_CANDIDATE = "raised by the candidate"
 """Note on an exception that came over the connection: an assertion of its own is not the test's."""
-

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _MAX_JSON_INT = 1 << 53
@@ -22,6 +22,13 @@ _PLAIN_TYPES: dict[str, type] = {
         *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object),
         type(None),
     )
+}
+
+
+_ITERATED: dict[str, Callable[[Any], Iterator[Any]]] = {
+    "tuple": tuple.__iter__,
+    "set": set.__iter__,
+    "frozenset": frozenset.__iter__,
 }
 
 
@@ -37,8 +44,6 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
-    if kind is list:
-        return [encode(item, refer) for item in value]
     # The methods of the plain type are called, because a subclass may have its own.
     if isinstance(value, int):
         plain = int.__pos__(value)
@@ -46,16 +51,18 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
     if isinstance(value, float):
         number = float.__pos__(value)
         return number if math.isfinite(number) else {"t": "float", "v": repr(number)}
-    if isinstance(value, str):
-        return str.__str__(value)
+    return str.__str__(value) if isinstance(value, str) else _encode_container(value, refer)
+
+
+def _encode_container(value: Any, refer: Callable[[Any], Any]) -> Any:
     if isinstance(value, list):
         return [encode(item, refer) for item in list.__iter__(value)]
     if isinstance(value, dict):
         pairs = [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]
         return {"t": "dict", "v": pairs}
-    for plain_type in (tuple, set, frozenset):
-        if isinstance(value, plain_type):
-            return {"t": plain_type.__name__, "v": [encode(item, refer) for item in plain_type.__iter__(value)]}
+    for name, iterate in _ITERATED.items():
+        if isinstance(value, _PLAIN_TYPES[name]):
+            return {"t": name, "v": [encode(item, refer) for item in iterate(value)]}
     return _encode_rare(value, refer)
 
 
