@@ -108,9 +108,11 @@ def _to_example(row: Row) -> Example:
     setup = str(row.values.get("test_setup_code") or "")
     code = answer.replace("\r\n", "\n")
     defined = module_names(code)
-    in_tests = used_names("\n".join([*tests, setup, *hidden]))
-    names = [name for name in in_tests if name in defined - module_names("\n".join(import_lines(code)))]
-    if not tests or not names:
+    defined -= module_names("\n".join(import_lines(code)))
+    in_tests = used_names("\n".join(tests))
+    everywhere = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
+    names = [name for name in everywhere if name in defined]
+    if not defined.intersection(in_tests):
         raise DataError(
             explain_refusal(
                 f"{row.place}: {len(tests)} tests use {list(in_tests)[:5]}, and its code defines"

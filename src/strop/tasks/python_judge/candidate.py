@@ -28,6 +28,7 @@ CALLS, PROGRAMS, END = b"C", b"P", b"E"
 """Orders: fork a process that serves calls, or one that runs programs (a socket comes along); end it."""
 STATUS = struct.Struct("!i")
 MODULE_NAME = "candidate"
+_MAX_ERROR_CHARS = 1000
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 Prctl = Callable[[int, int], None]
@@ -170,7 +171,10 @@ def _load(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _describe_raised(error: BaseException) -> dict[str, Any]:
     names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-    return {"raised": names, "text": describe(error)}
+    text = ""
+    with Caught():
+        text = str(error)[:_MAX_ERROR_CHARS]
+    return {"raised": names, "text": text}
 
 
 def _call(target: Any, *arguments: Any, **keywords: Any) -> Any:

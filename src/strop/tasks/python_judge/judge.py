@@ -10,6 +10,8 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from strop.errors import SandboxError, SandboxLost, explain_refusal
@@ -25,12 +27,19 @@ _MAX_EXIT_CODE = 128
 
 
 def judge_python(job: JudgeJob, *, min_isolation: str = "namespace") -> JudgeVerdict:
-    """Run a program's tests in a fresh sandbox; blocks, also while other event loops run elsewhere.
+    """Run a program's tests in a fresh sandbox. Blocks, also where an event loop runs in this thread.
 
     Raises: SandboxRefused if this host has no sandbox of that level; SandboxError if it, or the judge in
     it, failed.
     """
-    return asyncio.run(_judge(job, IsolationLevel[min_isolation.upper()]))
+    judging = partial(asyncio.run, _judge(job, IsolationLevel[min_isolation.upper()]))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return judging()
+    # A task's `verify` is synchronous, and some callers of it are not.
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(judging).result()
 
 
 async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:

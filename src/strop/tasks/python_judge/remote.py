@@ -279,7 +279,7 @@ def _rebuild(names: Any, text: Any) -> Exception:
                 error = kind(str(text)[:1000])
                 error.add_note(FROM_CANDIDATE)
                 return error
-    return CandidateEnded(str(text)[:1000])
+    return CandidateEnded(f"{names!s:.100} {text!s:.300}")
 
 
 FROM_CANDIDATE = "raised by the candidate"

@@ -53,7 +53,7 @@ def run_statements(session: Session, job: Mapping[str, Any]) -> list[tuple[str, 
         session.load(until)
         if names.get("objects") is not session.objects:
             defined: dict[str, Any] = {"__name__": "tests"}
-            exec(definitions, defined)
+            _define(definitions, defined)
             defined.update({name: _Absent(name) for name in job["names"]})
             defined.update(session.objects)
             exec(setup, defined)
@@ -61,6 +61,19 @@ def run_statements(session: Session, job: Mapping[str, Any]) -> list[tuple[str, 
         exec(test, dict(names["defined"]))
 
     return _run_all(session, tests, run, job["limits"])
+
+
+def _define(definitions: CodeType, names: dict[str, Any]) -> None:
+    """Run the data set's own code, in which the candidate has no part.
+
+    Raises: JudgeFault where it raises.
+    """
+    with Caught() as caught:
+        exec(definitions, names)
+    if isinstance(caught.error, TimeUp):
+        raise caught.error
+    if caught.error is not None:
+        raise JudgeFault(f"the definitions of the tests: {describe(caught.error)}")
 
 
 class _Absent:

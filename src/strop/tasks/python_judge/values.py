@@ -76,10 +76,11 @@ def _encode_rare(value: Any, refer: Callable[[Any], Any]) -> Any:
     if isinstance(value, type) and _PLAIN_TYPES.get(value.__name__) is value:
         return {"t": "type", "v": value.__name__}
     # A value of such a type exists only where its module has been imported.
-    for module, name in (("decimal", "Decimal"), ("fractions", "Fraction")):
-        if module in sys.modules and type(value) is getattr(sys.modules[module], name, None):
-            return {"t": name, "v": str(value)}
-    return refer(value)
+    if "decimal" in sys.modules and type(value) is sys.modules["decimal"].Decimal:
+        return {"t": "Decimal", "v": str(value)}
+    is_fraction = "fractions" in sys.modules and type(value) is sys.modules["fractions"].Fraction
+    parts = (value.numerator, value.denominator) if is_fraction else ()
+    return {"t": "Fraction", "v": [encode(part, refer) for part in parts]} if is_fraction else refer(value)
 
 
 def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
@@ -120,11 +121,10 @@ def _decimal(text: str) -> Any:
     return Decimal(text)
 
 
-def _fraction(text: str) -> Any:
+def _fraction(parts: list[Any]) -> Any:
     from fractions import Fraction
 
-    numerator, _, denominator = text.partition("/")
-    return Fraction(_short_int(numerator), _short_int(denominator or "1"))
+    return Fraction(*parts)
 
 
 def _short_int(text: str) -> int:
@@ -140,6 +140,7 @@ _CONTAINERS: dict[Any, Callable[[list[Any]], Any]] = {
     "frozenset": frozenset,
     "range": lambda parts: range(*parts),
     "complex": lambda parts: complex(*parts),
+    "Fraction": _fraction,
 }
 _SCALARS: dict[Any, Callable[[str], Any]] = {
     "int": _hexadecimal,
@@ -148,7 +149,6 @@ _SCALARS: dict[Any, Callable[[str], Any]] = {
     "bytearray": bytearray.fromhex,
     "type": _PLAIN_TYPES.__getitem__,
     "Decimal": _decimal,
-    "Fraction": _fraction,
 }
 
 

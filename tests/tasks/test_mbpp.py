@@ -1,0 +1,162 @@
+"""Tests of the mbpp task on rows in its schema, written for these tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import ConfigError, DataError, SandboxError
+from strop.rollout import Split
+from strop.spec import MbppSpec
+from strop.tasks import Task, build_task
+from tests.fixtures.judging import run_self_test
+from tests.fixtures.sandboxed import best_level
+
+
+def row(task_id: int, text: str, code: str, tests: Sequence[str], **more: Any) -> dict[str, Any]:
+    columns = {"task_id": task_id, "text": text, "code": code, "test_list": list(tests)}
+    return {**columns, "test_setup_code": "", "challenge_test_list": [], **more}
+
+
+DOUBLE = row(
+    601,
+    "Write a function to double a number.",
+    "def double(x):\r\n  return 2 * x",
+    ["assert double(1) == 2", "assert double(0) == 0", "assert double(-3) == -6"],
+    challenge_test_list=["assert double(10**9) == 2 * 10**9"],
+)
+DEPTH = row(
+    602,
+    "Write a function to measure a chain.",
+    "class Link:\n  def __init__(self, n): self.n = n; self.next = None\n"
+    "def length(link):\n  return 0 if link is None else 1 + length(link.next)",
+    ["assert length(chain) == 2", "assert length(None) == 0", "assert math.isclose(length(chain), 2)"],
+    test_setup_code="import math\nchain = Link(1)\nchain.next = Link(2)",
+)
+SUM = row(
+    11,
+    "Write a function to add up a list.",
+    "import functools\ndef sum(xs): return functools.reduce(lambda a, b: a + b, xs, 0)",
+    ["assert sum([1, 2]) == 3", "assert sum([]) == 0", "assert sum([5]) == 5"],
+    challenge_test_list=["assert sum([-1, 1]) == 0"],
+)
+
+
+def mbpp(tmp_path: Path, train: Sequence[Mapping[str, Any]] = (DOUBLE, DEPTH), **settings: Any) -> Task:
+    for stem, rows in (("train", train), ("test", [SUM])):
+        (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    settings = {"min_isolation": best_level(), **settings}
+    return build_task(MbppSpec(name="mbpp", source=str(tmp_path), **settings))
+
+
+def fenced(code: str) -> str:
+    return f"Here it is.\n```python\n{code}\n```\nIt works."
+
+
+def test_the_prompt_shows_the_visible_tests(tmp_path: Path) -> None:
+    task = mbpp(tmp_path)
+    (held_out,) = task.examples(Split.HELD_OUT)
+    (message,) = task.render(held_out)
+    assert "add up a list" in message.content
+    assert all(test in message.content for test in SUM["test_list"])
+    assert SUM["challenge_test_list"][0] not in message.content
+
+
+def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
+    task = mbpp(tmp_path)
+    assert run_self_test(task, [*task.examples(Split.TRAIN), *task.examples(Split.HELD_OUT)]) == []
+
+
+def test_an_outcome_tells_what_was_run(tmp_path: Path) -> None:
+    task = mbpp(tmp_path)
+    double = task.examples(Split.TRAIN)[0]
+    outcome = task.verify(double, fenced("def double(x):\n    return 2 if x == 1 else 0"))
+    # Of double(1), double(0) and double(-3) the last is wrong.
+    assert (outcome.reward, outcome.is_correct, outcome.format_ok, outcome.timed_out) == (
+        0.0,
+        False,
+        True,
+        False,
+    )
+    assert outcome.extracted == "def double(x):\n    return 2 if x == 1 else 0"
+    assert outcome.isolation == best_level()
+    assert (outcome.metrics["tests_passed"], outcome.metrics["tests_total"]) == (2, 3)
+    assert outcome.metrics["tests_passed_frac"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    "reply", ["", "I do not know.", fenced("def triple(x): return 3 * x"), fenced("def double(")]
+)
+def test_a_reply_without_the_function_is_not_run(tmp_path: Path, reply: str) -> None:
+    task = mbpp(tmp_path)
+    outcome = task.verify(task.examples(Split.TRAIN)[0], reply)
+    assert (outcome.reward, outcome.format_ok, outcome.isolation) == (0.0, False, None)
+
+
+@pytest.mark.slow
+def test_an_endless_function_is_a_time_out(tmp_path: Path) -> None:
+    task = mbpp(tmp_path)
+    outcome = task.verify(task.examples(Split.TRAIN)[0], fenced("def double(x):\n    while True: pass"))
+    assert (outcome.reward, outcome.timed_out, outcome.format_ok) == (0.0, True, True)
+
+
+def test_hidden_tests_count_for_held_out_problems_only(tmp_path: Path) -> None:
+    task = mbpp(tmp_path)
+    double, _ = task.examples(Split.TRAIN)
+    by_heart = fenced("def double(x): return {1: 2, 0: 0, -3: -6}[x]")
+    assert task.verify(double, by_heart).is_correct
+    (add,) = task.examples(Split.HELD_OUT)
+    outcome = task.verify(add, fenced("def sum(xs): return len(xs) and {2: 3, 1: 5}[len(xs)]"))
+    assert (outcome.is_correct, outcome.metrics["tests_passed"], outcome.metrics["tests_total"]) == (
+        False,
+        3,
+        4,
+    )
+
+
+def test_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path) -> None:
+    task = mbpp(tmp_path, min_isolation="vm")
+    with pytest.raises(SandboxError, match="vm"):
+        task.verify(task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))
+
+
+def test_isolation_is_that_of_a_namespace_unless_said_otherwise() -> None:
+    assert MbppSpec(name="mbpp").min_isolation == "namespace"
+
+
+def test_less_isolation_is_another_version(tmp_path: Path) -> None:
+    assert mbpp(tmp_path, min_isolation="none").version != mbpp(tmp_path, min_isolation="vm").version
+
+
+def test_limits(tmp_path: Path) -> None:
+    task = mbpp(tmp_path)
+    assert task.limits.stop_strings == ("[DONE]",)
+    assert task.limits.max_reply_tokens == 1024
+    # 5 s for the tests, and the sandbox beside them.
+    assert task.limits.verify_limit_s is not None
+    assert task.limits.verify_limit_s > 10.0
+    with pytest.raises(ConfigError, match="max_reply_tokens=2000"):
+        mbpp(tmp_path, max_reply_tokens=2000)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({**DOUBLE, "test_list": []}, "0 tests"),
+        ({**DOUBLE, "test_list": "assert double(1) == 2"}, "test_list of type str"),
+        ({**DOUBLE, "test_list": ["assert triple(1) == 3"]}, "triple"),
+        ({**DOUBLE, "code": ""}, "code"),
+        ({**DOUBLE, "code": "def double("}, r"defines \[\]"),
+        ({**DOUBLE, "text": None}, "text"),
+    ],
+)
+def test_malformed_rows_are_refused_by_their_place(
+    tmp_path: Path, broken: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        mbpp(tmp_path, [DEPTH, broken]).examples(Split.TRAIN)
+    assert "train.jsonl, row 2" in str(caught.value)
