@@ -103,7 +103,7 @@ def test_help_names_every_command(run: Run) -> None:
     assert ended.code == 0
     listed = ended.out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [
-        "train", "eval", "sample", "plan", "explain", "ls", "view", "compare", "audit", "doctor",
+        "train", "eval", "rescore", "sample", "plan", "explain", "ls", "view", "compare", "audit", "doctor",
         "model", "tasks",
     ]  # fmt: skip
 

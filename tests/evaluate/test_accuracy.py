@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,18 @@ import pytest
 from strop.engine import Engine, GenerationRequest
 from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.errors import ConfigError, EngineError
-from strop.evaluate import EvalResult, EvalSettings, Validity, evaluate_task, read_result, write_result
-from strop.rollout import Sampling, Split
+from strop.evaluate import (
+    EvalResult,
+    EvalSettings,
+    Limits,
+    Validity,
+    evaluate_task,
+    read_result,
+    write_result,
+)
+from strop.rollout import Example, Outcome, Sampling, Split
 from strop.tasks import Task
+from strop.tasks.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     NUM_HELD_OUT,
@@ -49,7 +59,7 @@ def test_right_answers_are_counted(tmp_path: Path) -> None:
     assert result.greedy.accuracy == num_solved / NUM_HELD_OUT
     assert result.greedy.low < num_solved / NUM_HELD_OUT < result.greedy.high
     assert (result.greedy.num_rollouts, result.greedy.num_samples, result.sampled) == (NUM_HELD_OUT, 1, None)
-    assert result.greedy.solved_frac_by_example == {
+    assert {name: example.solved_frac for name, example in result.greedy.by_example.items()} == {
         example.example_id: float(example.fields["b"] > 2) for example in held_out
     }
     assert (result.validity, result.policy_version, result.prompt_format) == (Validity.VALID, 0, "chat")
@@ -133,10 +143,70 @@ def test_an_unscored_rollout_is_neither_right_nor_wrong(tmp_path: Path) -> None:
     result = evaluate(task, make_engine(tokenizer, add), tokenizer)
     assert 0 < num_unscored < NUM_HELD_OUT
     assert (result.greedy.accuracy, result.greedy.num_unscored) == (1.0, num_unscored)
-    assert list(result.greedy.solved_frac_by_example.values()).count(None) == num_unscored
-    assert result.validity is Validity.UNSCORED
-    allowed = evaluate(task, make_engine(tokenizer, add), tokenizer, max_unscored_frac=0.9)
-    assert allowed.validity is Validity.VALID
+    shares = [example.solved_frac for example in result.greedy.by_example.values()]
+    assert shares.count(None) == num_unscored
+    assert result.greedy.verifier_error_frac == num_unscored / NUM_HELD_OUT
+    assert result.greedy.failures == {"TypeError": num_unscored}
+    assert result.validity is Validity.VERIFIER
+    limits = Limits(max_verifier_error_frac=0.9)
+    assert evaluate(task, make_engine(tokenizer, add), tokenizer, limits=limits).validity is Validity.UNSCORED
+    limits = Limits(max_verifier_error_frac=0.9, max_unscored_frac=0.9)
+    assert evaluate(task, make_engine(tokenizer, add), tokenizer, limits=limits).is_valid
+
+
+def test_pass_at_k_by_hand(tmp_path: Path) -> None:
+    tokenizer, task = make_tokenizer(tmp_path), make_task()
+    first_two = [example.fields for example in task.examples(Split.HELD_OUT)[:2]]
+    num_asked: Counter[tuple[int, int]] = Counter()
+
+    def answer(a: int, b: int, request: GenerationRequest) -> str:
+        # Of four samples the first of the first example is right, and all of the second.
+        num_asked[a, b] += request.sampling.temperature > 0
+        is_right = {"a": a, "b": b} == first_two[1] or num_asked[a, b] == 1
+        return str(a + b if is_right else 0)
+
+    engine = make_engine(tokenizer, answer)
+    result = evaluate(task, engine, tokenizer, num_examples=2, num_samples=4, pass_at=(1, 2, 4))
+    # Example 1: 1/4, 1 - C(3, 2) / C(4, 2) = 1/2, 1. Example 2: 1 throughout.
+    assert {k: found.value for k, found in result.pass_at_k.items()} == {1: 0.625, 2: 0.75, 4: 1.0}
+    assert result.sampled is not None
+    assert result.sampled.accuracy == 0.625
+    for found in result.pass_at_k.values():
+        assert found.value is not None
+        assert 0.0 < found.low < found.value <= found.high
+        assert (found.num_examples, found.num_left_out) == (2, 0)
+
+
+def test_pass_at_k_leaves_out_what_could_not_be_judged_often_enough(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    task = BrittleArithmetic(make_spec())
+    num_unscored = sum(example.fields["a"] == 1 for example in task.examples(Split.HELD_OUT))
+    result = evaluate(task, make_engine(tokenizer, add), tokenizer, num_samples=2, pass_at=(2,))
+    found = result.pass_at_k[2]
+    assert (found.value, found.num_left_out) == (1.0, num_unscored)
+    assert found.num_examples == NUM_HELD_OUT - num_unscored
+
+
+def test_a_threshold_says_what_is_solved(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    task = PartialArithmetic(make_spec())
+    engine = make_engine(tokenizer, lambda a, b, request: "no idea")
+    accuracies = [
+        evaluate(task, engine, tokenizer, pass_threshold=threshold).greedy.accuracy
+        for threshold in (None, 0.3, 0.31)
+    ]
+    assert accuracies == [0.0, 1.0, 0.0]
+
+
+def test_code_that_ran_out_of_time_is_wrong_and_counted(tmp_path: Path) -> None:
+    class Endless(Arithmetic):
+        def verify(self, example: Example, text: str) -> Outcome:
+            return Outcome(parts={"correct": 0.0}, is_correct=False, timed_out=True)
+
+    tokenizer = make_tokenizer(tmp_path)
+    result = evaluate(Endless(make_spec()), make_engine(tokenizer, add), tokenizer)
+    assert (result.greedy.accuracy, result.greedy.timed_out_frac) == (0.0, 1.0)
+    assert (result.greedy.verifier_error_frac, result.is_valid) == (0.0, True)
 
 
 def test_an_aborted_reply_is_unscored(tmp_path: Path) -> None:
@@ -174,9 +244,12 @@ def test_weights_that_change_in_between_are_an_error(tmp_path: Path) -> None:
         ({"num_examples": 11}, r"11 examples of the held_out split .* Allowed: 1 to 10\. Next: "),
         ({"num_examples": 0}, "0 examples of the held_out split"),
         ({"num_samples": 0}, r"0 sampled rollouts per example\. Allowed: 1 or more.*Next: "),
+        ({"pass_at": (1,)}, r"pass@1 from no sampled rollouts .* Next: .*--num-samples 1, or lower k"),
+        ({"pass_at": (2, 4), "num_samples": 3}, r"pass@4 from 3 sampled .* Allowed: k from 1 to 3\. Next: "),
+        ({"pass_at": (0,), "num_samples": 3}, r"pass@0 from 3 sampled .* Allowed: k from 1 to 3\. Next: "),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     tokenizer = make_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=message):
         evaluate(make_task(), DummyEngine(tokenizer, []), tokenizer, **changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import ConfigError, DataError
-from strop.evaluate.statistics import clustered_interval, paired_difference, pass_at_k, wilson_interval
+from strop.evaluate.statistics import (
+    clustered_interval,
+    paired_difference,
+    pass_at_k,
+    pass_at_k_interval,
+    sign_test,
+    wilson_interval,
+)
 
 
 def test_wilson_by_hand() -> None:
@@ -100,8 +108,50 @@ def test_pass_at_k_by_hand() -> None:
 def test_pass_at_k_counts_all_subsets(solved_G: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(solved_G)))
     subsets = list(itertools.combinations(solved_G, k))
-    expected = sum(any(subset) for subset in subsets) / len(subsets)
-    assert pass_at_k(len(solved_G), sum(solved_G), k) == pytest.approx(expected)
+    expected = Fraction(sum(any(subset) for subset in subsets), len(subsets))
+    # Exactly: the float nearest to the fraction.
+    assert pass_at_k(len(solved_G), sum(solved_G), k) == float(expected)
+
+
+def test_pass_at_k_keeps_its_digits_where_it_is_tiny() -> None:
+    # One of a million, drawn once: 1 - 999999/1000000 in floats would lose ten digits.
+    assert pass_at_k(10**6, 1, 1) == 1e-6
+    # One of 2000 among 1000 drawn: half of all subsets, whose numbers no float can hold.
+    assert pass_at_k(2000, 1, 1000) == 0.5
+
+
+def test_an_interval_of_pass_at_k_by_hand() -> None:
+    # Two of four examples solved by every rollout: pass@2 is 1, 1, 0, 0. Examples all or nothing are
+    # worth one trial each.
+    interval = pass_at_k_interval([[True] * 4] * 2 + [[False] * 4] * 2, 2)
+    four = wilson_interval(2, 4)
+    assert (interval.estimate, interval.low, interval.high) == pytest.approx((0.5, four.low, four.high))
+
+
+def test_an_interval_of_pass_at_k_leaves_out_examples_with_too_few_rollouts() -> None:
+    full, short = [[True, False]], [[True]]
+    assert pass_at_k_interval(full + short, 2) == pass_at_k_interval(full, 2)
+    assert math.isnan(pass_at_k_interval(short, 2).estimate)
+
+
+def test_an_interval_of_pass_at_k_covers_the_truth() -> None:
+    # Chances uniform in [0, 1]: pass@4 is the mean of 1 - (1 - p)^4, which is 1 - 1/5.
+    stream = np.random.default_rng(5)
+    num_hits = 0
+    for _ in range(400):
+        solved_P_G = stream.random((40, 8)) < stream.random((40, 1))
+        interval = pass_at_k_interval(solved_P_G.tolist(), 4)
+        num_hits += interval.low <= 0.8 <= interval.high
+    assert num_hits / 400 > 0.92
+
+
+def test_the_sign_test_by_hand() -> None:
+    # 1 of 6 down: (C(6,0) + C(6,1)) / 2^6 = 7/64, twice.
+    assert sign_test(5, 1) == sign_test(1, 5) == 14 / 64
+    assert sign_test(0, 0) == sign_test(3, 3) == 1.0
+    # All of ten up: 1/1024, twice.
+    assert sign_test(10, 0) == 2 / 1024
+    assert sign_test(20_000, 0) == 0.0
 
 
 @pytest.mark.parametrize("k", [0, 5])

@@ -1,7 +1,7 @@
 """Incidents of the evaluation group that one evaluation and its stored result can cause.
 
-Not here: engines at other parallelism (EVA-4), rewards against held-out scores (EVA-6) and
-comparisons of whole runs (EVA-7), which need more than this room.
+Not here: engines at other parallelism (EVA-4), and the alarm that a run raises of itself (EVA-6); runs
+that differ in more than was declared (EVA-7) are in tests/cli/test_eval.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from strop.engine import GenerationRequest
 from strop.engine.dummy import ScriptedReply
 from strop.errors import EXIT_REFUSED, CheckRefused, CorruptRecord
 from strop.evaluate import (
@@ -27,11 +28,13 @@ from strop.evaluate import (
     refuse_invalid,
     write_result,
 )
-from strop.rollout import Sampling, Split
+from strop.rollout import Example, Outcome, Sampling, Split
 from strop.tasks import Task
+from strop.tasks.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,
+    BrittleArithmetic,
     PartialArithmetic,
     add,
     make_engine,
@@ -48,6 +51,7 @@ def evaluate(
     tokenizer: Tokenizer, answer: Answer = add, task: Task | None = None, **changes: Any
 ) -> EvalResult:
     trained_ids = changes.pop("trained_ids", frozenset())
+    max_positions = changes.pop("max_positions", None)
     return asyncio.run(
         evaluate_task(
             task=task or make_task(),
@@ -56,6 +60,7 @@ def evaluate(
             settings=replace(SETTINGS, **changes),
             model_digest="m",
             trained_ids=trained_ids,
+            max_positions=max_positions,
         )
     )
 
@@ -188,9 +193,62 @@ def test_eva_5_every_example_is_counted(tmp_path: Path) -> None:
     for score, num_rollouts in ((result.greedy, 10), (result.sampled, 30)):
         assert score is not None
         assert score.num_rollouts == num_rollouts
-        assert len(score.solved_frac_by_example) == result.num_examples == 10
+        assert len(score.by_example) == result.num_examples == 10
         assert score.num_unscored > 0
     assert not result.is_valid
+
+
+def test_eva_5_a_prompt_that_is_too_long_is_a_failure(tmp_path: Path) -> None:
+    """Incident: as above. It is not attempted, counts as not solved in every score, and says so."""
+    tokenizer = make_tokenizer(tmp_path)
+    task = make_task(max_value=12)
+    lengths = sorted(len(request.prompt_ids) for request in _ask_all(tokenizer, task))
+    # Room for a reply of 32 tokens behind the shortest prompts only.
+    num_fitting = lengths.count(lengths[0])
+    assert 0 < num_fitting < 10
+    result = evaluate(tokenizer, task=task, num_samples=2, pass_at=(1, 2), max_positions=lengths[0] + 32)
+    for score, per_example in ((result.greedy, 1), (result.sampled, 2)):
+        assert score is not None
+        assert score.accuracy == num_fitting / 10
+        assert (score.num_too_long, score.num_unscored) == ((10 - num_fitting) * per_example, 0)
+        assert score.verifier_error_frac == 0.0
+    for k in (1, 2):
+        assert result.pass_at_k[k].value == num_fitting / 10
+        assert (result.pass_at_k[k].num_examples, result.pass_at_k[k].num_left_out) == (10, 0)
+    assert result.is_valid
+
+
+def _ask_all(tokenizer: Tokenizer, task: Task) -> list[GenerationRequest]:
+    """Return the requests of an evaluation without a limit."""
+    engine = make_engine(tokenizer, add)
+    asyncio.run(
+        evaluate_task(task=task, engine=engine, tokenizer=tokenizer, settings=SETTINGS, model_digest="m")
+    )
+    return engine.requests
+
+
+def test_eva_5_a_declared_threshold_is_part_of_the_protocol(tmp_path: Path) -> None:
+    """Incident: any score above 0 counted as solved; here 0.3 does only where that was declared."""
+    tokenizer, task = make_tokenizer(tmp_path), PartialArithmetic(make_spec())
+    wrong = evaluate(tokenizer, lambda a, b, request: "0", task, num_samples=2, pass_at=(2,))
+    assert wrong.pass_at_k[2].value == 0.0
+    lenient = evaluate(
+        tokenizer, lambda a, b, request: "0", task, num_samples=2, pass_at=(2,), pass_threshold=0.3
+    )
+    assert lenient.pass_at_k[2].value == 1.0
+    with pytest.raises(CheckRefused, match=r"protocols: pass_threshold None and 0\.3"):
+        compare_results(wrong, lenient)
+
+
+def test_eva_5_a_verifier_that_fails_makes_no_score(tmp_path: Path) -> None:
+    """Incident: three verifiers returned 0 for every exception; one hid a type error as 0 % for all."""
+    result = evaluate(make_tokenizer(tmp_path), task=BrittleArithmetic(make_spec()))
+    assert result.validity.value == "invalid: verifier errors"
+    assert result.greedy.failures.keys() == {"TypeError"}
+    with pytest.raises(
+        CheckRefused, match=r"invalid: verifier errors: .* the verifier failed on a share of 0\."
+    ):
+        refuse_invalid(result)
 
 
 def test_eva_5_other_sampling_is_another_protocol(tmp_path: Path) -> None:
@@ -201,3 +259,38 @@ def test_eva_5_other_sampling_is_another_protocol(tmp_path: Path) -> None:
     assert plain.protocol_digest != narrow.protocol_digest
     with pytest.raises(CheckRefused, match=r"protocols: sampling .*'top_k': None.* and .*'top_k': 20"):
         compare_results(plain, narrow)
+
+
+class LengthPayingArithmetic(Arithmetic):
+    """Arithmetic whose reward is the reply's length and whose verdict is arithmetic."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        judged = super().verify(example, text)
+        return replace(judged, parts={"length": min(1.0, len(text) / 20)})
+
+
+def test_eva_6_a_reward_that_rises_while_accuracy_falls_is_seen(tmp_path: Path) -> None:
+    """Incident: the reward rose to .6-.7 while held-out accuracy fell from 28.2 to 22.3."""
+    tokenizer, task = make_tokenizer(tmp_path), LengthPayingArithmetic(make_spec())
+    before = evaluate(tokenizer, lambda a, b, request: str(a + b), task)
+    after = evaluate(tokenizer, lambda a, b, request: "a long story about 0", task, step=20)
+    change = compare_results(before, after).greedy
+    assert change is not None
+    assert change.reward is not None
+    # Replies of one or two letters, then of twenty.
+    assert 0.9 <= change.reward.low <= change.reward.high <= 0.95
+    assert (change.estimate, change.low, change.high) == (-1.0, -1.0, -1.0)
+
+
+def test_rew_7_a_gain_of_form_is_told_from_a_gain_of_ability(tmp_path: Path) -> None:
+    """Incident: under a lenient reward the strict form fell from 58 % to 1.2 % while accuracy rose."""
+    tokenizer = make_tokenizer(tmp_path)
+    plain = evaluate(tokenizer, lambda a, b, request: str(a + b))
+    drifted = evaluate(tokenizer, lambda a, b, request: f"{a + b} it is", step=20)
+    change = compare_results(plain, drifted).greedy
+    assert change is not None
+    assert change.estimate == 0.0
+    assert change.format_ok is not None
+    assert change.format_ok.estimate == -1.0
+    # No reply has the form on both sides: nothing can be said of ability there.
+    assert (change.in_format, change.num_in_format) == (None, 0)

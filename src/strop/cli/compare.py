@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strop.cli.arguments import Json
+from strop.cli.eval import percent
 from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.evaluate import Change, Interval, Score
 
 
 def compare(
     context: typer.Context,
-    before: Annotated[Path, typer.Argument(metavar="RUN", help="A run, or a result of `strop eval --json`.")],
+    before: Annotated[Path, typer.Argument(metavar="RUN", help="A run, or a result of `strop eval`.")],
     after: Annotated[Path, typer.Argument(metavar="RUN", help="The one to compare with it.")],
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="A setting varied on purpose; any other difference is then refused. May repeat."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare the last evaluations of two runs on the same examples, and list what was set otherwise."""
     from strop.launch.runs import compare_runs
 
     output: Output = context.obj
-    found = compare_runs(before, after)
+    found = compare_runs(before, after, declared=vary or None)
     if json:
         output.give_json(
             {
@@ -33,25 +41,47 @@ def compare(
             }
         )
         return
-    rows = [
-        (
-            name,
-            _percent(one.accuracy),
-            _percent(other.accuracy),
-            "-" if change is None else f"{change.estimate:+.1%}",
-            "-" if change is None else f"{change.low:+.1%} to {change.high:+.1%}",
-        )
-        for name, one, other, change in (
-            ("greedy", found.before.greedy, found.after.greedy, found.change.greedy),
-            ("sampled", found.before.sampled, found.after.sampled, found.change.sampled),
-        )
-        if one is not None and other is not None
-    ]
-    output.give_table(("replies", "first", "second", "change", "95% interval"), rows)
+    rows: list[tuple[object, ...]] = []
+    for name, one, other, change in (
+        ("greedy", found.before.greedy, found.after.greedy, found.change.greedy),
+        ("sampled", found.before.sampled, found.after.sampled, found.change.sampled),
+    ):
+        if one is not None and other is not None:
+            rows += _change_rows(name, one, other, change)
+    output.give_table(("replies", "share", "first", "second", "change", "95% interval"), rows)
+    for name, change in (("greedy", found.change.greedy), ("sampled", found.change.sampled)):
+        if change is not None:
+            output.give(
+                f"{name}: {change.num_gained} of {change.num_examples} examples solved more often,"
+                f" {change.num_lost} less often, p = {change.p_value:.2g}"
+            )
+    output.give(
+        "intervals are over examples, of one seed each: what another seed would change is not in them"
+    )
     if found.differences:
         settings = [(difference.key, difference.before, difference.after) for difference in found.differences]
         output.give_table(("setting", "first", "second"), settings)
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+def _change_rows(name: str, one: Score, other: Score, change: Change | None) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = [
+        (name, "accuracy", percent(one.accuracy), percent(other.accuracy), *_show_change(change))
+    ]
+    if change is not None and change.format_ok is not None:
+        rows += [
+            (
+                name,
+                "format ok",
+                percent(one.format_ok_frac),
+                percent(other.format_ok_frac),
+                *_show_change(change.format_ok),
+            ),
+            (name, "accuracy where both have the format", "", "", *_show_change(change.in_format)),
+        ]
+    return rows
+
+
+def _show_change(change: Interval | None) -> tuple[str, str]:
+    if change is None:
+        return "-", "-"
+    return f"{change.estimate:+.1%}", f"{change.low:+.1%} to {change.high:+.1%}"

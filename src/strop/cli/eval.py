@@ -1,67 +1,159 @@
-"""`strop eval MODEL --task NAME --split held_out|train [key=value ...]`."""
+"""`strop eval MODEL --task NAME[,NAME ...] --split held_out|train [key=value ...]`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strop.cli.arguments import AskSettings, Json, ModelName, SplitName
+from strop.cli.options import takes
 from strop.cli.output import Output
+from strop.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from strop.evaluate import EvalResult
+    from strop.evaluate import EvalResult, Score
+    from strop.evaluate.result import PassAtK
+
+COLUMNS = (
+    "task",
+    "replies",
+    "accuracy",
+    "95% interval",
+    "format ok",
+    "cut",
+    "verifier errors",
+    "timed out",
+    "unscored",
+    "rollouts",
+)
 
 
-def evaluate(
-    context: typer.Context,
-    model: ModelName,
-    task: Annotated[str, typer.Option(help="Which task; `strop tasks ls` lists them.")],
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """What `strop eval` is given."""
+
+    model: ModelName
+    task: Annotated[str, typer.Option(help="Which task, or several with commas; see `strop tasks ls`.")]
     # No default: a score without its split has no meaning (EVA-1).
-    split: Annotated[SplitName, typer.Option(help="Which examples.")],
-    settings: AskSettings = None,
+    split: Annotated[SplitName, typer.Option(help="Which examples.")]
+    settings: AskSettings = None
     num_examples: Annotated[
-        int | None, typer.Option(min=1, help="Examples used, from the first; all by default.")
-    ] = None,
+        int | None,
+        typer.Option(
+            "--num-examples", "--limit", min=1, help="Examples used, from the first; all by default."
+        ),
+    ] = None
     num_samples: Annotated[
-        int | None, typer.Option(min=1, help="Sampled replies per example, beside the greedy one.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Measure how often a model solves a task, with a 95% interval."""
-    from strop.evaluate import refuse_invalid
-    from strop.launch.inference import evaluate_here, open_model, read_asking
+        int | None,
+        typer.Option(
+            "--num-samples", "--samples", min=1, help="Sampled replies per example, beside the greedy one."
+        ),
+    ] = None
+    pass_at: Annotated[
+        str | None, typer.Option(help="Each k of the pass@k wanted, such as 1,4,8; up to --num-samples.")
+    ] = None
+    pass_threshold: Annotated[
+        float | None,
+        typer.Option(help="Reward from which on a reply counts as solved; by default the task's own word."),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results and replies; by default names of their own in evals/."),
+    ] = None
+    write_order: Annotated[
+        Path | None, typer.Option(help="Also write how often each example was solved, as JSON lines.")
+    ] = None
+    json: Json = False
+
+
+@takes(EvalOptions)
+def evaluate(context: typer.Context, options: EvalOptions) -> None:
+    """Measure how often a model solves tasks, with 95% intervals. Killed, the same command goes on."""
+    from strop.evaluate import refuse_invalid, write_order
+    from strop.launch.evaluation import EvalWish, evaluate_here
+    from strop.launch.inference import open_model, read_askings
     from strop.rollout import Split
 
     output: Output = context.obj
-    asking = read_asking(task, settings or (), Split(split))
-    opened = open_model(model)
+    tasks = options.task.split(",")
+    if options.write_order is not None and len(tasks) > 1:
+        raise typer.BadParameter("--write-order takes one task")
+    askings = read_askings(tasks, options.settings or (), Split(options.split))
+    wish = EvalWish(
+        num_examples=options.num_examples,
+        num_samples=options.num_samples,
+        pass_at=read_counts(options.pass_at),
+        pass_threshold=options.pass_threshold,
+        out_dir=options.out,
+    )
+    opened = open_model(options.model)
     if opened.notice:
         output.say(opened.notice)
-    result = evaluate_here(asking, opened, num_examples=num_examples, num_samples=num_samples)
-    if json:
-        output.give_json(result.model_dump(mode="json"))
-    else:
-        show_result(output, result)
-    # After it was shown: the numbers explain the refusal.
-    refuse_invalid(result)
+    results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
+    show_results(output, results, is_json=options.json)
+    # After they were shown: the numbers explain the refusal.
+    if len(results) == 1:
+        refuse_invalid(results[0])
+    for invalid in [result for result in results if not result.is_valid]:
+        output.say(f"strop: {invalid.task}: {invalid.validity}")
+    if not all(result.is_valid for result in results):
+        raise typer.Exit(EXIT_FAILED)
+    if options.write_order is not None:
+        write_order(results[0], options.write_order)
 
 
-def show_result(output: Output, result: EvalResult) -> None:
-    """Print a result as a table."""
-    scores = {"greedy": result.greedy, "sampled": result.sampled}
-    rows = [
-        (
-            name,
-            "-" if score.accuracy is None else f"{score.accuracy:.1%}",
-            f"{score.low:.1%} to {score.high:.1%}",
-            "-" if score.truncated_frac is None else f"{score.truncated_frac:.1%}",
-            score.num_unscored,
-            score.num_rollouts,
-        )
-        for name, score in scores.items()
-        if score is not None
-    ]
-    title = f"{result.task}, {result.num_examples} examples of {result.split.value}, step {result.step}"
-    columns = ("replies", "accuracy", "95% interval", "cut", "unscored", "rollouts")
-    output.give_table(columns, rows, title=title)
+def read_counts(text: str | None) -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")})) if text else ()
+    except ValueError as error:
+        raise typer.BadParameter(f"--pass-at takes numbers with commas between them, not {text}") from error
+
+
+def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool) -> None:
+    """Print results: one as an object or several as a list, or all in one table."""
+    if is_json:
+        values = [result.model_dump(mode="json") for result in results]
+        output.give_json(values[0] if len(values) == 1 else values)
+        return
+    rows: list[tuple[object, ...]] = []
+    for result in results:
+        rows += [_score_row(result.task, name, score) for name, score in result.scores.items()]
+        rows += [_pass_row(result.task, k, estimate) for k, estimate in result.pass_at_k.items()]
+    first = results[0]
+    title = f"{len(results)} tasks, examples of {first.split.value}, step {first.step}"
+    if len(results) == 1:
+        title = f"{first.task}, {first.num_examples} examples of {first.split.value}, step {first.step}"
+    output.give_table(COLUMNS, rows, title=title)
+    for result in results:
+        if result.truncation_suspect:
+            output.give(f"{result.task}: truncation suspect, replies were cut that might have been right")
+
+
+def _score_row(task: str, name: str, score: Score) -> tuple[object, ...]:
+    return (
+        task,
+        name,
+        percent(score.accuracy),
+        f"{score.low:.1%} to {score.high:.1%}",
+        percent(score.format_ok_frac),
+        percent(score.truncated_frac),
+        percent(score.verifier_error_frac),
+        percent(score.timed_out_frac),
+        score.num_unscored,
+        score.num_rollouts,
+    )
+
+
+def _pass_row(task: str, k: int, estimate: PassAtK) -> tuple[object, ...]:
+    interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
+    return (task, f"pass@{k}", percent(estimate.value), interval, *["-"] * (len(COLUMNS) - 4))
+
+
+def percent(share: float | None) -> str:
+    """Show a share; a dash where there is none."""
+    return "-" if share is None else f"{share:.1%}"

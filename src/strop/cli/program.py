@@ -19,6 +19,7 @@ from strop.cli.ls import list_runs
 from strop.cli.model import model_commands
 from strop.cli.output import Output
 from strop.cli.plan import plan
+from strop.cli.rescore import rescore
 from strop.cli.sample import sample
 from strop.cli.tasks import task_commands
 from strop.cli.train import train
@@ -37,6 +38,7 @@ app = typer.Typer(
 for _name, _command in (
     ("train", train),
     ("eval", evaluate),
+    ("rescore", rescore),
     ("sample", sample),
     ("plan", plan),
     ("explain", explain),

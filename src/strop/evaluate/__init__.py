@@ -1,46 +1,76 @@
 """How good is it: accuracy of a model on a task, with intervals, stored so that it can be believed.
 
-`evaluate_task` rolls out the same way as training does and returns an `EvalResult`. `write_result`
-and `read_result` keep it; `compare_results` says what changed and refuses unequal protocols.
-`statistics.py` holds the intervals, pass@k and paired differences.
-Left out on purpose: other evaluation harnesses, and verdicts over several runs.
+`evaluate_task` rolls out the same way as training does and returns an `EvalResult`; with a `ShardFolder`,
+`run_evaluation` keeps the replies and goes on after a kill. `write_result` and `read_result` keep it,
+`compare_results` says what changed, `rescore` judges kept replies anew, `write_order` sorts examples.
+Left out on purpose: verdicts over several runs.
 """
 
-from strop.evaluate.accuracy import EvalSettings, evaluate_task
+from strop.evaluate.accuracy import (
+    EvalSettings,
+    PlannedEvaluation,
+    evaluate_task,
+    plan_evaluation,
+    run_evaluation,
+)
+from strop.evaluate.comparison import Change, Comparison, Difference, compare_results
+from strop.evaluate.order import write_order
+from strop.evaluate.rescoring import ChangedVerdict, Rescored, rescore
 from strop.evaluate.result import (
-    Comparison,
+    EvalPlan,
     EvalResult,
+    ExampleScore,
+    PassAtK,
     Score,
     Validity,
-    compare_results,
     read_result,
     refuse_invalid,
     result_name,
     write_result,
 )
+from strop.evaluate.scoring import Limits
+from strop.evaluate.shards import ShardFolder
 from strop.evaluate.statistics import (
     Interval,
     clustered_interval,
     paired_difference,
     pass_at_k,
+    pass_at_k_interval,
+    sign_test,
     wilson_interval,
 )
 
 __all__ = [
+    "Change",
+    "ChangedVerdict",
     "Comparison",
+    "Difference",
+    "EvalPlan",
     "EvalResult",
     "EvalSettings",
+    "ExampleScore",
     "Interval",
+    "Limits",
+    "PassAtK",
+    "PlannedEvaluation",
+    "Rescored",
     "Score",
+    "ShardFolder",
     "Validity",
     "clustered_interval",
     "compare_results",
     "evaluate_task",
     "paired_difference",
     "pass_at_k",
+    "pass_at_k_interval",
+    "plan_evaluation",
     "read_result",
     "refuse_invalid",
+    "rescore",
     "result_name",
+    "run_evaluation",
+    "sign_test",
     "wilson_interval",
+    "write_order",
     "write_result",
 ]

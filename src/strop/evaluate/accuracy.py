@@ -1,9 +1,7 @@
 """How often a model solves a task: greedy and sampled, by the rollouts that training uses too.
 
-The task renders, stops, limits and judges; nothing here can word a prompt or read an answer. Solved
-is what the outcome's `is_correct` says, so a partial reward is not a solved example. A rollout that
-could not be judged is unscored: it counts neither as solved nor as wrong, and a result with too many
-of them is invalid. A prompt that leaves no room for a reply is the environment's to judge.
+The task renders, stops, limits and judges; nothing here can word a prompt or read an answer. What
+counts as solved is `scoring`'s business, keeping the replies `shards`'.
 
 Cut replies: what a task's own budget cuts was too long by the task's word, and counts as it was
 judged. What a smaller budget cuts, whether these settings or the run file's `task.max_reply_tokens`
@@ -14,17 +12,17 @@ Left out on purpose: other harnesses, several tasks at once, and any default for
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-
-import numpy as np
 
 from strop.engine.contract import Engine
 from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, EngineError, explain_refusal
-from strop.evaluate.result import EvalResult, Score, Validity, digest_examples
-from strop.evaluate.statistics import clustered_interval
+from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
+from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdict
+from strop.evaluate.shards import Shard, ShardFolder, cut_shards
 from strop.rollout import Example, Rollout, Sampling, Split
 from strop.tasks import PromptFormat, Task, resolve_prompt_format
 from strop.tasks.judging import Judge
@@ -32,6 +30,8 @@ from strop.tokenizer import Tokenizer
 
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
+MAX_IN_FLIGHT = 8192
+"""Rollouts in flight at once, in whole shards: far more than any engine decodes, and little memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +53,137 @@ class EvalSettings:
     """Reply budget. None: the task's own; more than that is refused."""
     sampling: Sampling = PLAIN
     """Distribution of the sampled rollouts."""
-    max_truncated_frac: float = 0.05
-    """Share of replies cut by a budget below the task's own, above which a result is invalid."""
-    max_unscored_frac: float = 0.02
-    """Share of rollouts that could not be judged, above which a result is invalid."""
+    pass_at: tuple[int, ...] = ()
+    """Each k of the pass@k that are wanted; up to the number of samples."""
+    pass_threshold: float | None = None
+    """Reward from which on a rollout counts as solved. None: what the task calls correct."""
+    dtype: str | None = None
+    """Number format that the weights are served in, for the record."""
+    limits: Limits = field(default_factory=Limits)
+    """Shares above which the result is invalid."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedEvaluation:
+    """An evaluation that was checked and may begin."""
+
+    plan: EvalPlan
+    task: Task
+    settings: EvalSettings
+    examples: Sequence[Example]
+    rollout_plans_P_G: Sequence[Sequence[RolloutPlan]]
+    """Of each example the greedy one, then the sampled ones."""
+
+
+def plan_evaluation(
+    *,
+    task: Task,
+    tokenizer: Tokenizer,
+    settings: EvalSettings,
+    model_digest: str,
+    trained_ids: Collection[str] = frozenset(),
+    max_positions: int | None = None,
+) -> PlannedEvaluation:
+    """Check what is asked for, and fix every rollout of it.
+
+    `trained_ids` are the example ids that the run has trained on or may train on. `max_positions`:
+    tokens that the model can look at; a prompt without room for a whole reply is not attempted, and
+    not solved.
+
+    Raises: CheckRefused if examples called held-out are among the trained ones; ConfigError if the
+        settings ask for more examples, tokens or fewer than there are.
+    """
+    budget = _resolve_budget(task, settings)
+    examples = _choose_examples(task, settings)
+    check_pass_at(settings.pass_at, settings.num_samples)
+    _refuse_trained(task, settings.split, examples, trained_ids)
+    prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
+    plan = EvalPlan(
+        task=task.name,
+        task_version=task.version,
+        replies_version=task.version,
+        split=settings.split,
+        step=settings.step,
+        model_digest=model_digest,
+        dtype=settings.dtype,
+        tokenizer_digest=tokenizer.digest,
+        prompt_format=prompt_format.value,
+        num_examples=len(examples),
+        examples_digest=digest_examples([example.example_id for example in examples]),
+        run_seed=settings.run_seed,
+        max_reply_tokens=budget,
+        sampling=settings.sampling,
+        num_samples=settings.num_samples,
+        pass_threshold=settings.pass_threshold,
+    )
+    wanted = [(0, GREEDY)]
+    wanted += [(sample_index, settings.sampling) for sample_index in range(settings.num_samples or 0)]
+    rollout_plans_P_G = [
+        [
+            RolloutPlan(
+                example=example,
+                step=settings.step,
+                sample_index=sample_index,
+                run_seed=settings.run_seed,
+                sampling=sampling,
+                max_reply_tokens=budget,
+                max_positions=max_positions,
+                prompt_format=prompt_format,
+            )
+            for sample_index, sampling in wanted
+        ]
+        for example in examples
+    ]
+    return PlannedEvaluation(
+        plan=plan, task=task, settings=settings, examples=examples, rollout_plans_P_G=rollout_plans_P_G
+    )
+
+
+async def run_evaluation(
+    planned: PlannedEvaluation,
+    engine: Engine | None,
+    tokenizer: Tokenizer,
+    *,
+    judge: Judge | None = None,
+    folder: ShardFolder | None = None,
+) -> EvalResult:
+    """Attempt every example greedily and, if asked for, several times by sampling.
+
+    Replies are kept in `folder`, shard by shard; what is in it already is not attempted again. Without
+    an `engine`, all of it must be there. Without a `judge`, replies are judged in this process. The
+    rollouts are in flight at once; the engine admits as many as it can serve.
+
+    Raises: EngineError if the engine changed its weights in between, never answered, or is missing.
+    """
+    plan, plans_P_G = planned.plan, planned.rollout_plans_P_G
+    shards = cut_shards(plan.num_examples)
+    rollouts_per_shard = max(len(shard.examples) for shard in shards) * len(plans_P_G[0])
+    places = asyncio.Semaphore(max(2, MAX_IN_FLIGHT // rollouts_per_shard))
+
+    async def run(shard: Shard) -> list[ExampleVerdicts]:
+        async with places:
+            mine_P_G = [plans_P_G[index] for index in shard.examples]
+            kept = None if folder is None else await asyncio.to_thread(folder.read, shard, mine_P_G)
+            if kept is None:
+                kept = await _attempt(planned, mine_P_G, engine, tokenizer, judge)
+                if folder is not None:
+                    await asyncio.to_thread(folder.write, shard, kept)
+            return [_reduce(rollouts_G, plan.pass_threshold) for rollouts_G in kept]
+
+    running = [asyncio.ensure_future(run(shard)) for shard in shards]
+    try:
+        verdicts = await asyncio.gather(*running)
+    finally:
+        for shard_run in running:
+            shard_run.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return build_result(
+        plan,
+        [verdict for of_shard in verdicts for verdict in of_shard],
+        pass_at=planned.settings.pass_at,
+        limits=planned.settings.limits,
+        is_budget_cut=plan.max_reply_tokens < planned.task.limits.own_reply_tokens,
+    )
 
 
 async def evaluate_task(
@@ -68,46 +195,46 @@ async def evaluate_task(
     model_digest: str,
     trained_ids: Collection[str] = frozenset(),
     judge: Judge | None = None,
+    max_positions: int | None = None,
 ) -> EvalResult:
-    """Attempt every example greedily and, if asked for, several times by sampling.
+    """Plan an evaluation and run it; its replies are not kept.
 
-    All rollouts are in flight at once; the engine admits as many as it can serve.
-    `trained_ids` are the example ids that the run has trained on or may train on. Without a `judge`,
-    replies are judged in this process.
-
-    Raises: CheckRefused if examples called held-out are among the trained ones; ConfigError if the
-        settings ask for more examples, tokens or fewer than there are; EngineError if the engine
-        changed its weights in between.
+    Raises: like `plan_evaluation` and `run_evaluation`.
     """
-    budget = _resolve_budget(task, settings)
-    examples = _choose_examples(task, settings)
-    _refuse_trained(task, settings.split, examples, trained_ids)
-    prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
-    plans_P_G = [_plan_example(example, budget, prompt_format, settings) for example in examples]
-    groups = await run_groups(partial(SingleTurn, task, judge), engine, tokenizer, plans_P_G)
-    greedy = _score([group.rollouts[:1] for group in groups], 1)
-    sampled = None
-    if settings.num_samples is not None:
-        sampled = _score([group.rollouts[1:] for group in groups], settings.num_samples)
-    scores = [greedy] if sampled is None else [greedy, sampled]
-    return EvalResult(
-        task=task.name,
-        task_version=task.version,
-        split=settings.split,
-        step=settings.step,
+    planned = plan_evaluation(
+        task=task,
+        tokenizer=tokenizer,
+        settings=settings,
         model_digest=model_digest,
-        policy_version=_single_version([rollout for group in groups for rollout in group.rollouts]),
-        tokenizer_digest=tokenizer.digest,
-        prompt_format=prompt_format.value,
-        num_examples=len(examples),
-        examples_digest=digest_examples([example.example_id for example in examples]),
-        run_seed=settings.run_seed,
-        max_reply_tokens=budget,
-        sampling=settings.sampling,
-        num_samples=settings.num_samples,
-        greedy=greedy,
-        sampled=sampled,
-        validity=_judge_validity(scores, settings, is_budget_cut=budget < task.limits.own_reply_tokens),
+        trained_ids=trained_ids,
+        max_positions=max_positions,
+    )
+    return await run_evaluation(planned, engine, tokenizer, judge=judge)
+
+
+async def _attempt(
+    planned: PlannedEvaluation,
+    plans_P_G: Sequence[Sequence[RolloutPlan]],
+    engine: Engine | None,
+    tokenizer: Tokenizer,
+    judge: Judge | None,
+) -> list[tuple[Rollout, ...]]:
+    if engine is None:
+        raise EngineError(
+            explain_refusal(
+                f"replies of task {planned.task.name} are missing and there is no engine to give them",
+                allowed="an engine, or a folder that holds every reply",
+                next_step="evaluate with an engine",
+            )
+        )
+    groups = await run_groups(partial(SingleTurn, planned.task, judge), engine, tokenizer, plans_P_G)
+    return [group.rollouts for group in groups]
+
+
+def _reduce(rollouts_G: Sequence[Rollout], pass_threshold: float | None) -> ExampleVerdicts:
+    greedy, *sampled_G = (give_verdict(rollout, pass_threshold) for rollout in rollouts_G)
+    return ExampleVerdicts(
+        example_id=rollouts_G[0].example.example_id, greedy=greedy, sampled_G=tuple(sampled_G)
     )
 
 
@@ -163,96 +290,3 @@ def _refuse_trained(
                 next_step="evaluate them as split train, or mend the task's splits",
             )
         )
-
-
-def _plan_example(
-    example: Example, budget: int, prompt_format: PromptFormat, settings: EvalSettings
-) -> list[RolloutPlan]:
-    """Plan the greedy rollout of an example, then its sampled ones."""
-    wanted = [(0, GREEDY)]
-    wanted += [(sample_index, settings.sampling) for sample_index in range(settings.num_samples or 0)]
-    return [
-        RolloutPlan(
-            example=example,
-            step=settings.step,
-            sample_index=sample_index,
-            run_seed=settings.run_seed,
-            sampling=sampling,
-            max_reply_tokens=budget,
-            prompt_format=prompt_format,
-        )
-        for sample_index, sampling in wanted
-    ]
-
-
-def _score(rollouts_P_G: Sequence[Sequence[Rollout]], num_samples: int) -> Score:
-    """Summarise the rollouts of one kind."""
-    judged_P_G = [[rollout for rollout in rollouts_G if _is_judged(rollout)] for rollouts_G in rollouts_P_G]
-    solved_P_G = [[bool(rollout.outcome.is_correct) for rollout in judged_G] for judged_G in judged_P_G]
-    judged = [rollout for judged_G in judged_P_G for rollout in judged_G]
-    outcomes = [rollout.outcome for rollout in judged]
-    num_rollouts = sum(len(rollouts_G) for rollouts_G in rollouts_P_G)
-    interval = clustered_interval(solved_P_G)
-    return Score(
-        accuracy=interval.estimate if judged else None,
-        low=interval.low,
-        high=interval.high,
-        num_samples=num_samples,
-        num_rollouts=num_rollouts,
-        num_unscored=num_rollouts - len(judged),
-        truncated_frac=_mean([outcome.truncated for outcome in outcomes]),
-        cut_unsolved_frac=_mean([outcome.truncated and not outcome.is_correct for outcome in outcomes]),
-        format_ok_frac=_mean([o.format_ok for o in outcomes if o.format_ok is not None]),
-        reply_tokens_mean=_mean([rollout.num_sampled_tokens for rollout in judged]),
-        reward_mean=_mean([outcome.reward for outcome in outcomes if outcome.reward is not None]),
-        solved_frac_by_example={
-            rollouts_G[0].example.example_id: _mean(solved_G)
-            for rollouts_G, solved_G in zip(rollouts_P_G, solved_P_G, strict=True)
-        },
-    )
-
-
-def _is_judged(rollout: Rollout) -> bool:
-    """Whether a rollout is known to be right or wrong."""
-    return rollout.outcome.is_scored and rollout.outcome.is_correct is not None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
-
-
-def _single_version(rollouts: Sequence[Rollout]) -> int:
-    versions = {
-        turn.policy_version
-        for rollout in rollouts
-        for turn in rollout.turns
-        if turn.is_sampled and turn.policy_version is not None
-    }
-    if not versions:
-        kinds = sorted({r.outcome.failure.kind for r in rollouts if r.outcome.failure is not None})
-        raise EngineError(
-            explain_refusal(
-                f"none of {len(rollouts)} rollouts brought a reply; their failures: {', '.join(kinds)}",
-                allowed="an engine that answers with the version it serves",
-                next_step="mend the cause and evaluate again",
-            )
-        )
-    if len(versions) > 1:
-        raise EngineError(
-            explain_refusal(
-                f"one evaluation was served by the policy versions {sorted(versions)}",
-                allowed="one version for all rollouts",
-                next_step="evaluate while no weights are published",
-            )
-        )
-    return versions.pop()
-
-
-def _judge_validity(scores: Sequence[Score], settings: EvalSettings, *, is_budget_cut: bool) -> Validity:
-    for score in scores:
-        if score.num_unscored > settings.max_unscored_frac * score.num_rollouts:
-            return Validity.UNSCORED
-        truncated_frac = score.truncated_frac or 0.0
-        if is_budget_cut and truncated_frac > settings.max_truncated_frac:
-            return Validity.TRUNCATION
-    return Validity.VALID

@@ -1,8 +1,8 @@
 """A stored score: what was measured, by which protocol, on which model, and whether it can count.
 
 A score never stands alone. It is stored with everything that could have changed it: task version,
-split, examples, stops, budget and sampling. Two results whose protocols differ are never compared;
-the refusal names the fields. A file that lacks one of them is unreadable, not a score with defaults.
+split, examples, stops, budget and sampling. A file that lacks one of them is unreadable, not a score
+with defaults. What two of them have in common is `comparison`'s business.
 
 Shares are in [0, 1]. None stands where nothing was measured; a rollout that could not be judged is
 unscored, and unscored is never wrong.
@@ -13,22 +13,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, computed_field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
-from strop.evaluate.statistics import Interval, paired_difference
 from strop.rollout import Sampling, Split
 from strop.store import write_bytes_atomically
 
 PROTOCOL_FIELDS = (
     "task",
     "task_version",
+    "replies_version",
     "split",
     "num_examples",
     "examples_digest",
@@ -37,9 +36,13 @@ PROTOCOL_FIELDS = (
     "max_reply_tokens",
     "sampling",
     "num_samples",
+    "pass_threshold",
 )
 """What must agree before two scores may be compared. The task's version covers its prompt, stop
 strings and verifier; the tokenizer's digest covers chat template and terminators."""
+
+SUSPECT_TRUNCATED_FRAC = 0.02
+"""Share of cut replies above which a score is marked: some of them might have been right."""
 
 
 class Validity(StrEnum):
@@ -50,6 +53,8 @@ class Validity(StrEnum):
     """Replies were cut by a budget below the task's own."""
     UNSCORED = "invalid: unscored"
     """Too many rollouts could not be judged; the rest may not be typical."""
+    VERIFIER = "invalid: verifier errors"
+    """The verifier failed too often: it raised, crashed or ran out of its own time."""
 
 
 class _Record(BaseModel):
@@ -57,42 +62,81 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class ExampleScore(_Record):
+    """The rollouts of one kind of one example."""
+
+    num_judged: int
+    """Rollouts that are known to be right or wrong."""
+    solved_frac: float | None
+    """Share of them that is solved; None if there is none."""
+    format_ok_frac: float | None
+    """Share in the asked form, among those whose task can tell."""
+    in_format_solved_frac: float | None
+    """Solved share of those in the asked form; None if none is."""
+    reward_mean: float | None
+
+
 class Score(_Record):
     """How good the rollouts of one kind, greedy or sampled, were."""
 
     accuracy: float | None
-    """Mean over examples of the solved share of their scored rollouts; None if none was scored."""
+    """Mean over examples of the solved share of their judged rollouts; None if none was judged."""
     low: float
     high: float
     """Ends of the 95 % interval, over examples."""
     num_samples: int
     """Rollouts per example that were asked for."""
     num_rollouts: int
+    num_too_long: int
+    """Rollouts not attempted because the prompt leaves no room for a reply; they count as not solved."""
     num_unscored: int
     """Rollouts that could not be judged; they are in no mean."""
+    verifier_error_frac: float
+    """Share of all rollouts whose verifier raised, crashed or ran out of its own time; they are unscored."""
+    failures: dict[str, int]
+    """Rollouts without a verdict, by kind of failure."""
+    timed_out_frac: float | None
+    """Share of the judged replies whose code used up its time: wrong ones, told apart from others."""
     truncated_frac: float | None
-    """Share of the scored rollouts whose reply was cut."""
+    """Share of the judged replies that were cut."""
     cut_unsolved_frac: float | None
-    """Share of the scored rollouts that were cut and not solved; more room might have solved them."""
+    """Share of the judged replies that were cut and not solved; more room might have solved them."""
     format_ok_frac: float | None
     """Share of answers in the asked form, among rollouts whose task can tell; apart from being right."""
     reply_tokens_mean: float | None
     reward_mean: float | None
-    solved_frac_by_example: dict[str, float | None]
-    """By example id; None where no rollout of the example was scored."""
+    by_example: dict[str, ExampleScore]
+    """By example id."""
 
 
-class EvalResult(_Record):
-    """One evaluation of one model on one split of one task."""
+class PassAtK(_Record):
+    """How probable it is that one of k sampled rollouts solves an example, over examples."""
+
+    value: float | None
+    """None where no example has k judged rollouts."""
+    low: float
+    high: float
+    """Ends of the 95 % interval, over examples."""
+    num_examples: int
+    """Examples that are counted."""
+    num_left_out: int
+    """Examples with fewer than k judged rollouts: a failure of ours must not count as one of the model's."""
+
+
+class EvalPlan(_Record):
+    """What is evaluated, and how: everything that is known before the first reply."""
 
     task: str
     task_version: str
+    """Of the task that judges."""
+    replies_version: str
+    """Of the task that posed and ended the replies; another one where they were judged anew."""
     split: Split
     step: int
     """Optimizer steps behind the model."""
     model_digest: str
-    policy_version: int
-    """Version that the engine served; one for all rollouts."""
+    dtype: str | None
+    """Number format that the weights were served in; None where nobody said."""
     tokenizer_digest: str
     prompt_format: str
     num_examples: int
@@ -104,29 +148,66 @@ class EvalResult(_Record):
     """Distribution of the sampled rollouts."""
     num_samples: int | None
     """Sampled rollouts per example; None: greedy only."""
+    pass_threshold: float | None
+    """Reward from which on a rollout counts as solved; None: what the task calls correct."""
+
+    @property
+    def identity(self) -> EvalPlan:
+        """The plan alone, where this is more than a plan."""
+        return EvalPlan.model_validate({name: getattr(self, name) for name in EvalPlan.model_fields})
+
+    @property
+    def digest(self) -> str:
+        """Hash over all fields of the plan."""
+        return self._hash(EvalPlan.model_fields)
+
+    def _hash(self, names: Collection[str]) -> str:
+        values = self.model_dump(mode="json", include=set(names))
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class EvalResult(EvalPlan):
+    """One evaluation of one model on one split of one task."""
+
+    policy_version: int
+    """Version that the engine served; one for all rollouts."""
     greedy: Score
     sampled: Score | None
+    # Keys of a JSON object are texts, so they are read as numbers.
+    pass_at_k: dict[Annotated[int, Field(strict=False)], PassAtK]
+    """By k; empty where none was asked for."""
     validity: Validity
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def protocol_digest(self) -> str:
         """Hash over everything in `PROTOCOL_FIELDS`; equal for scores that may be compared."""
-        values = self.model_dump(mode="json", include=set(PROTOCOL_FIELDS))
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        return self._hash(PROTOCOL_FIELDS)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def truncation_suspect(self) -> bool:
+        """Whether so many replies were cut that the score may say more about the budget than the model."""
+        return any((score.truncated_frac or 0.0) > SUSPECT_TRUNCATED_FRAC for score in self.scores.values())
 
     @model_validator(mode="before")
     @classmethod
-    def _take_protocol_digest(cls, values: Any) -> Any:
+    def _take_computed(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return {name: value for name, value in values.items() if name != "protocol_digest"}
+        return {name: value for name, value in values.items() if name not in cls.model_computed_fields}
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
-        if len(self.greedy.solved_frac_by_example) != self.num_examples:
+        if len(self.greedy.by_example) != self.num_examples:
             raise ValueError(f"{self.num_examples} examples, but the greedy score lists another number")
         return self
+
+    @property
+    def scores(self) -> dict[str, Score]:
+        """The scores there are, by the kind of rollouts."""
+        found = {"greedy": self.greedy, "sampled": self.sampled}
+        return {name: score for name, score in found.items() if score is not None}
 
     @property
     def is_valid(self) -> bool:
@@ -139,14 +220,14 @@ def digest_examples(example_ids: list[str]) -> str:
     return hashlib.sha256("\n".join(sorted(example_ids)).encode()).hexdigest()[:16]
 
 
-def result_name(result: EvalResult) -> str:
+def result_name(plan: EvalPlan) -> str:
     """Return the file name of a result, for example 'arithmetic-step-000020.json'.
 
     The held-out split is the usual one; any other stands in the name.
     """
-    task = re.sub(r"[^A-Za-z0-9._-]+", "-", result.task)
-    split = "" if result.split is Split.HELD_OUT else f"-{result.split.value}"
-    return f"{task}{split}-step-{result.step:06d}.json"
+    task = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.task)
+    split = "" if plan.split is Split.HELD_OUT else f"-{plan.split.value}"
+    return f"{task}{split}-step-{plan.step:06d}.json"
 
 
 def write_result(result: EvalResult, path: Path) -> None:
@@ -196,31 +277,6 @@ def _unreadable(path: Path, cause: str) -> CorruptRecord:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """By how much accuracy changed on the same examples; None where a side has no score."""
-
-    greedy: Interval | None
-    sampled: Interval | None
-
-
-def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
-    """Say by how much accuracy changed between two results of one protocol.
-
-    Units: differences of accuracy in [-1, 1], with a 95 % interval over examples. An example that
-        is unscored on one side is left out of both.
-    Raises: CheckRefused if one result is invalid, or if their protocols differ.
-    """
-    refuse_invalid(before)
-    refuse_invalid(after)
-    _refuse_other_protocol(before, after)
-    has_samples = before.sampled is not None and after.sampled is not None
-    return Comparison(
-        greedy=_change(before.greedy, after.greedy),
-        sampled=_change(before.sampled, after.sampled) if has_samples else None,
-    )
-
-
 def refuse_invalid(result: EvalResult) -> None:
     """Refuse a result that may not be believed.
 
@@ -228,45 +284,19 @@ def refuse_invalid(result: EvalResult) -> None:
     """
     if result.is_valid:
         return
-    scores = [result.greedy] + ([result.sampled] if result.sampled else [])
+    scores = list(result.scores.values())
     cut = max(score.truncated_frac or 0.0 for score in scores)
     lost = sum(score.num_unscored for score in scores)
     total = sum(score.num_rollouts for score in scores)
+    failed = max(score.verifier_error_frac for score in scores)
     raise CheckRefused(
         explain_refusal(
             f"the result of {result.task} at step {result.step} is {result.validity}: a share of {cut:.3f}"
-            f" of replies was cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts unscored",
+            f" of replies was cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts unscored,"
+            f" the verifier failed on a share of {failed:.3f}",
             allowed="results that are valid",
             next_step="evaluate with the task's own reply budget: leave task.max_reply_tokens out"
             if result.validity is Validity.TRUNCATION
             else "mend what kept the rollouts from being judged and evaluate again",
         )
     )
-
-
-def _refuse_other_protocol(before: EvalResult, after: EvalResult) -> None:
-    one = before.model_dump(mode="json", include=set(PROTOCOL_FIELDS))
-    other = after.model_dump(mode="json", include=set(PROTOCOL_FIELDS))
-    different = [name for name in PROTOCOL_FIELDS if one[name] != other[name]]
-    if different:
-        shown = "; ".join(f"{name} {one[name]!r} and {other[name]!r}" for name in different)
-        raise CheckRefused(
-            explain_refusal(
-                f"two results were measured by different protocols: {shown}",
-                allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
-                next_step="evaluate both models with the same task, split and sampling",
-            )
-        )
-
-
-def _change(before: Score | None, after: Score | None) -> Interval | None:
-    if before is None or after is None:
-        return None
-    pairs = [
-        (share, after.solved_frac_by_example[example_id])
-        for example_id, share in sorted(before.solved_frac_by_example.items())
-    ]
-    scored = [(one, other) for one, other in pairs if one is not None and other is not None]
-    if not scored:
-        return None
-    return paired_difference([one for one, _ in scored], [other for _, other in scored])

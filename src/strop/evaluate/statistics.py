@@ -1,4 +1,4 @@
-"""Intervals, pass@k and paired differences: how sure a score is.
+"""Intervals, pass@k, paired differences and their test: how sure a score is.
 
 Several rollouts of one example are not independent, because easy examples are solved again and
 again. Every interval here is therefore over examples, not over rollouts. Nothing assumes a normal
@@ -59,30 +59,37 @@ def clustered_interval(solved_P_G: Sequence[Sequence[bool]], confidence: float =
 
     Shapes: ragged P, G in. Examples without any rollout take no part.
     Units: shares in [0, 1]; every example counts the same, however often it was tried.
+    """
+    shares_P = [sum(solved_G) / len(solved_G) for solved_G in solved_P_G if solved_G]
+    return _interval_of_shares(shares_P, sum(len(solved_G) for solved_G in solved_P_G), confidence)
+
+
+def _interval_of_shares(shares_P: Sequence[float], num_trials: int, confidence: float) -> Interval:
+    """Estimate the mean of one share per example, made from so many trials in all.
+
     The number of trials that enters the Wilson interval is the effective one: how many independent
-    rollouts would estimate the share as well, given how much examples differ. It lies between the
-    number of examples and the number of rollouts.
+    trials would estimate the mean as well, given how much examples differ. It lies between the
+    number of examples and the number of trials.
     Source: effective sample size after Korn and Graubard, Survey Methodology 24 (1998), 193-201;
         with Wilson's interval as studied by Franco et al., J. Surv. Stat. Methodol. 7 (2019), 334.
     """
-    share_P = np.array([sum(solved_G) / len(solved_G) for solved_G in solved_P_G if solved_G])
-    num_examples = len(share_P)
+    num_examples = len(shares_P)
     if num_examples == 0:
         return wilson_interval(0, 0, confidence)
-    num_rollouts = sum(len(solved_G) for solved_G in solved_P_G)
-    share = float(np.mean(share_P))
-    variance_of_mean = float(np.var(share_P, ddof=1)) / num_examples if num_examples > 1 else 0.0
-    # No difference between examples says nothing about rollouts: then the examples are the trials.
+    share = float(np.mean(shares_P))
+    variance_of_mean = float(np.var(shares_P, ddof=1)) / num_examples if num_examples > 1 else 0.0
+    # No difference between examples says nothing about trials: then the examples are the trials.
     num_effective = float(num_examples)
     if variance_of_mean > 0.0:
-        num_effective = max(num_effective, min(num_rollouts, share * (1 - share) / variance_of_mean))
+        num_effective = max(num_effective, min(num_trials, share * (1 - share) / variance_of_mean))
     return wilson_interval(share * num_effective, num_effective, confidence)
 
 
 def pass_at_k(num_rollouts: int, num_solved: int, k: int) -> float:
     """Estimate the chance that at least one of k rollouts of an example solves it.
 
-    Units: a probability. Unbiased: the share of all k-subsets of the rollouts that hold a solved one.
+    Units: a probability. Unbiased: the share of all k-subsets of the rollouts that hold a solved one,
+    counted in whole numbers and divided once, so it is the nearest float for any numbers.
     Raises: ConfigError if k is below 1 or above the number of rollouts.
     Source: arXiv:2107.03374, section 2.1.
     """
@@ -94,7 +101,37 @@ def pass_at_k(num_rollouts: int, num_solved: int, k: int) -> float:
                 next_step="draw more rollouts per example or lower k",
             )
         )
-    return 1.0 - math.comb(num_rollouts - num_solved, k) / math.comb(num_rollouts, k)
+    num_subsets = math.comb(num_rollouts, k)
+    return (num_subsets - math.comb(num_rollouts - num_solved, k)) / num_subsets
+
+
+def pass_at_k_interval(
+    solved_P_G: Sequence[Sequence[bool]], k: int, confidence: float = CONFIDENCE
+) -> Interval:
+    """Estimate pass@k over examples that were tried k times or more.
+
+    Shapes: ragged P, G in. Examples with fewer than k rollouts take no part; the caller counts them.
+    Units: probabilities. The interval is over examples. Of G rollouts, G // k disjoint sets of k are
+    independent trials, so no more than that count.
+    """
+    tried_P_G = [solved_G for solved_G in solved_P_G if len(solved_G) >= k]
+    estimates_P = [pass_at_k(len(solved_G), sum(solved_G), k) for solved_G in tried_P_G]
+    return _interval_of_shares(estimates_P, sum(len(solved_G) // k for solved_G in tried_P_G), confidence)
+
+
+def sign_test(num_up: int, num_down: int) -> float:
+    """Return how probable a split of changes at least this uneven is, if up and down were equally likely.
+
+    Units: a probability, two-sided and exact; 1 without any change. For one rollout per example this
+    is McNemar's exact test.
+    Source: Q. McNemar, Psychometrika 12 (1947), 153-157, with the binomial in place of chi-squared.
+    """
+    num_changes = num_up + num_down
+    tail = num_ways = 1  # To choose none of the changes.
+    for index in range(min(num_up, num_down)):
+        num_ways = num_ways * (num_changes - index) // (index + 1)
+        tail += num_ways
+    return min(1.0, float(2 * tail / 2**num_changes))
 
 
 def paired_difference(

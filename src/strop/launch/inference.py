@@ -1,4 +1,4 @@
-"""Asking a model on this machine: evaluating it on a task, and looking at what it says.
+"""Asking a model on this machine: finding it, serving it, and looking at what it says.
 
 The model is a checkpoint or run of strop's, or anything that `strop.store.get_model` takes. It is
 served by the native engine in this process. What a run trained on is read from the run itself, so
@@ -21,11 +21,11 @@ from pydantic import ValidationError
 from strop.engine import Completion, GenerationRequest
 from strop.environments import RolloutPlan, SingleTurn, run_rollout
 from strop.errors import ConfigError, explain_refusal
-from strop.evaluate import EvalResult, EvalSettings, evaluate_task
 from strop.launch.local import set_threads
 from strop.launch.locate import find_checkpoint
 from strop.rollout import Message, Rollout, Sampling, Split
 from strop.spec import RunSpec, SamplingSpec, load_spec
+from strop.spec.display import dotted
 from strop.spec.overrides import parse_override
 from strop.spec.schema import NULL_WORD
 from strop.store import get_model, verify_directory
@@ -113,6 +113,46 @@ def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
     return Asking(spec=spec, sampling=_read_sampling(fixed, sampling), split=split)
 
 
+def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> list[Asking]:
+    """Build one asking for each of several tasks, which share everything but the task.
+
+    Settings of a task are written `task_name.key=value`; with one task, the plain `key=value` of
+    `read_asking` too.
+    Raises: ConfigError like `read_asking`, for a task named twice, and for a setting of no named task.
+    """
+    if len(set(tasks)) < len(tasks):
+        raise ConfigError(
+            explain_refusal(
+                f"a task is named twice in {','.join(tasks)}",
+                allowed="each task once per call",
+                next_step="evaluate the second one with a call of its own",
+            )
+        )
+    return [
+        read_asking(task, [mine for word in words if (mine := _pick(word, task, tasks)) is not None], split)
+        for task in tasks
+    ]
+
+
+def _pick(word: str, task: str, tasks: Sequence[str]) -> str | None:
+    """Return a word as `read_asking` takes it for one of the tasks, or None if it is for another."""
+    path, _ = parse_override(word)
+    if len(path) > 1 and path[0] in tasks:
+        if path[0] != task:
+            return None
+        return f"task.{dotted(path[1:])}={word.partition('=')[2]}"
+    if len(tasks) > 1 and path[0] not in {"seed", *ASKING_SECTIONS} - {"task"}:
+        raise ConfigError(
+            explain_refusal(
+                f"{word} does not say which of the {len(tasks)} tasks it is for",
+                allowed=f"{' or '.join(f'{name}.{dotted(path)}=...' for name in tasks)}; seed, and the"
+                f" sections {', '.join(ASKING_SECTIONS[1:])}",
+                next_step="put the task's name before it",
+            )
+        )
+    return word
+
+
 def read_prompt_asking(words: Sequence[str]) -> Asking:
     """Build what `sample_prompt` takes. Without a task: of its settings only `max_reply_tokens` counts.
 
@@ -155,42 +195,6 @@ def _read_sampling(fixed: Sequence[str], words: Sequence[str]) -> Sampling:
     return Sampling(**section.model_dump())
 
 
-def evaluate_here(
-    asking: Asking, model: OpenedModel, *, num_examples: int | None, num_samples: int | None
-) -> EvalResult:
-    """Evaluate a model on the examples of a split; the numbers as in `EvalSettings`.
-
-    Raises: CheckRefused if examples called held-out were trained on; ConfigError for settings that
-        the task or the model cannot follow.
-    """
-    spec = asking.spec
-    settings = EvalSettings(
-        run_seed=spec.seed,
-        step=model.step,
-        split=asking.split,
-        prompt_format=spec.model.prompt_format,
-        num_examples=num_examples,
-        num_samples=num_samples,
-        sampling=asking.sampling,
-    )
-    trained_ids = read_trained_ids(model.run_path)
-
-    async def evaluate() -> EvalResult:
-        task = build_task(spec.task)
-        async with _serve(spec, model) as (engine, tokenizer), _judge(spec, task) as judge:
-            return await evaluate_task(
-                task=task,
-                judge=judge,
-                engine=engine,
-                tokenizer=tokenizer,
-                settings=settings,
-                model_digest=model.digest,
-                trained_ids=trained_ids,
-            )
-
-    return asyncio.run(evaluate())
-
-
 def read_trained_ids(run_path: Path | None) -> frozenset[str]:
     """Return the ids that a run may have trained on; empty without a run."""
     if run_path is None:
@@ -216,7 +220,7 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
         )
 
     async def sample() -> list[Rollout]:
-        async with _serve(spec, model) as (engine, tokenizer), _judge(spec, task) as judge:
+        async with serve_model(spec, model) as (engine, tokenizer), hold_judge(spec, task) as judge:
             attempt = partial(run_rollout, engine=engine, tokenizer=tokenizer)
             plans = [
                 RolloutPlan(
@@ -243,7 +247,7 @@ def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptRepl
     max_reply_tokens = spec.task.max_reply_tokens or MAX_PROMPT_REPLY_TOKENS
 
     async def ask() -> PromptReply:
-        async with _serve(spec, model) as (engine, tokenizer):
+        async with serve_model(spec, model) as (engine, tokenizer):
             message = Message(role="user", content=prompt)
             text, prompt_ids = render_prompt(tokenizer, [message], spec.model.prompt_format)
             completion = await engine.generate(
@@ -261,7 +265,7 @@ def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptRepl
 
 
 @asynccontextmanager
-async def _judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
+async def hold_judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
     """Open the judge that a task asks for, and close it afterwards."""
     judge = open_judge(task, partial(build_warm_task, spec.task))
     try:
@@ -271,7 +275,7 @@ async def _judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
 
 
 @asynccontextmanager
-async def _serve(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[NativeEngine, Tokenizer]]:
+async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[NativeEngine, Tokenizer]]:
     """Load a model into an engine in this process, and close it afterwards."""
     import torch
 

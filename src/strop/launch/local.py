@@ -241,6 +241,7 @@ class Evaluation:
             num_examples=spec.eval.num_examples,
             num_samples=spec.eval.num_samples,
             sampling=Sampling(**spec.sampling.model_dump()),
+            dtype=spec.model.dtype,
         )
         result = await evaluate_task(
             task=self.task,
@@ -250,6 +251,7 @@ class Evaluation:
             settings=settings,
             model_digest=self.model_digest if step == 0 else f"{self.model_digest}+{step}",
             trained_ids={example.example_id for example in self.task.examples(Split.TRAIN)},
+            max_positions=self.roles.learner.model.shape.max_positions,
         )
         path = self.run_dir.eval_path(self.task.name, step)
         write_result(result, path)

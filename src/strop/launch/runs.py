@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CorruptRecord, StoreError, explain_refusal
-from strop.evaluate import Comparison, EvalResult, compare_results, read_result
+from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
+from strop.evaluate import Comparison, Difference, EvalResult, compare_results, read_result
+from strop.evaluate.comparison import list_plan_differences
 from strop.record import RunDir
 from strop.record.run_dir import LOCK_NAME, STATE_NAME
 from strop.spec import load_spec
@@ -97,15 +99,6 @@ def read_results(run_path: Path) -> list[EvalResult]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A setting in which two runs differ, or a fact about them."""
-
-    key: str
-    before: Any
-    after: Any
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunComparison:
     """Two last evaluations, their difference, and everything that was set otherwise."""
 
@@ -115,19 +108,36 @@ class RunComparison:
     differences: tuple[Difference, ...]
 
 
-def compare_runs(before: Path, after: Path) -> RunComparison:
+def compare_runs(before: Path, after: Path, *, declared: Sequence[str] | None = None) -> RunComparison:
     """Compare the last evaluations of two runs, or two stored results, on the same examples.
 
-    Raises: StoreError if there is none to compare; CheckRefused if one is invalid or the protocols
-        differ.
+    `declared`: the settings that were varied on purpose. None: no claim is made of what caused a change.
+    Raises: StoreError if there is none to compare; CheckRefused if one is invalid, the protocols
+        differ, or a setting differs that was not declared.
     """
     one, other = _last_result(before), _last_result(after)
-    return RunComparison(
-        before=one,
-        after=other,
-        change=compare_results(one, other),
-        differences=_list_differences(before, after),
-    )
+    change = compare_results(one, other)
+    if before.is_file() or after.is_file():
+        differences = list_plan_differences(one, other)
+    else:
+        differences = _list_differences(before, after)
+    if declared is not None:
+        _refuse_undeclared(differences, declared)
+    return RunComparison(before=one, after=other, change=change, differences=differences)
+
+
+def _refuse_undeclared(differences: Sequence[Difference], declared: Sequence[str]) -> None:
+    """Refuse to lay a change at one setting's door while others differ too (EVA-7)."""
+    undeclared = [found for found in differences if found.key not in declared]
+    if undeclared:
+        shown = "; ".join(f"{found.key} {found.before!r} and {found.after!r}" for found in undeclared)
+        raise CheckRefused(
+            explain_refusal(
+                f"the two differ in more than {', '.join(declared)}: {shown}",
+                allowed="a difference in the declared settings only",
+                next_step="declare these too with --vary, or repeat one run with the other's values",
+            )
+        )
 
 
 def _last_result(path: Path) -> EvalResult:
@@ -147,9 +157,7 @@ def _last_result(path: Path) -> EvalResult:
 
 
 def _list_differences(before: Path, after: Path) -> tuple[Difference, ...]:
-    """Return the settings that differ; places of output are no difference. () without two runs."""
-    if before.is_file() or after.is_file():
-        return ()
+    """Return the settings in which two runs differ; places of output are no difference."""
     one, other = (_flatten(load_spec(path / "spec.toml").spec.model_dump()) for path in (before, after))
     keys = [key for key in one | other if not key.startswith("output.") and key != "name"]
     return tuple(

@@ -8,7 +8,7 @@ Importing this module imports pyarrow, so it is not part of the room's light fac
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,12 @@ SCHEMA = pa.schema(
 )
 
 
-def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+def write_rollouts(
+    path: Path, rollouts: Sequence[Rollout], *, facts: Mapping[str, str] | None = None
+) -> None:
     """Write rollouts to a Parquet file that appears complete or not at all.
+
+    `facts` go into the file's metadata, for `read_facts`.
 
     Raises: DataError if a text is not valid Unicode or a field is not JSON; StoreError if the disk fails.
     """
@@ -88,6 +92,8 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
                 next_step="mend the task that made this example or judged this reply",
             )
         ) from error
+    metadata = {name.encode(): value.encode() for name, value in (facts or {}).items()}
+    table = table.replace_schema_metadata({**metadata, _FORMAT_KEY: FORMAT})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     write_bytes_atomically(path, sink.getvalue())
@@ -98,16 +104,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
     Raises: StoreError if there is no such file; CorruptRecord if it is not one of ours.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StoreError(
-            explain_refusal(
-                f"{path} cannot be read ({error.strerror})",
-                allowed="a rollouts file of a run",
-                next_step="list the run's rollouts/ for the steps that it has",
-            )
-        ) from error
+    data = _read_bytes(path)
     try:
         table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
         if (table.schema.metadata or {}).get(_FORMAT_KEY) != FORMAT:
@@ -115,13 +112,52 @@ def read_rollouts(path: Path) -> list[Rollout]:
         return [_from_row(row) for row in table.to_pylist(maps_as_pydicts="strict")]
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         # OSError is how pyarrow reports a page whose checksum is wrong.
-        raise CorruptRecord(
-            explain_refusal(
-                f"{path} does not hold rollouts ({error})",
-                allowed=f"a Parquet file written by strop, format {FORMAT.decode()}",
-                next_step="remove the file; a resumed run writes it again",
-            )
-        ) from error
+        raise _no_rollouts(path, error) from error
+
+
+def read_facts(path: Path) -> dict[str, str]:
+    """Read what was written beside the rollouts; the rollouts themselves are not looked at.
+
+    Raises: StoreError if there is no such file; CorruptRecord if it is no Parquet file.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = pq.read_schema(file).metadata or {}
+    except FileNotFoundError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, OSError, pa.ArrowException) as error:
+        raise _no_rollouts(path, error) from error
+    try:
+        return {name.decode(): value.decode() for name, value in metadata.items()}
+    except UnicodeDecodeError as error:
+        raise _no_rollouts(path, error) from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{path} cannot be read ({error.strerror})",
+            allowed="a rollouts file of a run",
+            next_step="list the run's rollouts/ for the steps that it has",
+        )
+    )
+
+
+def _no_rollouts(path: Path, error: Exception) -> CorruptRecord:
+    return CorruptRecord(
+        explain_refusal(
+            f"{path} does not hold rollouts ({error})",
+            allowed=f"a Parquet file written by strop, format {FORMAT.decode()}",
+            next_step="remove the file; a resumed run writes it again",
+        )
+    )
 
 
 def _to_row(rollout: Rollout) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""`strop rescore PLACE [key=value ...]`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strop.cli.arguments import Json
+from strop.cli.eval import percent
+from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.launch.rescoring import StoredRescored
+
+CHANGES_SHOWN = 20
+
+
+def rescore(
+    context: typer.Context,
+    place: Annotated[
+        Path, typer.Argument(help="A result of `strop eval`, one of its shards, or a folder of such.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="Settings of the task; as evaluated by default."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Judge kept replies anew with the task as it is now; nothing is generated."""
+    from strop.launch.rescoring import find_kept, rescore_kept
+
+    output: Output = context.obj
+    found = []
+    for folder in find_kept(place):
+        stored = rescore_kept(folder, settings or ())
+        output.say(f"{stored.rescored.result.task}: {stored.path}")
+        found.append(stored)
+    if json:
+        output.give_json(
+            [
+                {
+                    "path": str(stored.path),
+                    "result": stored.rescored.result.model_dump(mode="json"),
+                    "changes": [asdict(change) for change in stored.rescored.changes],
+                }
+                for stored in found
+            ]
+        )
+        return
+    for stored in found:
+        _show(output, stored)
+
+
+def _show(output: Output, stored: StoredRescored) -> None:
+    result, changes = stored.rescored.result, stored.rescored.changes
+    title = (
+        f"{result.task}, {result.num_examples} examples of {result.split.value}: judged by version"
+        f" {result.task_version}, replies of version {result.replies_version}"
+    )
+    rows = [
+        (name, percent(score.accuracy), f"{score.low:.1%} to {score.high:.1%}", score.num_unscored)
+        for name, score in result.scores.items()
+    ]
+    output.give_table(("replies", "accuracy", "95% interval", "unscored"), rows, title=title)
+    if not result.is_valid:
+        output.give(str(result.validity))
+    words = {True: "solved", False: "not solved", None: "unscored"}
+    output.give(f"{len(changes)} verdicts changed")
+    if changes:
+        output.give_table(
+            ("example", "reply", "before", "now", "compared"),
+            [
+                (change.example_id, change.reply, words[change.before], words[change.after], change.extracted)
+                for change in changes[:CHANGES_SHOWN]
+            ],
+        )
+    if len(changes) > CHANGES_SHOWN:
+        output.give(f"and {len(changes) - CHANGES_SHOWN} more; --json lists all")

@@ -1,0 +1,136 @@
+"""What changed between two results of one protocol, and what of it is form.
+
+A policy may come to be right more often because it can do more, or because it has learned the form
+that the verifier reads. So three changes are given beside each other: of accuracy, of the form, and of
+accuracy where the form was right on both sides (REW-7, EVA-6). The reward's change stands beside them.
+
+Every interval is over examples, of one seed each: what another training seed would change is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strop.errors import CheckRefused, explain_refusal
+from strop.evaluate.result import PROTOCOL_FIELDS, EvalPlan, EvalResult, ExampleScore, Score, refuse_invalid
+from strop.evaluate.statistics import Interval, paired_difference, sign_test
+
+_Read = Callable[[ExampleScore], float | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change(Interval):
+    """By how much accuracy changed, and what it is made of. Examples unscored on a side are left out."""
+
+    format_ok: Interval | None
+    """Change of the share in the asked form; None where the task cannot tell."""
+    in_format: Interval | None
+    """Change of accuracy among replies in the asked form, over the examples that have such replies on
+    both sides; None where there are none."""
+    reward: Interval | None
+    num_examples: int
+    """Examples that are compared."""
+    num_in_format: int
+    """Examples behind `in_format`."""
+    num_gained: int
+    """Examples solved more often than before."""
+    num_lost: int
+    """Examples solved less often."""
+    p_value: float
+    """How probable so uneven a split of gained and lost examples is if nothing changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What changed on the same examples; None where a side has no score."""
+
+    greedy: Change | None
+    sampled: Change | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A setting in which two runs or results differ, or a fact about them."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
+    """Say by how much accuracy changed between two results of one protocol.
+
+    Units: differences of shares in [-1, 1], with a 95 % interval over examples: a paired bootstrap.
+    Raises: CheckRefused if one result is invalid, or if their protocols differ.
+    """
+    refuse_invalid(before)
+    refuse_invalid(after)
+    _refuse_other_protocol(before, after)
+    return Comparison(
+        greedy=_change(before.greedy, after.greedy), sampled=_change(before.sampled, after.sampled)
+    )
+
+
+def list_plan_differences(before: EvalPlan, after: EvalPlan) -> tuple[Difference, ...]:
+    """Return the fields in which two plans differ: what was evaluated, and how."""
+    one, other = before.identity.model_dump(mode="json"), after.identity.model_dump(mode="json")
+    return tuple(
+        Difference(key=name, before=one[name], after=other[name])
+        for name in EvalPlan.model_fields
+        if one[name] != other[name]
+    )
+
+
+def _refuse_other_protocol(before: EvalResult, after: EvalResult) -> None:
+    differences = {found.key: found for found in list_plan_differences(before, after)}
+    different = [differences[name] for name in PROTOCOL_FIELDS if name in differences]
+    if different:
+        shown = "; ".join(f"{found.key} {found.before!r} and {found.after!r}" for found in different)
+        raise CheckRefused(
+            explain_refusal(
+                f"two results were measured by different protocols: {shown}",
+                allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
+                next_step="evaluate both models with the same task, split and sampling",
+            )
+        )
+
+
+def _change(before: Score | None, after: Score | None) -> Change | None:
+    if before is None or after is None:
+        return None
+    pairs = [(one, after.by_example[name]) for name, one in sorted(before.by_example.items())]
+    solved = _read_both(pairs, lambda example: example.solved_frac)
+    if not solved:
+        return None
+    in_format = _read_both(pairs, lambda example: example.in_format_solved_frac)
+    accuracy = _difference(solved)
+    assert accuracy is not None
+    num_gained = sum(later > earlier for earlier, later in solved)
+    num_lost = sum(later < earlier for earlier, later in solved)
+    return Change(
+        estimate=accuracy.estimate,
+        low=accuracy.low,
+        high=accuracy.high,
+        format_ok=_difference(_read_both(pairs, lambda example: example.format_ok_frac)),
+        in_format=_difference(in_format),
+        reward=_difference(_read_both(pairs, lambda example: example.reward_mean)),
+        num_examples=len(solved),
+        num_in_format=len(in_format),
+        num_gained=num_gained,
+        num_lost=num_lost,
+        p_value=sign_test(num_gained, num_lost),
+    )
+
+
+def _read_both(pairs: Sequence[tuple[ExampleScore, ExampleScore]], read: _Read) -> list[tuple[float, float]]:
+    """Return a number of each example before and after, where both sides have it."""
+    found = [(read(before), read(after)) for before, after in pairs]
+    return [(one, other) for one, other in found if one is not None and other is not None]
+
+
+def _difference(values: Sequence[tuple[float, float]]) -> Interval | None:
+    if not values:
+        return None
+    return paired_difference([before for before, _ in values], [after for _, after in values])

@@ -1,0 +1,229 @@
+"""From rollouts to numbers: what counts as solved, what as unscored, and when a result is invalid.
+
+Every prompt is counted. A prompt too long for the model is an example that it cannot solve; a rollout
+that could not be judged is neither solved nor wrong and is counted apart. A partial reward is not
+solved: that takes the task's word, or the declared threshold.
+
+Shapes: P = examples, G = rollouts of one kind of one example.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from strop.errors import ConfigError, EngineError, explain_refusal
+from strop.evaluate.result import EvalPlan, EvalResult, ExampleScore, PassAtK, Score, Validity
+from strop.evaluate.statistics import clustered_interval, pass_at_k_interval
+from strop.rollout import FailureOwner, Rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What scores need of one rollout; the rollout itself is on the disk, or not needed any more."""
+
+    is_solved: bool | None
+    """None: it could not be judged."""
+    has_reply: bool
+    """Whether there was an attempt that was judged."""
+    format_ok: bool | None
+    truncated: bool
+    timed_out: bool
+    reward: float | None
+    num_tokens: int
+    failure_kind: str | None
+    is_verifier_error: bool
+    versions: frozenset[int]
+    """Policy versions that served it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExampleVerdicts:
+    """All rollouts of one example."""
+
+    example_id: str
+    greedy: Verdict
+    sampled_G: tuple[Verdict, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Shares above which a result is invalid."""
+
+    max_truncated_frac: float = 0.05
+    """Of replies cut by a budget below the task's own."""
+    max_unscored_frac: float = 0.02
+    """Of rollouts that could not be judged, whoever is to blame."""
+    max_verifier_error_frac: float = 0.005
+    """Of rollouts whose verifier failed."""
+
+
+def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
+    """Reduce a rollout to what scores need. Solved means correct, or a reward from the threshold on."""
+    outcome = rollout.outcome
+    is_solved = outcome.is_correct
+    if pass_threshold is not None and outcome.reward is not None:
+        is_solved = outcome.reward >= pass_threshold
+    if not outcome.is_scored:
+        is_solved = False if outcome.is_too_long else None
+    failure = outcome.failure
+    return Verdict(
+        is_solved=is_solved,
+        has_reply=outcome.is_scored and is_solved is not None,
+        format_ok=outcome.format_ok,
+        truncated=outcome.truncated,
+        timed_out=outcome.timed_out,
+        reward=outcome.reward,
+        num_tokens=rollout.num_sampled_tokens,
+        failure_kind=None if failure is None else failure.kind,
+        is_verifier_error=failure is not None
+        and failure.owner is FailureOwner.TASK
+        and not outcome.is_too_long,
+        versions=frozenset(
+            turn.policy_version
+            for turn in rollout.turns
+            if turn.is_sampled and turn.policy_version is not None
+        ),
+    )
+
+
+def build_result(
+    plan: EvalPlan,
+    verdicts_P: Sequence[ExampleVerdicts],
+    *,
+    pass_at: Sequence[int] = (),
+    limits: Limits,
+    is_budget_cut: bool,
+) -> EvalResult:
+    """Sum an evaluation up. `is_budget_cut`: the reply budget was below the task's own.
+
+    Raises: ConfigError if a k of `pass_at` is below 1 or above the number of samples; EngineError if
+        no rollout brought a reply, or several policy versions did.
+    """
+    check_pass_at(pass_at, plan.num_samples)
+    greedy = _score([(verdicts.example_id, (verdicts.greedy,)) for verdicts in verdicts_P])
+    sampled = None
+    if plan.num_samples is not None:
+        sampled = _score([(verdicts.example_id, verdicts.sampled_G) for verdicts in verdicts_P])
+    scores = [greedy] if sampled is None else [greedy, sampled]
+    return EvalResult(
+        **{name: getattr(plan, name) for name in EvalPlan.model_fields},
+        policy_version=_single_version(verdicts_P),
+        greedy=greedy,
+        sampled=sampled,
+        pass_at_k={k: _pass_at_k([verdicts.sampled_G for verdicts in verdicts_P], k) for k in pass_at},
+        validity=_judge_validity(scores, limits, is_budget_cut=is_budget_cut),
+    )
+
+
+def check_pass_at(pass_at: Sequence[int], num_samples: int | None) -> None:
+    """Refuse a k that the samples cannot give.
+
+    Raises: ConfigError naming the first one.
+    """
+    for k in pass_at:
+        if not 1 <= k <= (num_samples or 0):
+            raise ConfigError(
+                explain_refusal(
+                    f"pass@{k} from {num_samples or 'no'} sampled rollouts per example",
+                    allowed=f"k from 1 to {num_samples}" if num_samples else "k up to the number of samples",
+                    next_step=f"draw more rollouts per example, with --num-samples {max(k, 1)}, or lower k",
+                )
+            )
+
+
+def _pass_at_k(sampled_P_G: Sequence[Sequence[Verdict]], k: int) -> PassAtK:
+    solved_P_G = [[v.is_solved for v in verdicts_G if v.is_solved is not None] for verdicts_G in sampled_P_G]
+    num_examples = sum(len(solved_G) >= k for solved_G in solved_P_G)
+    interval = pass_at_k_interval(solved_P_G, k)
+    return PassAtK(
+        value=interval.estimate if num_examples else None,
+        low=interval.low,
+        high=interval.high,
+        num_examples=num_examples,
+        num_left_out=len(solved_P_G) - num_examples,
+    )
+
+
+def _score(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Score:
+    """Summarise the rollouts of one kind."""
+    verdicts = [verdict for _, verdicts_G in examples_P for verdict in verdicts_G]
+    replies = [verdict for verdict in verdicts if verdict.has_reply]
+    solved_P_G = [
+        [v.is_solved for v in verdicts_G if v.is_solved is not None] for _, verdicts_G in examples_P
+    ]
+    num_judged = sum(len(solved_G) for solved_G in solved_P_G)
+    interval = clustered_interval(solved_P_G)
+    unscored = [verdict for verdict in verdicts if verdict.is_solved is None]
+    return Score(
+        accuracy=interval.estimate if num_judged else None,
+        low=interval.low,
+        high=interval.high,
+        num_samples=len(examples_P[0][1]),
+        num_rollouts=len(verdicts),
+        num_too_long=sum(verdict.is_solved is not None and not verdict.has_reply for verdict in verdicts),
+        num_unscored=len(unscored),
+        verifier_error_frac=sum(verdict.is_verifier_error for verdict in verdicts) / len(verdicts),
+        failures=dict(sorted(Counter(v.failure_kind or "no verdict" for v in unscored).items())),
+        timed_out_frac=_mean([verdict.timed_out for verdict in replies]),
+        truncated_frac=_mean([verdict.truncated for verdict in replies]),
+        cut_unsolved_frac=_mean([verdict.truncated and not verdict.is_solved for verdict in replies]),
+        format_ok_frac=_mean([v.format_ok for v in replies if v.format_ok is not None]),
+        reply_tokens_mean=_mean([verdict.num_tokens for verdict in replies]),
+        reward_mean=_mean([verdict.reward for verdict in replies if verdict.reward is not None]),
+        by_example={example_id: _score_example(verdicts_G) for example_id, verdicts_G in examples_P},
+    )
+
+
+def _score_example(verdicts_G: Sequence[Verdict]) -> ExampleScore:
+    judged = [verdict for verdict in verdicts_G if verdict.is_solved is not None]
+    replies = [verdict for verdict in judged if verdict.has_reply]
+    return ExampleScore(
+        num_judged=len(judged),
+        solved_frac=_mean([bool(verdict.is_solved) for verdict in judged]),
+        format_ok_frac=_mean([v.format_ok for v in replies if v.format_ok is not None]),
+        in_format_solved_frac=_mean([bool(verdict.is_solved) for verdict in replies if verdict.format_ok]),
+        reward_mean=_mean([verdict.reward for verdict in replies if verdict.reward is not None]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _single_version(verdicts_P: Sequence[ExampleVerdicts]) -> int:
+    verdicts = [one for verdicts in verdicts_P for one in (verdicts.greedy, *verdicts.sampled_G)]
+    versions = frozenset[int]().union(*(verdict.versions for verdict in verdicts))
+    if not versions:
+        kinds = sorted({verdict.failure_kind for verdict in verdicts if verdict.failure_kind is not None})
+        raise EngineError(
+            explain_refusal(
+                f"none of {len(verdicts)} rollouts brought a reply; their failures: {', '.join(kinds)}",
+                allowed="an engine that answers with the version it serves",
+                next_step="mend the cause and evaluate again",
+            )
+        )
+    if len(versions) > 1:
+        raise EngineError(
+            explain_refusal(
+                f"one evaluation was served by the policy versions {sorted(versions)}",
+                allowed="one version for all rollouts",
+                next_step="evaluate while no weights are published",
+            )
+        )
+    return next(iter(versions))
+
+
+def _judge_validity(scores: Sequence[Score], limits: Limits, *, is_budget_cut: bool) -> Validity:
+    for score in scores:
+        if score.verifier_error_frac > limits.max_verifier_error_frac:
+            return Validity.VERIFIER
+        if score.num_unscored > limits.max_unscored_frac * score.num_rollouts:
+            return Validity.UNSCORED
+        truncated_frac = score.truncated_frac or 0.0
+        if is_budget_cut and truncated_frac > limits.max_truncated_frac:
+            return Validity.TRUNCATION
+    return Validity.VALID

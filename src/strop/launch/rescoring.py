@@ -1,0 +1,97 @@
+"""Judging what `strop eval` kept with a task as it is now."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import StoreError, explain_refusal
+from strop.evaluate import Rescored, read_result, rescore, write_result
+from strop.evaluate.shards import list_shards, read_all_shards, read_task_settings
+from strop.launch.inference import hold_judge, read_asking
+from strop.rollout import Split
+from strop.spec.display import KeyPath, dotted
+from strop.spec.overrides import parse_override
+from strop.spec.schema import NULL_WORD
+from strop.tasks import build_task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRescored:
+    """Replies judged anew, and the file of the new result."""
+
+    rescored: Rescored
+    path: Path
+
+
+def find_kept(place: Path) -> list[Path]:
+    """Return the folders of replies that a path means: a result, a shard, or a folder around them.
+
+    Raises: StoreError if there is none.
+    """
+    if place.is_file():
+        folder = place.with_suffix("") if place.suffix == ".json" else place.parent
+        folders = [folder] if folder.is_dir() and list_shards(folder) else []
+    elif place.is_dir():
+        candidates = [place, *(path for path in place.rglob("*") if path.is_dir())]
+        folders = sorted(path for path in candidates if list_shards(path))
+    else:
+        folders = []
+    if not folders:
+        raise StoreError(
+            explain_refusal(
+                f"{place} holds no replies of an evaluation",
+                allowed="a result that `strop eval` wrote with its folder beside it, or a folder of such",
+                next_step="evaluate a model with `strop eval`, whose replies are kept",
+            )
+        )
+    return folders
+
+
+def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
+    """Judge the replies in a folder with the task that they answer, some of its settings changed.
+
+    The result is written beside the old one, under a name with the new version of the task.
+    Raises: StoreError if replies are missing; CorruptRecord if they are damaged; ConfigError for
+        settings that the task lacks; CheckRefused if the examples are not the task's any more.
+    """
+    plan, rollouts = read_all_shards(folder)
+    stored = read_task_settings(list_shards(folder)[0])
+    asking = read_asking(plan.task, _merge(stored, words), Split(plan.split))
+    task = build_task(asking.spec.task)
+    old_path = folder.with_name(f"{folder.name}.json")
+    pass_at = tuple(read_result(old_path).pass_at_k) if old_path.exists() else ()
+
+    async def judge_all() -> Rescored:
+        async with hold_judge(asking.spec, task) as judge:
+            return await rescore(plan, rollouts, task, judge=judge, pass_at=pass_at)
+
+    rescored = asyncio.run(judge_all())
+    path = folder.with_name(f"{folder.name}-rescored-{task.version[:8]}.json")
+    write_result(rescored.result, path)
+    return StoredRescored(rescored=rescored, path=path)
+
+
+def _merge(stored: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """Return the stored settings of a task as `key=value` words, without those that new words replace."""
+    given = [word if word.startswith("task.") else f"task.{word}" for word in words]
+    replaced = [parse_override(word)[0] for word in given]
+    kept = [
+        f"{dotted(path)}={text}"
+        for path, text in _flatten(stored, ("task",))
+        if path != ("task", "name") and not any(path[: len(new)] == new for new in replaced)
+    ]
+    return kept + given
+
+
+def _flatten(values: Mapping[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Yield each setting with its value as TOML; JSON is TOML for all that a setting can be."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, (*prefix, name))
+        else:
+            yield (*prefix, name), NULL_WORD if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,186 @@
+"""`strop eval`, `strop rescore` and what they keep: several tasks, kills, curricula, new verdicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.evaluate import read_result
+from strop.evaluate.shards import list_shards
+from tests.cli.conftest import Ended, Run
+
+ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out")
+PROGRAM = "import sys; from strop.cli import main; sys.exit(main())"
+
+
+def evaluate(run: Run, model: Path, *words: object) -> Ended:
+    return run("eval", model, "--task", "arithmetic", *ASK, *words)
+
+
+def test_several_tasks_give_one_table_and_one_file_each(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    words = ("--limit", "3", "--samples", "2", "--pass-at", "2,1", "--out", "results")
+    tasks = ("eval", tiny_model_dir, "--task", "arithmetic,reverse-text", *ASK, *words)
+    ended = run(*tasks, "reverse-text.max_words=2", "arithmetic.max_value=15")
+    assert ended.code == 0, ended.err
+    assert "2 tasks, examples of held_out, step 0" in ended.out
+    for task in ("arithmetic", "reverse-text"):
+        result = read_result(folder / "results" / f"{task}-step-000000.json")
+        assert (result.task, result.num_examples, list(result.pass_at_k)) == (task, 3, [1, 2])
+        assert list_shards(folder / "results" / f"{task}-step-000000")
+        lines = [line.split() for line in ended.out.splitlines() if line.startswith(f" {task} ")]
+        assert [line[1] for line in lines] == ["greedy", "sampled", "pass@1", "pass@2"]
+    listed = json.loads(run(*tasks, "reverse-text.max_words=2", "arithmetic.max_value=15", "--json").out)
+    assert [entry["task"] for entry in listed] == ["arithmetic", "reverse-text"]
+    # The settings reached their own task: other ones are another evaluation.
+    refused = run(*tasks, "reverse-text.max_words=3", "arithmetic.max_value=15")
+    assert refused.code == 76
+    assert "reverse-text-step-000000.json belongs to another evaluation: task_version" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--task", "arithmetic,reverse-text", "max_value=9"), "does not say which of the 2 tasks it is for"),
+        (("--task", "arithmetic,reverse-text", "task.max_value=9"), "does not say which of the 2 tasks"),
+        (("--task", "arithmetic,arithmetic"), "a task is named twice in arithmetic,arithmetic"),
+        (("--task", "arithmetic", "--pass-at", "2"), "pass@2 from no sampled rollouts"),
+        (("--task", "arithmetic", "--pass-at", "2,x"), "takes numbers with commas"),
+        (("--task", "arithmetic,reverse-text", "--write-order", "o.jsonl"), "--write-order takes one task"),
+    ],
+)
+def test_usage_that_cannot_work_is_refused(
+    run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
+) -> None:
+    ended = run("eval", tiny_model_dir, *ASK, *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert message in " ".join(ended.err.replace("│", " ").split())
+
+
+def test_one_invalid_result_of_several_fails_the_command(
+    run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    words = ("--task", "arithmetic,reverse-text", *ASK, "--limit", "2", "arithmetic.max_reply_tokens=4")
+    ended = run("eval", tiny_model_dir, *words)
+    assert ended.code == 1
+    assert "strop: arithmetic: invalid: truncation" in ended.err
+    assert "arithmetic: truncation suspect" in ended.out
+    assert "reverse-text" in ended.out
+
+
+def test_the_same_command_again_generates_nothing(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    first = evaluate(run, tiny_model_dir, "--limit", "4", "--json")
+    again = evaluate(run, tiny_model_dir, "--limit", "4", "--json")
+    assert (first.code, again.code) == (0, 0)
+    assert again.out == first.out
+    assert "the replies to 4 of 4 examples are kept from before" in again.err
+    # Without --out, another evaluation has another name.
+    assert evaluate(run, tiny_model_dir, "--limit", "5").code == 0
+    assert len(list((folder / "evals").glob("arithmetic-step-000000-*.json"))) == 2
+
+
+def start(*words: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, words)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
+    run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    # 100 examples in four shards; few rows, so that the first is done long before the last.
+    words = ("eval", tiny_model_dir, "--task", "arithmetic", *ASK, "--samples", "3", "--pass-at", "1,3")
+    words = (*words, "engine.max_rows=4", "model.prompt_format=base")
+    kept = folder / "killed" / "arithmetic-step-000000"
+    process = start(*words, "--out", "killed")
+    deadline = time.monotonic() + 120
+    try:
+        while not (kept.is_dir() and list_shards(kept)):
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    first = {path: path.stat().st_mtime_ns for path in list_shards(kept)}
+    assert 1 <= len(first) < 4
+    resumed = run(*words, "--out", "killed", "--json")
+    assert resumed.code == 0, resumed.err
+    assert "of 100 examples are kept from before" in resumed.err
+    assert {path: path.stat().st_mtime_ns for path in first} == first
+    undisturbed = run(*words, "--out", "whole", "--json")
+    assert resumed.out == undisturbed.out
+    texts = [(folder / name / "arithmetic-step-000000.json").read_text() for name in ("killed", "whole")]
+    assert texts[0] == texts[1]
+
+
+def test_an_order_file_is_written_from_samples(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    ended = evaluate(run, tiny_model_dir, "--limit", "3", "--samples", "2", "--write-order", "order.jsonl")
+    assert ended.code == 0, ended.err
+    header, *rows = [json.loads(line) for line in (folder / "order.jsonl").read_text().splitlines()]
+    assert (header["task"], header["num_examples"]) == ("arithmetic", 3)
+    assert [row["num_samples"] for row in rows] == [2, 2, 2]
+
+
+def test_kept_replies_are_judged_anew(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    assert evaluate(run, tiny_model_dir, "max_value=15", "--limit", "4", "--out", "results").code == 0
+    result_path = folder / "results" / "arithmetic-step-000000.json"
+    result = read_result(result_path)
+    shard = list_shards(result_path.with_suffix(""))[0]
+    for place in (result_path, shard, folder):
+        (entry,) = json.loads(run("rescore", place, "--json").out)
+        assert entry["changes"] == []
+        assert entry["path"].endswith(f"arithmetic-step-000000-rescored-{result.task_version[:8]}.json")
+        assert read_result(Path(entry["path"])) == result
+    shown = run("rescore", "results")
+    assert shown.code == 0, shown.err
+    assert f"judged by version {result.task_version}, replies of version {result.task_version}" in shown.out
+    assert "0 verdicts changed" in shown.out
+    # A setting that leaves the examples alone makes another version; one that moves them is refused.
+    other = json.loads(run("rescore", "results", "max_too_long_frac=0.5", "--json").out)[0]["result"]
+    assert other["task_version"] == other["replies_version"] == result.task_version
+    shorter = json.loads(run("rescore", "results", "max_reply_tokens=20", "--json").out)[0]["result"]
+    assert shorter["task_version"] != shorter["replies_version"] == result.task_version
+    moved = run("rescore", "results", "max_value=99")
+    assert moved.code == 76
+    assert "example ids are not in its held_out split" in moved.err
+
+
+def test_a_place_without_replies_is_refused(run: Run, folder: Path) -> None:
+    ended = run("rescore", "nothing")
+    assert (ended.code, ended.out) == (1, "")
+    assert "nothing holds no replies of an evaluation. Allowed: " in ended.err
+
+
+def test_eva_7_a_change_is_not_laid_at_one_settings_door_while_others_differ(
+    finished_run: Path, folder: Path, run: Run
+) -> None:
+    """Incident: arms meant to differ in the learning rate also differed in fp16 and bf16; single seeds."""
+    assert run("train", "run.toml", "optimizer.lr=1e-4", "model.dtype=bfloat16").code == 0
+    other = json.loads(run("ls", "--json").out)[0]["path"]
+    refused = run("compare", finished_run, other, "--vary", "optimizer.lr")
+    assert (refused.code, refused.out) == (76, "")
+    assert "differ in more than optimizer.lr: model.dtype 'float32' and 'bfloat16'. Allowed: " in refused.err
+    shown = run("compare", finished_run, other, "--vary", "optimizer.lr", "--vary", "model.dtype")
+    assert shown.code == 0
+    assert "of one seed each" in shown.out
+    assert "accuracy where both have the format" in shown.out
+
+
+def test_eva_7_results_list_what_they_differ_in(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    """Incident: as above, for results without runs: seeds and number formats are in them."""
+    for name, words in (("a", ("seed=1",)), ("b", ("seed=2", "sampling.temperature=1"))):
+        assert evaluate(run, tiny_model_dir, *words, "--limit", "2", "--out", name).code == 0
+    places = [f"{name}/arithmetic-step-000000.json" for name in "ab"]
+    found = json.loads(run("compare", *places, "--json").out)
+    assert found["differences"] == [{"key": "run_seed", "before": 1, "after": 2}]

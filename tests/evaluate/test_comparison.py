@@ -1,0 +1,95 @@
+"""What changed between two results: by hand, and refused where the protocols differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.evaluate import ExampleScore, compare_results
+from strop.evaluate.comparison import list_plan_differences
+from tests.evaluate.stored_results import make_example_score, make_result, make_score
+
+
+def in_form(*, is_solved: bool, format_ok: bool) -> ExampleScore:
+    """One reply, right or wrong, in the asked form or not."""
+    return make_example_score(
+        float(is_solved),
+        format_ok_frac=float(format_ok),
+        in_format_solved_frac=float(is_solved) if format_ok else None,
+    )
+
+
+def test_a_change_is_measured_on_the_same_examples() -> None:
+    before = make_result({"a": 0.0, "b": 1.0, "c": None, "d": 0.0})
+    after = make_result({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}, model_digest="m2", step=40)
+    change = compare_results(before, after)
+    assert change.greedy is not None
+    # a, b and d were scored on both sides: +1, 0, 0
+    assert change.greedy.estimate == pytest.approx(1 / 3)
+    assert (change.greedy.num_examples, change.greedy.num_gained, change.greedy.num_lost) == (3, 1, 0)
+    assert change.greedy.p_value == 1.0
+    assert change.sampled is None
+
+
+def test_sampled_scores_are_compared_too() -> None:
+    score = make_score({"a": 0.25, "b": 0.5})
+    result = make_result(sampled=score, num_samples=4)
+    change = compare_results(result, result)
+    assert change.sampled is not None
+    assert (change.sampled.low, change.sampled.estimate, change.sampled.high) == (0, 0, 0)
+
+
+def test_nothing_scored_on_both_sides_is_no_change() -> None:
+    unscored = make_result({"a": None, "b": 1.0})
+    other = make_result({"a": 1.0, "b": None})
+    assert compare_results(unscored, other).greedy is None
+
+
+def test_form_and_ability_are_told_apart() -> None:
+    before = make_result(
+        {
+            "a": in_form(is_solved=False, format_ok=False),
+            "b": in_form(is_solved=False, format_ok=False),
+            "c": in_form(is_solved=True, format_ok=True),
+            "d": in_form(is_solved=False, format_ok=True),
+        }
+    )
+    after = make_result(
+        {
+            "a": in_form(is_solved=True, format_ok=True),
+            "b": in_form(is_solved=True, format_ok=True),
+            "c": in_form(is_solved=True, format_ok=True),
+            "d": in_form(is_solved=False, format_ok=True),
+        }
+    )
+    change = compare_results(before, after).greedy
+    assert change is not None
+    # a and b turned right and took the form; c and d, in the form before too, did not change.
+    assert change.estimate == 0.5
+    assert change.format_ok is not None
+    assert change.format_ok.estimate == 0.5
+    assert change.in_format is not None
+    assert (change.in_format.estimate, change.num_in_format) == (0.0, 2)
+    assert (change.num_gained, change.num_lost) == (2, 0)
+
+
+def test_a_task_that_cannot_tell_the_form_has_no_change_of_it() -> None:
+    change = compare_results(make_result(), make_result()).greedy
+    assert change is not None
+    assert (change.format_ok, change.in_format, change.num_in_format) == (None, None, 0)
+
+
+def test_differences_of_two_plans_are_listed() -> None:
+    found = list_plan_differences(make_result(), make_result(model_digest="m2", dtype="bfloat16"))
+    assert [(one.key, one.before, one.after) for one in found] == [
+        ("model_digest", "m1", "m2"),
+        ("dtype", "float32", "bfloat16"),
+    ]
+
+
+def test_replies_to_an_older_prompt_are_not_compared_with_those_to_a_newer_one() -> None:
+    rescored = make_result(task_version="v2")
+    fresh = make_result(task_version="v2", replies_version="v2")
+    with pytest.raises(CheckRefused, match=r"protocols: replies_version 'v1' and 'v2'\. Allowed: .*Next: "):
+        compare_results(rescored, fresh)
+    assert compare_results(rescored, rescored).greedy is not None
