@@ -56,15 +56,13 @@ def rescore(
 
 def _show(output: Output, stored: StoredRescored) -> None:
     result, changes = stored.rescored.result, stored.rescored.changes
-    title = (
-        f"{result.task}, {result.num_examples} examples of {result.split.value}: judged by version"
-        f" {result.task_version}, replies of version {result.replies_version}"
-    )
+    title = f"{result.task}, {result.num_examples} examples of {result.split.value}, step {result.step}"
     rows = [
         (name, percent(score.accuracy), f"{score.low:.1%} to {score.high:.1%}", score.num_unscored)
         for name, score in result.scores.items()
     ]
     output.give_table(("replies", "accuracy", "95% interval", "unscored"), rows, title=title)
+    output.give(f"judged by version {result.task_version}, replies of version {result.replies_version}")
     if not result.is_valid:
         output.give(str(result.validity))
     words = {True: "solved", False: "not solved", None: "unscored"}
