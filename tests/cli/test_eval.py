@@ -51,10 +51,29 @@ def test_several_tasks_give_one_table_and_one_file_each(run: Run, folder: Path, 
         (("--task", "arithmetic,arithmetic"), "a task is named twice in arithmetic,arithmetic"),
         (("--task", "arithmetic", "--pass-at", "2"), "pass@2 from no sampled rollouts"),
         (("--task", "arithmetic", "--pass-at", "2,x"), "takes numbers with commas"),
-        (("--task", "arithmetic,reverse-text", "--write-order", "o.jsonl"), "--write-order takes one task"),
+        (
+            ("--task", "arithmetic,reverse-text", "--write-order", "o.jsonl"),
+            "--write-order takes one task of",
+        ),
     ],
 )
 def test_usage_that_cannot_work_is_refused(
+    run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
+) -> None:
+    ended = run("eval", tiny_model_dir, *ASK, *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert message in " ".join(ended.err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--harness", "helm", "--task", "gsm8k"), "--harness takes lm-eval, not helm"),
+        (("--harness", "lm-eval", "--task", "arithmetic"), "lm-eval with task arithmetic. Allowed: gsm8k,"),
+        (("--harness", "lm-eval", "--task", "gsm8k", "--samples", "2"), "lm-eval with samples, pass@k,"),
+    ],
+)
+def test_what_the_harness_does_not_take_is_refused(
     run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
 ) -> None:
     ended = run("eval", tiny_model_dir, *ASK, *words)

@@ -17,6 +17,8 @@ from strop.errors import EXIT_FAILED
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Score
     from strop.evaluate.result import PassAtK
+    from strop.launch.evaluation import EvalWish
+    from strop.launch.inference import OpenedModel
 
 COLUMNS = (
     "task",
@@ -67,6 +69,9 @@ class EvalOptions:
     write_order: Annotated[
         Path | None, typer.Option(help="Also write how often each example was solved, as JSON lines.")
     ] = None
+    harness: Annotated[
+        str | None, typer.Option(help="lm-eval: by that harness, in an environment of its own.")
+    ] = None
     json: Json = False
 
 
@@ -74,25 +79,20 @@ class EvalOptions:
 def evaluate(context: typer.Context, options: EvalOptions) -> None:
     """Measure how often a model solves tasks, with 95% intervals. Killed, the same command goes on."""
     from strop.evaluate import refuse_invalid, write_order
-    from strop.launch.evaluation import EvalWish, evaluate_here
-    from strop.launch.inference import open_model, read_askings
+    from strop.launch.evaluation import evaluate_here
+    from strop.launch.inference import read_askings
     from strop.rollout import Split
 
     output: Output = context.obj
     tasks = options.task.split(",")
-    if options.write_order is not None and len(tasks) > 1:
-        raise typer.BadParameter("--write-order takes one task")
+    if options.write_order is not None and (len(tasks) > 1 or options.harness is not None):
+        raise typer.BadParameter("--write-order takes one task of strop's own")
+    if options.harness is not None:
+        show_harness(output, options)
+        return
     askings = read_askings(tasks, options.settings or (), Split(options.split))
-    wish = EvalWish(
-        num_examples=options.num_examples,
-        num_samples=options.num_samples,
-        pass_at=read_counts(options.pass_at),
-        pass_threshold=options.pass_threshold,
-        out_dir=options.out,
-    )
-    opened = open_model(options.model)
-    if opened.notice:
-        output.say(opened.notice)
+    wish = _read_wish(options)
+    opened = _open_model(output, options)
     results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
     show_results(output, results, is_json=options.json)
     # After they were shown: the numbers explain the refusal.
@@ -104,6 +104,60 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
         raise typer.Exit(EXIT_FAILED)
     if options.write_order is not None:
         write_order(results[0], options.write_order)
+
+
+def show_harness(output: Output, options: EvalOptions) -> None:
+    """Evaluate by lm-eval and print its numbers."""
+    from strop.launch.harness import evaluate_by_harness
+    from strop.rollout import Split
+
+    if options.harness != "lm-eval":
+        raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")
+    wish, words = _read_wish(options), options.settings or ()
+    opened = _open_model(output, options)
+    results = evaluate_by_harness(
+        options.task.split(","), words, Split(options.split), opened, wish, say=output.say
+    )
+    if options.json:
+        output.give_json([result.model_dump(mode="json") for result in results])
+        return
+    rows = [
+        (
+            result.task,
+            name,
+            f"{metric.value:.2%}",
+            percent(metric.stderr),
+            result.num_fewshot,
+            result.max_reply_tokens,
+            percent(result.truncated_frac),
+            result.num_examples,
+        )
+        for result in results
+        for name, metric in result.metrics.items()
+    ]
+    columns = ("task", "metric", "value", "s.e.", "shots", "budget", "cut", "examples")
+    output.give_table(columns, rows, title=f"{results[0].harness}, step {results[0].step}")
+
+
+def _open_model(output: Output, options: EvalOptions) -> OpenedModel:
+    from strop.launch.inference import open_model
+
+    opened = open_model(options.model)
+    if opened.notice:
+        output.say(opened.notice)
+    return opened
+
+
+def _read_wish(options: EvalOptions) -> EvalWish:
+    from strop.launch.evaluation import EvalWish
+
+    return EvalWish(
+        num_examples=options.num_examples,
+        num_samples=options.num_samples,
+        pass_at=read_counts(options.pass_at),
+        pass_threshold=options.pass_threshold,
+        out_dir=options.out,
+    )
 
 
 def read_counts(text: str | None) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ def plan_evaluation(
     budget = _resolve_budget(task, settings)
     examples = _choose_examples(task, settings)
     check_pass_at(settings.pass_at, settings.num_samples)
-    _refuse_trained(task, settings.split, examples, trained_ids)
+    refuse_trained(task, settings.split, examples, trained_ids)
     prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
     plan = EvalPlan(
         task=task.name,
@@ -274,9 +274,13 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
     return available[:wanted]
 
 
-def _refuse_trained(
+def refuse_trained(
     task: Task, split: Split, examples: Sequence[Example], trained_ids: Collection[str]
 ) -> None:
+    """Refuse to call examples held-out that were trained on.
+
+    Raises: CheckRefused with how many, and the first one.
+    """
     if split is Split.TRAIN:
         return
     trained = frozenset(trained_ids)

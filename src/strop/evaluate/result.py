@@ -57,12 +57,14 @@ class Validity(StrEnum):
     """The verifier failed too often: it raised, crashed or ran out of its own time."""
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A stored record, or a part of one."""
+
     # Strict and closed: a result of another form is unreadable rather than half understood.
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class ExampleScore(_Record):
+class ExampleScore(Record):
     """The rollouts of one kind of one example."""
 
     num_judged: int
@@ -76,7 +78,7 @@ class ExampleScore(_Record):
     reward_mean: float | None
 
 
-class Score(_Record):
+class Score(Record):
     """How good the rollouts of one kind, greedy or sampled, were."""
 
     accuracy: float | None
@@ -109,7 +111,7 @@ class Score(_Record):
     """By example id."""
 
 
-class PassAtK(_Record):
+class PassAtK(Record):
     """How probable it is that one of k sampled rollouts solves an example, over examples."""
 
     value: float | None
@@ -123,7 +125,7 @@ class PassAtK(_Record):
     """Examples with fewer than k judged rollouts: a failure of ours must not count as one of the model's."""
 
 
-class EvalPlan(_Record):
+class EvalPlan(Record):
     """What is evaluated, and how: everything that is known before the first reply."""
 
     task: str

@@ -1,0 +1,109 @@
+"""The virtual environment that a foreign harness runs in, made once in the user's cache.
+
+A harness never shares an environment with strop: its pins are its own, and scores that others can repeat
+need exactly these. A stamp with the install steps is written last, so a half-made or outdated
+environment is made again. Nothing of a model or a data set is fetched here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.errors import StoreError, explain_refusal
+from strop.store import FileLock, user_cache_dir, write_bytes_atomically
+
+STAMP_NAME = "strop-stamp.json"
+_SHOWN_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessEnvironment:
+    """What a harness needs installed."""
+
+    name: str
+    """Folder name below the cache directory."""
+    pip_steps: tuple[tuple[str, ...], ...]
+    """Requirements of each `pip install`, in order."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is, or will be."""
+        return user_cache_dir() / "harness" / self.name
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.path / "bin" / "python"
+
+    @property
+    def stamp(self) -> str:
+        """Hash over the install steps and the interpreter's version."""
+        content = json.dumps([sys.version_info[:2], self.pip_steps])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def is_ready(self) -> bool:
+        """Whether it was completed with exactly these install steps."""
+        try:
+            recorded = json.loads((self.path / STAMP_NAME).read_bytes())
+        except (OSError, ValueError):
+            return False
+        return isinstance(recorded, dict) and recorded.get("stamp") == self.stamp
+
+
+# torch first and alone: this exact pin is offered as a CPU build where one is kept. Tried together with
+# Python 3.11 on 2026-11-21.
+LM_EVAL = HarnessEnvironment(
+    name="lm-eval-0.4.13",
+    pip_steps=(
+        ("torch==2.13.0",),
+        ("lm_eval[hf]==0.4.13", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0"),
+    ),
+)
+
+
+def ensure_environment(environment: HarnessEnvironment, *, say: Callable[[str], None]) -> Path:
+    """Make an environment unless its stamp says that it is complete; return its interpreter.
+
+    Another process that makes it is waited for.
+    Raises: StoreError if a step fails; the environment then has no stamp and is made anew next time.
+    """
+    if environment.is_ready():
+        return environment.python
+    environment.path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(environment.path.with_name(f"{environment.name}.lock")):
+        if environment.is_ready():
+            return environment.python
+        say(f"making the environment of {environment.name} in {environment.path}; it takes some minutes")
+        shutil.rmtree(environment.path, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", str(environment.path)], environment)
+        for requirements in environment.pip_steps:
+            _run([str(environment.python), "-m", "pip", "install", "--quiet", *requirements], environment)
+        record = {"stamp": environment.stamp, "pip_steps": environment.pip_steps}
+        write_bytes_atomically(environment.path / STAMP_NAME, json.dumps(record, indent=1).encode())
+    return environment.python
+
+
+def _run(command: list[str], environment: HarnessEnvironment) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise _failed(command, environment, str(error)) from error
+    if done.returncode:
+        raise _failed(command, environment, done.stderr[-_SHOWN_CHARACTERS:])
+
+
+def _failed(command: list[str], environment: HarnessEnvironment, why: str) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"the environment of {environment.name} could not be made: `{' '.join(command)}` failed ({why})",
+            allowed="a machine where pip finds these exact packages",
+            next_step="mend what the last line names and start the same command again",
+        )
+    )

@@ -1,0 +1,70 @@
+"""Evaluating a model by a foreign harness, on the examples of our own tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from strop.errors import ConfigError, explain_refusal
+from strop.evaluate.accuracy import refuse_trained
+from strop.evaluate.harness_environment import LM_EVAL, ensure_environment
+from strop.evaluate.lm_eval import (
+    HarnessJob,
+    HarnessResult,
+    find_protocol,
+    refuse_small_model,
+    run_harness,
+)
+from strop.launch.evaluation import EVALS_ROOT, EvalWish
+from strop.launch.inference import OpenedModel, read_asking, read_trained_ids
+from strop.policy.footprint import read_model_size
+from strop.rollout import Split
+from strop.tasks import build_task
+
+
+def evaluate_by_harness(
+    names: Sequence[str],
+    words: Sequence[str],
+    split: Split,
+    model: OpenedModel,
+    wish: EvalWish,
+    *,
+    say: Callable[[str], None],
+) -> list[HarnessResult]:
+    """Run lm-eval on tasks by the harness's names; its environment is made on first use.
+
+    Raises: ConfigError for what the pinned protocol does not take; CheckRefused if the examples were
+        trained on; StoreError if the environment cannot be made; EngineError if the harness fails.
+    """
+    if split is not Split.HELD_OUT or wish.num_samples or wish.pass_at or wish.pass_threshold is not None:
+        raise ConfigError(
+            explain_refusal(
+                "--harness lm-eval with samples, pass@k, a threshold or the training split",
+                allowed="its pinned protocol: greedy replies to held-out examples",
+                next_step="leave them out, or leave --harness out",
+            )
+        )
+    jobs = []
+    trained_ids = read_trained_ids(model.run_path)
+    for name in names:
+        protocol = find_protocol(name)
+        asking = read_asking(protocol.own_task, words, split)
+        task = build_task(asking.spec.task)
+        refuse_trained(task, split, task.examples(split), trained_ids)
+        jobs.append(
+            HarnessJob(
+                protocol=protocol,
+                task=task,
+                model_path=model.path,
+                model_digest=model.digest,
+                step=model.step,
+                dtype=asking.spec.model.dtype,
+                max_positions=read_model_size(model.path).max_positions,
+                num_examples=wish.num_examples,
+            )
+        )
+    for job in jobs:
+        refuse_small_model(job)
+    python = ensure_environment(LM_EVAL, say=say)
+    out_dir = wish.out_dir or EVALS_ROOT / f"lm-eval-{model.digest[:8]}"
+    return [run_harness(job, Path(out_dir), python=python) for job in jobs]
