@@ -57,5 +57,15 @@ def test_a_finding_shows_both_texts() -> None:
 
 
 def test_summaries_name_the_tasks_that_can_be_built() -> None:
-    assert set(TASK_SUMMARIES) == {"arithmetic", "reverse-text", "reasoning-gym", "gsm8k"}
+    assert set(TASK_SUMMARIES) == {
+        "arithmetic",
+        "reverse-text",
+        "reasoning-gym",
+        "gsm8k",
+        "math",
+        "math500",
+        "deepscaler",
+        "aime",
+        "mmlu",
+    }
     assert build_task(ReverseTextSpec(name="reverse-text")).name in TASK_SUMMARIES

@@ -20,11 +20,16 @@ from strop.spec.run import RunSpec, num_train_examples
 from strop.spec.sampling import SamplingSpec
 from strop.spec.schema import all_keys
 from strop.spec.task import (
+    AimeSpec,
     AppsSpec,
     ArithmeticSpec,
+    DeepscalerSpec,
     Gsm8kSpec,
     HumanEvalSpec,
+    Math500Spec,
+    MathSpec,
     MbppSpec,
+    MmluSpec,
     ReasoningGymSpec,
     ReverseTextSpec,
     TaskSpec,
@@ -34,15 +39,20 @@ from strop.spec.tripwires import TripwireSpec
 from strop.spec.writer import spec_digest, write_spec
 
 __all__ = [
+    "AimeSpec",
     "AlgorithmSpec",
     "AppsSpec",
     "ArithmeticSpec",
+    "DeepscalerSpec",
     "EngineSpec",
     "EvalSpec",
     "Explanation",
     "Gsm8kSpec",
     "HumanEvalSpec",
+    "Math500Spec",
+    "MathSpec",
     "MbppSpec",
+    "MmluSpec",
     "ModelSpec",
     "OptimizerSpec",
     "OutputSpec",

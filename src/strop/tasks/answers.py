@@ -40,6 +40,12 @@ def last_number(text: str) -> Decimal | None:
     return None if found is None else _to_decimal(found.group())
 
 
+def last_number_text(text: str) -> str | None:
+    """Return the last number in a text as it was written, or None if there is none."""
+    found = _last_match(text)
+    return None if found is None else found.group()
+
+
 def ends_with_number(text: str) -> bool:
     """Whether nothing but closing punctuation follows the last number."""
     found = _last_match(text)

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import cached_property
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import Gsm8kSpec
-from strop.tasks.answers import NUMBER_PATTERN, cut_at_first, last_number, parse_number
+from strop.tasks.answers import cut_at_first, parse_number
 from strop.tasks.contract import TaskLimits
+from strop.tasks.gsm8k_answers import MARKED, find_number_text, harness_answer, harness_clean, harness_gold
 from strop.tasks.row_examples import RowReading, SplitExamples, read_examples, require_texts
 from strop.tasks.rows import DataLayout, Row
+from strop.tasks.thinking import text_after_thinking
 from strop.tasks.version import hash_version, limit_reply
 
 _MAX_REPLY_TOKENS = 1024
 _PROMPT = (
     "{question}\n\nSolve this step by step. Then write '####', a space and the final number on the last line."
 )
-_VERIFIER = "hash-or-last-number-1"
+_VERIFIER = "gsm8k-number-2"
 # What base models write when they go on to a problem of their own making.
 _STOP_STRINGS = ("Question:", "[Question]", "Q:", "\n\n\n")
-_MARKED = re.compile(rf"####\s*({NUMBER_PATTERN})")
 
 
 class Gsm8k:
-    """Right if the number behind the first '####', else the last number, equals the gold number.
+    """Right if the reply's number equals the gold number; which one that is says `task.mode`.
 
-    Judged is the text before the first stop string, whoever generated it. `format_ok`: a number
-    stands behind '####'; it is told apart from being right, because only one of the two may grow.
-    A question that stands twice in one split is kept once.
+    Judged is the text behind the last closed thinking block and before the first stop string, whoever
+    generated it; the modes of lm-eval judge all of it. `format_ok`: a number stands behind '####', or,
+    in a mode of lm-eval, where that mode looks; it is told apart from being right, because only one of
+    the two may grow. A question that stands twice in one split is kept once.
     """
 
     name = "gsm8k"
@@ -57,25 +58,37 @@ class Gsm8k:
         return (Message(role="user", content=_PROMPT.format(question=example.fields["question"])),)
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Compare the marked number, else the last one, with the gold number."""
-        judged = cut_at_first(text, _STOP_STRINGS)
-        marked = _MARKED.search(judged)
-        found = parse_number(marked.group(1)) if marked else last_number(judged)
-        is_correct = found is not None and found == parse_number(example.answer or "")
-        return Outcome(
-            parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=marked is not None
-        )
+        """Compare the number that answers with the gold number."""
+        mode = self._spec.mode
+        if mode != "auto":
+            found = harness_answer(mode, text)
+            gold = harness_gold(mode, example.fields["solution"])
+            is_correct = found is not None and harness_clean(found) == gold
+            return _outcome(is_correct, found is not None, found)
+        judged = text_after_thinking(cut_at_first(text, _STOP_STRINGS)) or ""
+        found = find_number_text(judged)
+        is_correct = found is not None and parse_number(found) == parse_number(example.answer or "")
+        return _outcome(is_correct, MARKED.search(judged) is not None, found)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the worked solution, the marked number, and the number in a sentence."""
+        """Return the worked solution, the marked number and the number in a sentence, as the mode reads."""
         answer = example.answer or ""
-        return example.fields["solution"], f"#### {answer}", f"The answer is {answer}."
+        if self._spec.mode == "strict":
+            return (f"The answer is {answer}.",)
+        marked = (example.fields["solution"], f"#### {answer}")
+        return marked if self._spec.mode == "hash" else (*marked, f"The answer is {answer}.")
 
     @cached_property
     def _splits(self) -> SplitExamples:
         return read_examples(
             _READING, self._spec.source, num_train=self._spec.num_train, num_held_out=self._spec.num_held_out
         )
+
+
+def _outcome(is_correct: bool, format_ok: bool, extracted: str | None) -> Outcome:
+    return Outcome(
+        parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=format_ok, extracted=extracted
+    )
 
 
 def _to_example(row: Row) -> Example:

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import assert_never
+from typing import Any
 
 from strop.rollout import Split
+from strop.spec.base import Section
 from strop.spec.task import (
+    AimeSpec,
     AppsSpec,
     ArithmeticSpec,
+    BoxedMathSpec,
+    DeepscalerSpec,
     Gsm8kSpec,
     HumanEvalSpec,
+    Math500Spec,
+    MathSpec,
     MbppSpec,
     MixtureSpec,
+    MmluSpec,
     ReasoningGymSpec,
     ReverseTextSpec,
     TaskSpec,
 )
+from strop.tasks.aime import Aime
 from strop.tasks.apps import Apps
 from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.contract import Task
 from strop.tasks.curriculum import Curriculum
+from strop.tasks.deepscaler import Deepscaler
 from strop.tasks.gsm8k import Gsm8k
+from strop.tasks.hendrycks_math import HendrycksMath
 from strop.tasks.humaneval import HumanEval
+from strop.tasks.math500 import Math500
+from strop.tasks.math_symbolic import warm_up
 from strop.tasks.mbpp import Mbpp
 from strop.tasks.mixture import Mixture
+from strop.tasks.mmlu import Mmlu
 from strop.tasks.reasoning_gym import ReasoningGym
 from strop.tasks.reverse_text import ReverseText
 
@@ -34,14 +47,42 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "arithmetic": "What is a + b? Ranges are settings; needs no data.",
         "reverse-text": "Write a short text backwards; graded by similarity; needs no data.",
         "reasoning-gym": "Any data set of the reasoning-gym package (extra: tasks).",
-        "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
         "gsm8k": "Grade-school word problems from a hub, Parquet or JSONL.",
+        "math": "Competition problems of MATH by level; formulas compared by sympy (extra: tasks).",
+        "math500": "500 test problems of MATH, for evaluation (extra: tasks).",
+        "deepscaler": "40,000 competition problems to train on (extra: tasks).",
+        "aime": "AIME of 2024, 2025, or 2022 to 2024, for evaluation; whole numbers.",
+        "mmlu": "Multiple choice of 57 subjects; the model writes the letter.",
         "mbpp": "Short Python functions with tests, run in a sandbox.",
         "humaneval": "Python functions to complete, run in a sandbox; for evaluation only.",
         "apps": "Programming contests: programs and functions, run in a sandbox.",
+        "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
     }
 )
 """What each built-in task is, by name."""
+
+
+def _build_mixture(spec: MixtureSpec) -> Task:
+    return Mixture(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
+
+
+_TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
+    {
+        ArithmeticSpec: Arithmetic,
+        ReverseTextSpec: ReverseText,
+        ReasoningGymSpec: ReasoningGym,
+        Gsm8kSpec: Gsm8k,
+        MathSpec: HendrycksMath,
+        Math500Spec: Math500,
+        DeepscalerSpec: Deepscaler,
+        AimeSpec: Aime,
+        MmluSpec: Mmlu,
+        MbppSpec: Mbpp,
+        HumanEvalSpec: HumanEval,
+        AppsSpec: Apps,
+        MixtureSpec: _build_mixture,
+    }
+)
 
 
 def build_task(spec: TaskSpec) -> Task:
@@ -49,31 +90,8 @@ def build_task(spec: TaskSpec) -> Task:
 
     Raises: ConfigError if a setting cannot work with this task.
     """
-    task = _build_plain(spec)
+    task = _TASKS[type(spec)](spec)
     return task if spec.order_file is None else Curriculum(task, spec)
-
-
-def _build_plain(spec: TaskSpec) -> Task:  # noqa: PLR0911  one line for each task
-    """Build the task without regard to the order of its examples."""
-    match spec:
-        case ArithmeticSpec():
-            return Arithmetic(spec)
-        case ReverseTextSpec():
-            return ReverseText(spec)
-        case ReasoningGymSpec():
-            return ReasoningGym(spec)
-        case Gsm8kSpec():
-            return Gsm8k(spec)
-        case MixtureSpec():
-            return Mixture(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
-        case MbppSpec():
-            return Mbpp(spec)
-        case HumanEvalSpec():
-            return HumanEval(spec)
-        case AppsSpec():
-            return Apps(spec)
-        case _:
-            assert_never(spec)
 
 
 def build_warm_task(spec: TaskSpec) -> Task:
@@ -83,7 +101,10 @@ def build_warm_task(spec: TaskSpec) -> Task:
     """
     task = build_task(spec)
     if isinstance(spec, ReasoningGymSpec | MixtureSpec):
-        # Its scorer wants the generated problem; a mixture must know whose an example is.
+        # A scorer that wants the generated problem; a mixture must know whose an example is.
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
+    parts = [part.task for part in spec.read_parts().values()] if isinstance(spec, MixtureSpec) else [spec]
+    if any(isinstance(part, BoxedMathSpec) and part.strictness == "symbolic" for part in parts):
+        warm_up()
     return task

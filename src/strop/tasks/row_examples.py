@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Split
@@ -19,6 +20,8 @@ class SplitExamples:
 
     train: tuple[Example, ...]
     held_out: tuple[Example, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many rows are no examples, by reason. Questions that stand twice in a split are not counted."""
 
     def of(self, split: Split) -> tuple[Example, ...]:
         """Return the examples of one split."""
@@ -40,6 +43,11 @@ class RowReading:
     """Raises DataError naming the row, where a column is missing or malformed."""
     question: Callable[[Example], str]
     """What is asked. Examples that ask the same, but for white space, are one example."""
+    why_left_out: Callable[[Row, Split], str | None] = lambda row, split: None
+    """Why a row is no example of a split, to be counted; None keeps it."""
+    drops_shared: bool = False
+    """Whether a training question that is held out too is left out and counted, rather than refused:
+    for published data whose makers did not keep their splits apart."""
 
 
 def read_examples(
@@ -50,8 +58,14 @@ def read_examples(
     Raises: DataError if a file is missing, empty or malformed, or a question is in both splits.
     """
     rows = read_split_rows(source, reading.layout, num_held_out=num_held_out)
-    train = _distinct(reading, rows.train, num_train)
-    held_out = _distinct(reading, rows.held_out, num_held_out)
+    left_out: Counter[str] = Counter()
+    held_out = _distinct(reading, _kept(reading, rows.held_out, Split.HELD_OUT, left_out))
+    train = _distinct(reading, _kept(reading, rows.train, Split.TRAIN, left_out))
+    shared = sorted(train.keys() & held_out.keys())
+    if reading.drops_shared:
+        left_out.update({"held out too": len(shared)} if shared else {})
+        train = {question: example for question, example in train.items() if question not in held_out}
+    train, held_out = _first(train, num_train), _first(held_out, num_held_out)
     shared = sorted(train.keys() & held_out.keys())
     if shared:
         shown = "; ".join(repr(question[:60]) for question in shared[:_MAX_SHOWN])
@@ -63,7 +77,9 @@ def read_examples(
                 next_step="remove these rows from one of the two files",
             )
         )
-    return SplitExamples(train=tuple(train.values()), held_out=tuple(held_out.values()))
+    return SplitExamples(
+        train=tuple(train.values()), held_out=tuple(held_out.values()), left_out=dict(left_out)
+    )
 
 
 def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
@@ -85,9 +101,25 @@ def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
     return texts
 
 
-def _distinct(reading: RowReading, rows: Sequence[Row], num_wanted: int | None) -> dict[str, Example]:
+def _kept(reading: RowReading, rows: Sequence[Row], split: Split, left_out: Counter[str]) -> list[Row]:
+    """Return the rows that are examples, and count the others by reason."""
+    kept: list[Row] = []
+    for row in rows:
+        reason = reading.why_left_out(row, split)
+        if reason is None:
+            kept.append(row)
+        else:
+            left_out[reason] += 1
+    return kept
+
+
+def _distinct(reading: RowReading, rows: Sequence[Row]) -> dict[str, Example]:
     by_question: dict[str, Example] = {}
     for row in rows:
         example = reading.to_example(row)
         by_question.setdefault(" ".join(reading.question(example).split()), example)
-    return dict(list(by_question.items())[:num_wanted])
+    return by_question
+
+
+def _first(examples: dict[str, Example], num_wanted: int | None) -> dict[str, Example]:
+    return dict(list(examples.items())[:num_wanted])

@@ -142,7 +142,7 @@ def _content_digest(row: Row) -> str:
 
 
 def _read_file(path: Path) -> list[Row]:
-    values = _read_parquet(path) if path.suffix == ".parquet" else list(_read_jsonl(path))
+    values = _read_parquet(path) if path.suffix == ".parquet" else list(_read_json(path))
     return [Row(values=value, place=f"{path}, row {number}") for number, value in enumerate(values, start=1)]
 
 
@@ -157,11 +157,30 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def _read_json(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the tables of a JSONL file, or of a `.json` file that holds one list of them."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, str(error), "JSONL in UTF-8") from error
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        yield from _parse_list(path, text)
+    else:
+        yield from _parse_lines(path, text.split("\n"))
+
+
+def _parse_list(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(path, str(error), "one JSON list of tables") from error
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, dict):
+            raise _unreadable(path, f"item {number} is a {type(value).__name__}", "one JSON list of tables")
+        yield value
+
+
+def _parse_lines(path: Path, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

