@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,8 +18,11 @@ from strop.errors import DataError
 from strop.rollout import Split, make_example
 from strop.spec import Gsm8kSpec
 from strop.tasks import Task, build_task
+from strop.tasks.gsm8k import Gsm8k
 from tests.fixtures.judging import run_self_test
 
+Mode = Literal["auto", "strict", "hash", "flex"]
+MODES: tuple[Mode, ...] = ("auto", "strict", "hash", "flex")
 Rows = Sequence[dict[str, object]]
 
 TRAIN: Rows = [
@@ -121,8 +125,61 @@ def test_verify(text: str, is_correct: bool, format_ok: bool) -> None:
     assert outcome.format_ok is format_ok
 
 
-def test_self_test_passes(task: Task) -> None:
-    assert run_self_test(task, task.examples(Split.TRAIN)) == []
+GOLD_IN = {"72": "72", "1234": "1,234", "5": "5", "18": "18"}
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "strict", "hash_", "flex", "auto"),
+    [
+        ("The answer is 72.", "72", "72", None, "72.", "72"),
+        # The dot of the pattern matches any character, so it eats a digit where no period follows.
+        ("The answer is 72", "72", "7", None, "72", "72"),
+        ("#### 1,234", "1234", None, "1,234", "1,234", "1,234"),
+        ("so 5 apples ... done", "5", None, None, "...", "5"),
+        ("It is 10-5", "5", None, None, "-5", "5"),
+        ("Total: $18.00", "18", None, None, "$18.00", "$18.00"),
+        ("The answer is 5. Q: I have 9 pens", "5", "5.", None, "9", "5"),
+        ("The answer is 5 for each.\n#### 5", "5", "5", "5", "5", "5"),
+        ("so \\boxed{5} for all 3", "5", None, None, "3", "5"),
+        ("<think>The answer is 9.</think>5", "5", "9.", None, "5", "5"),
+        ("", "5", None, None, None, None),
+    ],
+)
+def test_modes_read_numbers_their_own_way(
+    text: str, gold: str, strict: str | None, hash_: str | None, flex: str | None, auto: str | None
+) -> None:
+    example = make_example("gsm8k", {"question": "?", "solution": f"so\n#### {GOLD_IN[gold]}"}, gold)
+    wanted = {"strict": strict, "hash": hash_, "flex": flex, "auto": auto}
+    found = {
+        mode: Gsm8k(Gsm8kSpec(name="gsm8k", source="unused.jsonl", mode=mode)).verify(example, text)
+        for mode in MODES
+    }
+    assert {mode: outcome.extracted for mode, outcome in found.items()} == wanted
+    # lm-eval compares texts, without commas, money and a last period; strop compares numbers.
+    right = {
+        mode: text is not None and text.replace(",", "").replace("$", "").removesuffix(".") == gold
+        for mode, text in wanted.items()
+    }
+    right["auto"] = auto is not None
+    assert {mode: outcome.is_correct for mode, outcome in found.items()} == right
+
+
+def test_a_number_in_a_box_or_after_the_phrase_comes_before_the_last_number() -> None:
+    example = make_example("gsm8k", {"question": "?", "solution": "#### 18"}, "18")
+    task = gsm8k("unused.jsonl")
+    assert task.verify(example, "The answer is 18.\nThat took 3 steps").is_correct
+    assert task.verify(example, "\\boxed{18} in 3 steps").is_correct
+    assert not task.verify(example, "The answer is 3.\n#### 18").is_correct
+    assert not task.verify(example, "\\boxed{3} but 18").is_correct
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_self_test_passes(tmp_path: Path, task: Task, mode: Mode) -> None:
+    examples = task.examples(Split.TRAIN)
+    moded = Gsm8k(Gsm8kSpec(name="gsm8k", source=str(tmp_path), mode=mode))
+    # lm-eval's metric compares texts and knows '-5' as well as '5'.
+    assert run_self_test(moded, examples) == []
+    assert (moded.version == task.version) is (mode == "auto")
 
 
 def test_prompt_shows_the_question_and_the_form(task: Task) -> None:

@@ -49,13 +49,14 @@ _SENTENCE = re.compile(
     r"(?:(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is\b|\s*:)[\s:*_=]*)?",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"\n|[.!?;](?=\s|$)|,?[ \t](?:I hope|because|since|so)\b", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|[.?;](?=\s|$)|,?[ \t](?:I hope|because|since|so)\b", re.IGNORECASE)
 _DELIMITER = re.compile(r"\\\\|\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
 _CLOSES = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}
 _ANCHOR = re.compile(r"[=:\u2248]|\b(?:is|are|equals|get|have)\b")
 _WORDS = re.compile(r"\\[a-zA-Z]+|[^\W\d_]{2,}")
 _EXPRESSION_WORDS = frozenset({"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "or", "and"})
-_EDGES = " \t\r\n.,;:!?*_`'\""
+_EDGES = " \t\r\n,;:?*_`'\""
+"""Goes from both ends of an answer; a period from the right one only ('.5'), and '!' is a factorial."""
 _MAX_EXPRESSION_CHARS = 200
 _MAX_SENTENCE_CHARS = 1000
 _MAX_LAST_LINE_CHARS = 4000
@@ -129,27 +130,32 @@ def _sentence_answer(text: str, start: int) -> str | None:
     opening = _DELIMITER.match(text, start)
     if opening is not None and (closing := _CLOSES.get(opening.group())):
         # A '$' may also be money ('The answer is $5.'), and its next one far away.
-        end = text.find(closing, opening.end(), start + _MAX_EXPRESSION_CHARS)
+        rest = _DELIMITER.finditer(text, opening.end(), start + _MAX_EXPRESSION_CHARS)
+        end = next((delimiter.start() for delimiter in rest if delimiter.group() == closing), -1)
         if end >= 0 and "\n\n" not in text[start:end]:
             return text[opening.end() : end]
     sentence = text[start : start + _MAX_SENTENCE_CHARS]
     end_match = _SENTENCE_END.search(sentence)
-    return sentence[: None if end_match is None else end_match.start()].strip(_EDGES) or None
+    return _trim(sentence[: None if end_match is None else end_match.start()]) or None
 
 
 def _last_expression(text: str) -> str | None:
     line = next((line for line in reversed(text[-_MAX_LAST_LINE_CHARS:].splitlines()) if line.strip()), "")
     if _is_expression(line):
-        return line.strip(_EDGES)
+        return _trim(line)
     anchors = list(_ANCHOR.finditer(line))
     rest = line[anchors[-1].end() :] if anchors else ""
-    return rest.strip(_EDGES) if _is_expression(rest) else None
+    return _trim(rest) if _is_expression(rest) else None
+
+
+def _trim(text: str) -> str:
+    return text.strip(_EDGES).rstrip("." + _EDGES)
 
 
 def _is_expression(text: str) -> bool:
     """Whether a text is a formula rather than prose: no words, and a digit or a command in it."""
-    stripped = text.strip(_EDGES)
-    if not stripped or len(stripped) > _MAX_EXPRESSION_CHARS:
+    stripped = _trim(text)
+    if not stripped or len(stripped) > _MAX_EXPRESSION_CHARS or "\\boxed" in stripped:
         return False
     words = {word.lower() for word in _WORDS.findall(stripped) if not word.startswith("\\")}
     has_value = any(character.isdigit() for character in stripped) or "\\" in stripped

@@ -51,7 +51,9 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     verdict = compare_numbers(ours, theirs)
     if verdict is not None or strictness is Strictness.STANDARD:
         return bool(verdict)
-    return is_bounded(ours) and is_bounded(theirs) and equal_by_symbols(ours, theirs)
+    # math-verify takes 'X' for 'x'.
+    can_be_asked = ours.lower() != theirs.lower() and is_bounded(ours) and is_bounded(theirs)
+    return can_be_asked and equal_by_symbols(ours, theirs)
 
 
 def harness_math_verify(solution: str, reply: str) -> bool:

@@ -1,9 +1,10 @@
 r"""One spelling for answers that are written differently and mean the same.
 
 The rules, in the order in which they are applied. None of them removes or adds a sign.
- 1. formula delimiters, a box around the whole, surrounding white space and closing punctuation go;
- 2. Unicode signs become ASCII or LaTeX: U+2212 is '-', U+03C0 is '\pi', U+00D7 is '\times';
- 3. spacing and sizing commands go: '\,', '\!', '\quad', '\left', '\right', '\displaystyle';
+ 1. Unicode signs become ASCII or LaTeX: U+2212 is '-', U+03C0 is '\pi', U+00D7 is '\times';
+ 2. spacing and sizing commands go: '\,', '\!', '\quad', '\left', '\right', '\displaystyle';
+ 3. formula delimiters, a box around the whole, surrounding white space and closing punctuation go, but
+    not a factorial's '!';
  4. '\dfrac', '\tfrac', '\cfrac' are '\frac', '\leq' is '\le', '\geq' is '\ge', '\neq' is '\ne';
  5. '\frac12' is '\frac{1}{2}', '\sqrt3' is '\sqrt{3}', '3 1/2' is '3\frac{1}{2}';
  6. ' and ' and ' or ' between answers are commas;
@@ -46,7 +47,7 @@ _UNICODE = str.maketrans(
     }
 )
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-_CLOSING = ".,;:!? \t\r\n"
+_CLOSING = ".,;:? \t\r\n"
 _SPACING = re.compile(
     r"(?<!\\)\\[,!;: ]|\\(?:quad|qquad|left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])"
 )
@@ -93,14 +94,14 @@ _TIDY = (
 
 def normal_form(answer: str) -> str:
     """Return the one spelling of an answer; empty where nothing is left of it."""
-    text = _strip_wrappers(answer.translate(_UNICODE))
-    text = _SEPARATED_DIGITS.sub("", text)
-    text = _SPACING.sub(" ", text)
+    text = _SEPARATED_DIGITS.sub("", answer.translate(_UNICODE))
+    # Before closing punctuation goes, which is part of '\\,' and '\\;'.
+    text = _strip_wrappers(_SPACING.sub(" ", text))
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
     text = _TEXT_UNIT.sub("", text.strip())
-    text = _PLAIN_UNIT.sub("", text.strip(_CLOSING))
-    text = _TEXT.sub(r" \1 ", text).strip(_CLOSING)
+    text = _PLAIN_UNIT.sub("", text.rstrip(_CLOSING))
+    text = _TEXT.sub(r" \1 ", text).strip().rstrip(_CLOSING)
     text = _join_thousands(text)
     text = _WHITE.sub(_keep_boundary, text)
     for pattern, replacement in _TIDY:
@@ -119,7 +120,7 @@ _NAMED = re.compile(r"(?:\\?[a-zA-Z]+(?:_[0-9a-zA-Z])?(?:\([a-zA-Z]\))?)(?:=|\\i
 
 def _strip_wrappers(text: str) -> str:
     while True:
-        stripped = text.strip(_CLOSING)
+        stripped = text.strip().rstrip(_CLOSING)
         for opening, closing in _DELIMITERS:
             inner = stripped[len(opening) : -len(closing)]
             if stripped == opening + inner + closing and closing not in inner:

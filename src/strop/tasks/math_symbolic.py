@@ -61,8 +61,7 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
     Raises: ConfigError if math-verify is not installed; whatever it raises on the gold answer. What
         it raises on the reply makes the reply wrong.
     """
-    from math_verify import verify
-
+    verify = require_math_verify().verify
     parsed_gold = _parse_gold(gold)
     if not parsed_gold:
         return False
