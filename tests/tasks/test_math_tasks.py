@@ -14,7 +14,6 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split
 from strop.spec import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec, MmluSpec
-from strop.spec.base import SpecConflict
 from strop.tasks import Task, build_task
 from strop.tasks.row_task import RowTask
 from tests.fixtures.judging import run_self_test
@@ -100,11 +99,8 @@ def test_math_leaves_out_rows_without_a_level_and_other_levels_and_counts_them(m
 
 
 def test_no_level_between_two_levels_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"task\.min_level=3 and task\.max_level=2: no level is left"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"task\.min_level=3 and task\.max_level=2: no level is left"):
         MathSpec(name="math", min_level=3, max_level=2)
-    assert SpecConflict.__name__ in repr(caught.value.errors()) if hasattr(caught.value, "errors") else True
 
 
 @pytest.mark.parametrize("level", [2, None, "Level 6", "hard"])

@@ -54,6 +54,7 @@ _DELIMITER = re.compile(r"\\\\|\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
 _CLOSES = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}
 _ANCHOR = re.compile(r"[=:\u2248]|\b(?:is|are|equals|get|have)\b")
 _WORDS = re.compile(r"\\[a-zA-Z]+|[^\W\d_]{2,}")
+_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
 _EXPRESSION_WORDS = frozenset({"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "or", "and"})
 _EDGES = " \t\r\n,;:?*_`'\""
 """Goes from both ends of an answer; a period from the right one only ('.5'), and '!' is a factorial."""
@@ -157,6 +158,6 @@ def _is_expression(text: str) -> bool:
     stripped = _trim(text)
     if not stripped or len(stripped) > _MAX_EXPRESSION_CHARS or "\\boxed" in stripped:
         return False
-    words = {word.lower() for word in _WORDS.findall(stripped) if not word.startswith("\\")}
+    words = {word.lower() for word in _WORDS.findall(_TEXT.sub("", stripped)) if not word.startswith("\\")}
     has_value = any(character.isdigit() for character in stripped) or "\\" in stripped
     return words <= _EXPRESSION_WORDS and has_value
