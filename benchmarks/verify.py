@@ -28,6 +28,7 @@ MATH = MathSpec(name="math", source="unused.jsonl")
 WORK = "First we look at what is given. There are $12$ of one kind and $30$ of the other, so " * 6
 NUM_WORKERS = 2
 LIMIT_S = 2.0
+GROUP_SIZE = 8
 HUNG = r"\boxed{(a+b+c+d+e)^{60}}"
 # Gold answer and another spelling of it that only sympy finds equal, and one that is not.
 FORMULAS = (
@@ -56,10 +57,11 @@ def symbol_calls(count: int) -> list[Call]:
     """Return replies that end in a formula that sympy must look at, half of them right."""
     calls: list[Call] = []
     for index in range(count):
-        gold, equal, other = FORMULAS[index % len(FORMULAS)]
-        # A number of its own in each, so that no cache of a parsed text helps.
-        answer = f"{equal if index % 2 else other}+{index}"
-        example = Example(task="math", example_id=str(index), fields={}, answer=f"{gold}+{index}")
+        gold, equal, other = FORMULAS[index // GROUP_SIZE % len(FORMULAS)]
+        # The replies of a group share a gold answer; each reply is another text, so that no cache knows it.
+        group = index // GROUP_SIZE
+        answer = f"{equal if index % 2 else other}+{group + index}-{index}"
+        example = Example(task="math", example_id=str(index), fields={}, answer=f"{gold}+{group}")
         calls.append((example, f"{WORK}$\\boxed{{{answer}}}$."))
     return calls
 
@@ -95,14 +97,21 @@ async def measure_seconds(judge: Judge, calls: Sequence[Call], *, with_hung: boo
 
 async def measure_case(name: str, spec: TaskSpec, calls: Sequence[Call]) -> None:
     """Print the rate of one case in this process and through workers."""
-    inline = await measure_rate(InlineJudge(build_warm_task(spec)), calls)
+    judge = InlineJudge(build_warm_task(spec))
+    started_cpu = time.process_time()
+    inline = await measure_rate(judge, calls)
+    # All calls and the tenth that warms up. What one idle core would do.
+    per_core = 1.1 * len(calls) / (time.process_time() - started_cpu)
     workers = WorkerJudge(partial(build_warm_task, spec), limit_s=LIMIT_S, num_workers=NUM_WORKERS)
     try:
         await workers.judge(*calls[0])
         pooled = await measure_rate(workers, calls)
     finally:
         await workers.close()
-    print(f"{name:24} in this process {inline:8.0f}/s    through {NUM_WORKERS} workers {pooled:8.0f}/s")
+    print(
+        f"{name:16} in this process {inline:7.0f}/s ({per_core:.0f} per second of CPU time)"
+        f"   through {NUM_WORKERS} workers {pooled:7.0f}/s"
+    )
 
 
 async def measure_hung(calls: Sequence[Call], *, repeats: int) -> None:
@@ -114,8 +123,8 @@ async def measure_hung(calls: Sequence[Call], *, repeats: int) -> None:
             alone = await measure_seconds(workers, calls, with_hung=False)
             beside = await measure_seconds(workers, calls, with_hung=True)
             print(
-                f"{len(calls)} answers: {alone * 1000:.0f} ms alone, {beside * 1000:.0f} ms beside a hung one;"
-                f" it costs {(beside - alone) * 1000:+.0f} ms"
+                f"{len(calls)} answers: {alone * 1000:.0f} ms alone, {beside * 1000:.0f} ms beside a hung"
+                f" one; it costs {(beside - alone) * 1000:+.0f} ms"
             )
     finally:
         await workers.close()

@@ -16,6 +16,14 @@ from strop.evaluate.accuracy import (
 from strop.evaluate.comparison import Change, Comparison, Difference, compare_results
 from strop.evaluate.order import write_order
 from strop.evaluate.rescoring import ChangedVerdict, Rescored, rescore
+`evaluate_task` rolls out the same way as training does and returns an `EvalResult`. `write_result`
+and `read_result` keep it; `compare_results` says what changed and refuses unequal protocols.
+`find_reference` looks up published scores with their conditions. `statistics.py` holds the intervals,
+pass@k and paired differences.
+Left out on purpose: other evaluation harnesses, and verdicts over several runs.
+
+from strop.evaluate.accuracy import EvalSettings, evaluate_task
+from strop.evaluate.baselines import Baseline, BaselineStatus, find_baselines, find_reference
 from strop.evaluate.result import (
     EvalPlan,
     EvalResult,
@@ -43,6 +51,8 @@ from strop.evaluate.statistics import (
 __all__ = [
     "Change",
     "ChangedVerdict",
+    "Baseline",
+    "BaselineStatus",
     "Comparison",
     "Difference",
     "EvalPlan",
@@ -60,6 +70,8 @@ __all__ = [
     "clustered_interval",
     "compare_results",
     "evaluate_task",
+    "find_baselines",
+    "find_reference",
     "paired_difference",
     "pass_at_k",
     "pass_at_k_interval",

@@ -18,7 +18,7 @@ from strop.store import list_models, user_cache_dir
 
 EXTRAS = {
     "server": ("fastapi", "uvicorn", "httpx"),
-    "tasks": ("reasoning-gym",),
+    "tasks": ("reasoning-gym", "math-verify"),
     "query": ("duckdb",),
 }
 """Optional parts of strop and the packages that each needs."""

@@ -132,14 +132,25 @@ def _probe_texts(task: Task, examples: Sequence[Example], index: int) -> Iterato
         yield "neighbor", replies[-1]
     gold = parse_number(example.answer or "")
     if gold is not None:
-        yield from _near_misses(gold)
+        form = _answer_form(task, example)
+        yield from ((probe, f"{form[0]}{number}{form[1]}") for probe, number in _near_misses(gold))
 
 
-def _near_misses(gold: Decimal) -> Iterator[tuple[str, str]]:
-    yield "off-by-one", f"#### {gold + 1}"
+def _answer_form(task: Task, example: Example) -> tuple[str, str]:
+    """Return what stands before and behind the answer in the shortest gold reply that holds it."""
+    answer = example.answer or ""
+    replies = [reply for reply in task.gold_replies(example) if answer in reply]
+    if not replies:
+        return "#### ", ""
+    before, _, behind = min(replies, key=len).rpartition(answer)
+    return before, behind
+
+
+def _near_misses(gold: Decimal) -> Iterator[tuple[str, Decimal]]:
+    yield "off-by-one", gold + 1
     if gold:
-        yield "sign", f"#### {-gold}"
-        yield "factor", f"#### {gold * 10}"
+        yield "sign", -gold
+        yield "factor", gold * 10
 
 
 async def _judge(
