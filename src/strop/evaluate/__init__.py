@@ -2,7 +2,8 @@
 
 `evaluate_task` rolls out the same way as training does and returns an `EvalResult`; with a `ShardFolder`,
 `run_evaluation` keeps the replies and goes on after a kill. `write_result` and `read_result` keep it,
-`compare_results` says what changed, `rescore` judges kept replies anew, `write_order` sorts examples.
+`compare_results` says what changed, `rescore` judges kept replies anew, `write_order` sorts examples;
+`find_reference` looks up published scores with their conditions.
 Left out on purpose: verdicts over several runs.
 """
 
@@ -13,17 +14,10 @@ from strop.evaluate.accuracy import (
     plan_evaluation,
     run_evaluation,
 )
+from strop.evaluate.baselines import Baseline, BaselineStatus, find_baselines, find_reference
 from strop.evaluate.comparison import Change, Comparison, Difference, compare_results
 from strop.evaluate.order import write_order
 from strop.evaluate.rescoring import ChangedVerdict, Rescored, rescore
-`evaluate_task` rolls out the same way as training does and returns an `EvalResult`. `write_result`
-and `read_result` keep it; `compare_results` says what changed and refuses unequal protocols.
-`find_reference` looks up published scores with their conditions. `statistics.py` holds the intervals,
-pass@k and paired differences.
-Left out on purpose: other evaluation harnesses, and verdicts over several runs.
-
-from strop.evaluate.accuracy import EvalSettings, evaluate_task
-from strop.evaluate.baselines import Baseline, BaselineStatus, find_baselines, find_reference
 from strop.evaluate.result import (
     EvalPlan,
     EvalResult,
@@ -49,10 +43,10 @@ from strop.evaluate.statistics import (
 )
 
 __all__ = [
-    "Change",
-    "ChangedVerdict",
     "Baseline",
     "BaselineStatus",
+    "Change",
+    "ChangedVerdict",
     "Comparison",
     "Difference",
     "EvalPlan",
