@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.spec.task_base import TaskSection
+from strop.spec.task_base import EvaluationRows, HeldOutRows
 
 
-class _CodeTaskSection(TaskSection):
+class _CodeTaskSection(HeldOutRows):
     """What the tasks that run code of the model share."""
 
     min_isolation: Literal["none", "rlimit", "namespace", "container", "vm"] = Field(
@@ -17,9 +17,6 @@ class _CodeTaskSection(TaskSection):
         description="How well the sandbox that code of the model runs in must be isolated, at least; a host"
         " without such a sandbox is refused. 'rlimit' and 'none' let that code reach this machine's files"
         " and network.",
-    )
-    num_held_out: int | None = Field(
-        default=None, ge=1, le=10**7, description="Held-out problems used, from the first. none = all."
     )
 
 
@@ -38,7 +35,7 @@ class MbppSpec(_CodeTaskSection):
     )
 
 
-class HumanEvalSpec(_CodeTaskSection):
+class HumanEvalSpec(_CodeTaskSection, EvaluationRows):
     """Python functions to complete, in the columns of HumanEval; for evaluation only."""
 
     name: Literal["humaneval"] = Field(description="Which task: Python functions to complete.")

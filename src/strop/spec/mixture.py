@@ -10,6 +10,7 @@ from strop.spec.base import Section, SpecConflict
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.free_values import check_free_table
 from strop.spec.generated_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
+from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
 from strop.spec.math_tasks import (
     AimeSpec,
     DeepscalerSpec,
@@ -33,6 +34,10 @@ PlainTask = (
     | MbppSpec
     | HumanEvalSpec
     | AppsSpec
+    | IfEvalSpec
+    | IfBenchSpec
+    | RlvrIfevalSpec
+    | IfMultiSpec
 )
 """A task that is not made of others."""
 

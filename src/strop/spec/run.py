@@ -13,7 +13,7 @@ from strop.spec.optimizer import OptimizerSpec
 from strop.spec.output import OutputSpec
 from strop.spec.placement import PlacementSpec
 from strop.spec.sampling import SamplingSpec
-from strop.spec.task import ArithmeticSpec, HumanEvalSpec, TaskSpec
+from strop.spec.task import ArithmeticSpec, TaskSpec
 from strop.spec.train import TrainSpec
 from strop.spec.tripwires import TripwireSpec
 
@@ -126,6 +126,4 @@ def num_train_examples(task: TaskSpec) -> int | None:
     """Return how many examples a task trains on, or None where only its data can tell."""
     if isinstance(task, ArithmeticSpec):
         return task.num_pairs - task.num_held_out
-    if isinstance(task, HumanEvalSpec):
-        return 0
     return task.num_train

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.generated_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
+from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
 from strop.spec.math_tasks import (
     AimeSpec,
     DeepscalerSpec,
@@ -36,6 +37,9 @@ __all__ = [
     "DeepscalerSpec",
     "Gsm8kSpec",
     "HumanEvalSpec",
+    "IfBenchSpec",
+    "IfEvalSpec",
+    "IfMultiSpec",
     "Math500Spec",
     "MathSpec",
     "MbppSpec",
@@ -45,6 +49,7 @@ __all__ = [
     "PlainTask",
     "ReasoningGymSpec",
     "ReverseTextSpec",
+    "RlvrIfevalSpec",
     "RowTaskSpec",
     "TaskSpec",
 ]

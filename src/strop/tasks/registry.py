@@ -16,6 +16,9 @@ from strop.spec.task import (
     DeepscalerSpec,
     Gsm8kSpec,
     HumanEvalSpec,
+    IfBenchSpec,
+    IfEvalSpec,
+    IfMultiSpec,
     Math500Spec,
     MathSpec,
     MbppSpec,
@@ -23,6 +26,7 @@ from strop.spec.task import (
     MmluSpec,
     ReasoningGymSpec,
     ReverseTextSpec,
+    RlvrIfevalSpec,
     TaskSpec,
 )
 from strop.tasks.aime import Aime
@@ -34,6 +38,7 @@ from strop.tasks.deepscaler import Deepscaler
 from strop.tasks.gsm8k import Gsm8k
 from strop.tasks.hendrycks_math import HendrycksMath
 from strop.tasks.humaneval import HumanEval
+from strop.tasks.instructions import InstructionTask
 from strop.tasks.math500 import Math500
 from strop.tasks.math_symbolic import warm_up
 from strop.tasks.mbpp import Mbpp
@@ -56,6 +61,10 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "mbpp": "Short Python functions with tests, run in a sandbox.",
         "humaneval": "Python functions to complete, run in a sandbox; for evaluation only.",
         "apps": "Programming contests: programs and functions, run in a sandbox.",
+        "ifeval": "IFEval: prompts with checkable instructions; evaluation only (extra: tasks).",
+        "ifbench": "IFBench: harder checkable instructions; evaluation only.",
+        "rlvr-ifeval": "RLVR-IFeval: one checkable instruction a prompt, for training (extra: tasks).",
+        "if-multi": "Up to five checkable instructions a prompt, for training (extra: tasks).",
         "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
     }
 )
@@ -80,6 +89,10 @@ _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
         MbppSpec: Mbpp,
         HumanEvalSpec: HumanEval,
         AppsSpec: Apps,
+        IfEvalSpec: InstructionTask,
+        IfBenchSpec: InstructionTask,
+        RlvrIfevalSpec: InstructionTask,
+        IfMultiSpec: InstructionTask,
         MixtureSpec: _build_mixture,
     }
 )

@@ -1,0 +1,233 @@
+"""From an instruction's id and arguments to a check of a reply; what cannot be judged is refused.
+
+A checker is one small pure function, registered by instruction id; its keyword-only parameters are the
+instruction's arguments, and their annotations say what is allowed. Beside it may stand an edit: a
+function that changes a draft until the checker is satisfied, from which gold replies are made.
+An id without a checker, an argument that is missing, of the wrong form or unknown, is a DataError
+when the row is read, never a 0 when a reply is judged (REW-6).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from strop.errors import DataError, explain_refusal
+
+Check = Callable[..., bool]
+Edit = Callable[..., str]
+
+Count = Annotated[int, Field(ge=0, le=10**6)]
+Position = Annotated[int, Field(ge=1, le=10**6)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
+Relation = Literal["less than", "at least"]
+Quantifier = Literal["at least", "at most", "around", "exactly", "less than", "more than"]
+
+MIN_WORDS = 3
+MIN_LETTERS = 20
+"""A reply that only leaves something out must have one of these; some scripts write no spaces."""
+_WORD = re.compile(r"\w+")
+
+
+class Stage(IntEnum):
+    """When an edit is made, so that later ones do not undo earlier ones."""
+
+    WHOLE = 0
+    """The reply is a given text, or has a form of its own."""
+    LANGUAGE = 1
+    LENGTH = 2
+    STRUCTURE = 3
+    CONTENT = 4
+    OMISSION = 5
+    CASE = 6
+    EDGES = 7
+    WRAPPING = 8
+
+
+def has_substance(text: str) -> bool:
+    """Whether a reply says anything at all: three words, or twenty letters."""
+    if sum(character.isalpha() for character in text[: 8 * MIN_LETTERS]) >= MIN_LETTERS:
+        return True
+    words = _WORD.finditer(text)
+    return sum(1 for _, _ in zip(words, range(MIN_WORDS), strict=False)) >= MIN_WORDS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constraint:
+    """One instruction of one example, with its arguments in place."""
+
+    instruction_id: str
+    arguments: Mapping[str, Any]
+    check: Check
+    needs_substance: bool
+    edit: Edit | None
+    stage: Stage
+
+    def is_met(self, text: str) -> bool:
+        """Whether a reply follows the instruction; a blank one follows none."""
+        if not text.strip() or (self.needs_substance and not has_substance(text)):
+            return False
+        return self.check(text, **self.arguments)
+
+    def improve(self, draft: str) -> str:
+        """Return the draft, changed so that it follows the instruction, where an edit is known."""
+        return draft if self.edit is None else self.edit(draft, **self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Checker:
+    check: Check
+    needs_substance: bool
+
+
+class Checkers:
+    """The checkers of one family of instructions, by id.
+
+    A family may be built `on` another one, whose ids it then has too.
+    """
+
+    def __init__(self, family: str, *, on: Checkers | None = None) -> None:
+        self.family = family
+        self._checkers: dict[str, _Checker] = dict(on._checkers) if on else {}
+        self._edits: dict[str, tuple[Stage, Edit]] = dict(on._edits) if on else {}
+        self._forms: dict[str, dict[str, TypeAdapter[Any]]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkers)
+
+    def __contains__(self, instruction_id: object) -> bool:
+        return instruction_id in self._checkers
+
+    def __len__(self) -> int:
+        return len(self._checkers)
+
+    @property
+    def ids_with_edit(self) -> frozenset[str]:
+        """The instructions for which a reply that follows them can be written."""
+        return frozenset(self._edits)
+
+    def check(self, *instruction_ids: str, needs_substance: bool = False) -> Callable[[Check], Check]:
+        """Register a checker. `needs_substance`: leaving something out would be enough for it."""
+
+        def register(check: Check) -> Check:
+            for instruction_id in instruction_ids:
+                assert instruction_id not in self._checkers, instruction_id
+                self._checkers[instruction_id] = _Checker(check=check, needs_substance=needs_substance)
+            return check
+
+        return register
+
+    def edit(self, *instruction_ids: str, stage: Stage) -> Callable[[Edit], Edit]:
+        """Register how a draft is made to follow an instruction; arguments like the checker's."""
+
+        def register(edit: Edit) -> Edit:
+            for instruction_id in instruction_ids:
+                assert instruction_id in self._checkers, instruction_id
+                self._edits[instruction_id] = (stage, edit)
+            return edit
+
+        return register
+
+    def share(self, other: Checkers, instruction_id: str, *, as_id: str) -> None:
+        """Give an instruction of another family a name in this one."""
+        self._checkers[as_id] = other._checkers[instruction_id]
+        if instruction_id in other._edits:
+            self._edits[as_id] = other._edits[instruction_id]
+
+    def share_edits(self, other: Checkers) -> None:
+        """Take the edits of another family for the ids that both have."""
+        self._edits |= {key: edit for key, edit in other._edits.items() if key in self._checkers}
+
+    def bind(self, instruction_id: object, arguments: Mapping[str, Any], *, place: str) -> Constraint:
+        """Put an instruction and its arguments together; None means that an argument is not given.
+
+        Raises: DataError naming the `place`, if the id or an argument is not one that can be judged.
+        """
+        if not isinstance(instruction_id, str) or instruction_id not in self._checkers:
+            raise DataError(
+                explain_refusal(
+                    f"{place} asks for the instruction {instruction_id!r}, which has no checker",
+                    allowed=f"the {len(self)} ids of {self.family}: {', '.join(sorted(self))}",
+                    next_step="remove the row, or correct the id",
+                )
+            )
+        checker = self._checkers[instruction_id]
+        stage, edit = self._edits.get(instruction_id, (Stage.WHOLE, None))
+        return Constraint(
+            instruction_id=instruction_id,
+            arguments=self._read_arguments(instruction_id, arguments, place),
+            check=checker.check,
+            needs_substance=checker.needs_substance,
+            edit=edit,
+            stage=stage,
+        )
+
+    def _read_arguments(
+        self, instruction_id: str, arguments: Mapping[str, Any], place: str
+    ) -> dict[str, Any]:
+        forms = self._forms_of(instruction_id)
+        parameters = inspect.signature(self._checkers[instruction_id].check).parameters
+        given = {key: value for key, value in arguments.items() if value is not None}
+        faults = [f"{key} is not known" for key in given if key not in forms]
+        values: dict[str, Any] = {}
+        for key, form in forms.items():
+            if key in given:
+                try:
+                    values[key] = form.validate_python(given[key])
+                except ValidationError as error:
+                    faults.append(f"{key}={given[key]!r}: {error.errors()[0]['msg']}")
+            elif parameters[key].default is inspect.Parameter.empty:
+                faults.append(f"{key} is missing")
+        if faults:
+            allowed = ", ".join(f"{key} ({describe_form(form)})" for key, form in forms.items())
+            raise DataError(
+                explain_refusal(
+                    f"{place} gives {instruction_id} the arguments {given} ({'; '.join(faults)})",
+                    allowed=allowed or "no argument",
+                    next_step="mend or remove the row",
+                )
+            )
+        return values
+
+    def _forms_of(self, instruction_id: str) -> dict[str, TypeAdapter[Any]]:
+        if instruction_id not in self._forms:
+            check = self._checkers[instruction_id].check
+            hints = get_type_hints(check, include_extras=True)
+            names = [name for name in hints if name not in ("text", "return")]
+            self._forms[instruction_id] = {name: TypeAdapter(hints[name]) for name in names}
+        return self._forms[instruction_id]
+
+
+def describe_form(form: TypeAdapter[Any]) -> str:
+    """Say in a few words what an argument may be."""
+    schema = form.json_schema()
+    if "enum" in schema:
+        return " or ".join(repr(value) for value in schema["enum"])
+    return {"integer": "a whole number", "array": "texts", "string": "a text"}.get(
+        schema.get("type", ""), "a value"
+    )
+
+
+def holds(count: int, quantifier: str, wanted: int, *, slack: int = 0) -> bool:
+    """Compare a count with the wanted one; 'around' allows a difference of `slack`."""
+    match quantifier:
+        case "at least":
+            return count >= wanted
+        case "at most":
+            return count <= wanted
+        case "less than":
+            return count < wanted
+        case "more than":
+            return count > wanted
+        case "exactly":
+            return count == wanted
+        case "around":
+            return abs(count - wanted) <= slack
+    raise AssertionError(quantifier)

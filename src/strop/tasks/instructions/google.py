@@ -1,0 +1,420 @@
+"""The 25 instructions of IFEval, judged as they are meant.
+
+What they ask is described in arXiv:2311.07911. The verdicts of lm-eval are in `harness.py`; these here
+differ from them where its rules pay for nothing or depend on chance: keywords are texts and not
+patterns, an argument of 0 stays 0, a language that cannot be told is not the wanted one, and a reply
+that merely leaves something out must say something. A reply that was cut at its budget does not end
+as asked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from strop.tasks.instructions.checkers import (
+    MIN_WORDS,
+    Checkers,
+    Count,
+    Position,
+    Relation,
+    Stage,
+    Text,
+    Texts,
+    holds,
+)
+from strop.tasks.instructions.drafts import FILLER, SPOKEN, deal, fill_sentences, lengthen, repeat_words
+from strop.tasks.instructions.language import detect_language, known_languages
+from strop.tasks.instructions.segments import find_words, parts_between, sentences
+
+GOOGLE = Checkers("IFEval")
+
+CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+"""What `detectable_format:constrained_response` allows; part of every such prompt."""
+_FENCE_WORDS = ("```json", "```Json", "```JSON", "```")
+_TITLE = re.compile(r"<<([^\n<>]++)>>")
+_BULLET = re.compile(r"^[^\S\n]*+(?:\*[^*\n]|-)", re.MULTILINE)
+_STARS = re.compile(r"[^\S\n]?\*\*\*(?!\*)\s?")
+_FIRST_WORD = re.compile(r"[\"'“‘]*([^\s.,?!'\"]*)")
+
+
+def _require_language(code: str) -> str:
+    if code not in known_languages():
+        raise ValueError(f"not one of {', '.join(sorted(known_languages()))}")
+    return code
+
+
+Language = Annotated[str, AfterValidator(_require_language)]
+
+
+def count_text(text: str, wanted: str) -> int:
+    """Count a text in another one, in any case, also inside words."""
+    return text.casefold().count(wanted.casefold())
+
+
+def contains_word(text: str, word: str) -> bool:
+    """Whether a word or phrase stands in a text on its own, in any case."""
+    return re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, flags=re.IGNORECASE) is not None
+
+
+@GOOGLE.check("keywords:existence")
+def includes_keywords(text: str, *, keywords: Texts) -> bool:
+    """Every keyword occurs, also inside words, in any case."""
+    return all(count_text(text, keyword) for keyword in keywords)
+
+
+@GOOGLE.edit("keywords:existence", stage=Stage.CONTENT)
+def _add_keywords(draft: str, *, keywords: tuple[str, ...]) -> str:
+    missing = [keyword for keyword in keywords if not count_text(draft, keyword)]
+    return " ".join([draft, *missing])
+
+
+@GOOGLE.check("keywords:frequency", needs_substance=True)
+def repeats_keyword(text: str, *, keyword: Text, frequency: Count, relation: Relation) -> bool:
+    """The keyword occurs less often, or at least as often, as asked; also inside words."""
+    return holds(count_text(text, keyword.strip()), relation, frequency)
+
+
+@GOOGLE.edit("keywords:frequency", stage=Stage.CONTENT)
+def _repeat_keyword(draft: str, *, keyword: str, frequency: int, relation: str) -> str:
+    keyword = keyword.strip()
+    found = count_text(draft, keyword)
+    if relation == "at least":
+        return f"{draft} {repeat_words([keyword], frequency - found)}".strip()
+    return remove_text(draft, keyword) if found >= frequency else draft
+
+
+def remove_text(draft: str, unwanted: str) -> str:
+    """Take a text out of a draft, in any case."""
+    return re.sub(re.escape(unwanted), "", draft, flags=re.IGNORECASE)
+
+
+@GOOGLE.check("keywords:forbidden_words", needs_substance=True)
+def avoids_words(text: str, *, forbidden_words: Texts) -> bool:
+    """None of the words stands in the reply on its own, in any case."""
+    return not any(contains_word(text, word) for word in forbidden_words)
+
+
+@GOOGLE.edit("keywords:forbidden_words", stage=Stage.OMISSION)
+def _remove_words(draft: str, *, forbidden_words: tuple[str, ...]) -> str:
+    for word in forbidden_words:
+        draft = re.sub(rf"(?<!\w){re.escape(word.strip())}(?!\w)", "", draft, flags=re.IGNORECASE)
+    return draft
+
+
+@GOOGLE.check("keywords:letter_frequency", needs_substance=True)
+def counts_letter(text: str, *, letter: Text, let_frequency: Count, let_relation: Relation) -> bool:
+    """The letter, or another single mark, occurs less often or at least as often as asked, in any case."""
+    return holds(text.lower().count(letter.strip().lower() or letter), let_relation, let_frequency)
+
+
+@GOOGLE.edit("keywords:letter_frequency", stage=Stage.CONTENT)
+def _repeat_letter(draft: str, *, letter: str, let_frequency: int, let_relation: str) -> str:
+    letter = letter.strip() or letter
+    found = draft.lower().count(letter.lower())
+    if let_relation == "at least":
+        return f"{draft} {letter * max(let_frequency - found, 0)}".strip()
+    return remove_text(draft, letter) if found >= let_frequency else draft
+
+
+@GOOGLE.check("language:response_language")
+def speaks_language(text: str, *, language: Language) -> bool:
+    """The most probable language is the wanted one; a text without letters has none."""
+    return any(character.isalpha() for character in text) and detect_language(text) == language
+
+
+@GOOGLE.edit("language:response_language", stage=Stage.LANGUAGE)
+def _speak_language(draft: str, *, language: str) -> str:
+    return SPOKEN.get(language, draft)
+
+
+@GOOGLE.check("length_constraints:number_sentences")
+def counts_sentences(text: str, *, num_sentences: Count, relation: Relation) -> bool:
+    """The reply has less, or at least as many, sentences as asked; never none."""
+    count = len(sentences(text))
+    return count > 0 and holds(count, relation, num_sentences)
+
+
+@GOOGLE.edit("length_constraints:number_sentences", stage=Stage.LENGTH)
+def _fill_sentences(draft: str, *, num_sentences: int, relation: str) -> str:
+    found = len(sentences(draft))
+    if relation == "at least":
+        return " ".join(fill_sentences(draft, max(num_sentences, found)))
+    return " ".join(fill_sentences(draft, min(num_sentences - 1, found)))
+
+
+@GOOGLE.check("length_constraints:number_paragraphs")
+def counts_parts(text: str, *, num_paragraphs: Count) -> bool:
+    """As many parts as asked stand between lines of three asterisks, and none is blank."""
+    parts = parts_between(text, _STARS)
+    return all(parts) and len(parts) == num_paragraphs
+
+
+@GOOGLE.edit("length_constraints:number_paragraphs", stage=Stage.STRUCTURE)
+def _divide_parts(draft: str, *, num_paragraphs: int) -> str:
+    return "\n***\n".join(deal(draft, num_paragraphs))
+
+
+@GOOGLE.check("length_constraints:number_words")
+def counts_words(text: str, *, num_words: Count, relation: Relation) -> bool:
+    """The reply has less, or at least as many, words as asked; three at least where so many may be."""
+    count = len(find_words(text))
+    floor = min(MIN_WORDS, num_words - 1) if relation == "less than" else MIN_WORDS
+    return count >= max(floor, 1) and holds(count, relation, num_words)
+
+
+@GOOGLE.edit("length_constraints:number_words", stage=Stage.LENGTH)
+def _fill_words(draft: str, *, num_words: int, relation: str) -> str:
+    if relation == "at least":
+        return lengthen(draft, num_words)
+    # One word in five is kept free for what other edits add.
+    return " ".join(draft.split()[: max(1, min(num_words - 1, num_words * 4 // 5))])
+
+
+@GOOGLE.check("length_constraints:nth_paragraph_first_word")
+def opens_paragraph(text: str, *, num_paragraphs: Count, nth_paragraph: Position, first_word: Text) -> bool:
+    """As many paragraphs as asked stand between two line breaks, and the n-th opens with the word."""
+    parts = text.split("\n\n")
+    num_filled = sum(1 for part in parts if part.strip())
+    if num_filled != num_paragraphs or nth_paragraph > num_filled:
+        return False
+    match = _FIRST_WORD.match(parts[nth_paragraph - 1].strip())
+    return match is not None and match.group(1).lower() == first_word.strip().lower()
+
+
+@GOOGLE.edit("length_constraints:nth_paragraph_first_word", stage=Stage.STRUCTURE)
+def _open_paragraph(draft: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> str:
+    pieces = deal(draft, num_paragraphs)
+    if nth_paragraph <= len(pieces):
+        pieces[nth_paragraph - 1] = f"{first_word.strip()} {pieces[nth_paragraph - 1]}"
+    return "\n\n".join(pieces)
+
+
+@GOOGLE.check("detectable_content:number_placeholders")
+def counts_placeholders(text: str, *, num_placeholders: Count) -> bool:
+    """At least as many texts in square brackets as asked stand in the reply."""
+    return len(find_bracketed(text)) >= num_placeholders
+
+
+def find_bracketed(text: str) -> list[str]:
+    """Return what stands between an opening square bracket and the next closing one, in one line."""
+    found: list[str] = []
+    for line in text.split("\n"):
+        end = -1
+        while (start := line.find("[", end + 1)) >= 0 and (end := line.find("]", start)) >= 0:
+            found.append(line[start + 1 : end])
+    return found
+
+
+@GOOGLE.edit("detectable_content:number_placeholders", stage=Stage.CONTENT)
+def _add_placeholders(draft: str, *, num_placeholders: int) -> str:
+    return f"{draft} {repeat_words(['[name]'], num_placeholders)}".strip()
+
+
+@GOOGLE.check("detectable_content:postscript")
+def has_postscript(text: str, *, postscript_marker: Text) -> bool:
+    """The marker occurs, in any case; spaces inside P.S. and P.P.S do not matter."""
+    return _postscript(postscript_marker).search(text) is not None
+
+
+def _postscript(marker: str) -> re.Pattern[str]:
+    forms = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.compile(forms.get(marker.strip(), re.escape(marker.strip())), re.IGNORECASE)
+
+
+@GOOGLE.edit("detectable_content:postscript", stage=Stage.EDGES)
+def _add_postscript(draft: str, *, postscript_marker: str) -> str:
+    return f"{draft}\n{postscript_marker.strip()} See you soon"
+
+
+@GOOGLE.check("detectable_format:number_bullet_lists")
+def counts_bullets(text: str, *, num_bullets: Count) -> bool:
+    """Exactly as many lines as asked start with an asterisk or a hyphen."""
+    return len(_BULLET.findall(text)) == num_bullets
+
+
+@GOOGLE.edit("detectable_format:number_bullet_lists", stage=Stage.STRUCTURE)
+def _write_bullets(draft: str, *, num_bullets: int) -> str:
+    # Short ones, in the words of the draft: other instructions limit words, or name the language.
+    return "\n".join([draft, *([f"* {' '.join(draft.split()[:2])}"] * num_bullets)])
+
+
+@GOOGLE.check("detectable_format:constrained_response")
+def gives_choice(text: str) -> bool:
+    """One of the three answers stands in the reply."""
+    return any(choice in text for choice in CHOICES)
+
+
+@GOOGLE.edit("detectable_format:constrained_response", stage=Stage.CONTENT)
+def _give_choice(draft: str) -> str:
+    del draft
+    return CHOICES[0]
+
+
+@GOOGLE.check("detectable_format:number_highlighted_sections")
+def counts_highlights(text: str, *, num_highlights: Count) -> bool:
+    """At least as many texts as asked stand between asterisks; double ones count as one text."""
+    return count_highlights(text) >= num_highlights
+
+
+def count_highlights(text: str) -> int:
+    """Count texts between single or double asterisks, inside a line and not blank."""
+    num_found = 0
+    for line in text.split("\n"):
+        pieces = re.split(r"\*+", line)
+        # Between the first and the last asterisks, every second piece is inside a pair.
+        num_found += sum(1 for piece in pieces[1:-1:2] if piece.strip())
+    return num_found
+
+
+@GOOGLE.edit("detectable_format:number_highlighted_sections", stage=Stage.CONTENT)
+def _add_highlights(draft: str, *, num_highlights: int) -> str:
+    return " ".join([draft, *(["*good point*"] * num_highlights)])
+
+
+@GOOGLE.check("detectable_format:multiple_sections")
+def counts_sections(text: str, *, section_spliter: Text, num_sections: Count) -> bool:
+    """At least as many sections as asked are headed by the splitter and a number."""
+    heading = re.compile(re.escape(section_spliter.strip()) + r"\s?\d")
+    return len(heading.findall(text)) >= num_sections
+
+
+@GOOGLE.edit("detectable_format:multiple_sections", stage=Stage.STRUCTURE)
+def _write_sections(draft: str, *, section_spliter: str, num_sections: int) -> str:
+    pieces = deal(draft, num_sections)
+    return "\n".join(f"{section_spliter.strip()} {number}\n{piece}" for number, piece in enumerate(pieces, 1))
+
+
+@GOOGLE.check("detectable_format:json_format")
+def is_json(text: str) -> bool:
+    """The whole reply, without a code fence around it, is a JSON table or list that is not empty."""
+    body = text.strip()
+    for fence in _FENCE_WORDS:
+        if body.startswith(fence):
+            body = body.removeprefix(fence).removesuffix("```").strip()
+            break
+    try:
+        # Not converted: a number of any length is JSON, and Python refuses to read long ones.
+        value = json.loads(body, parse_int=lambda _: None, parse_float=lambda _: None)
+    except (ValueError, RecursionError):  # nested a thousand deep is no answer either
+        return False
+    return isinstance(value, dict | list) and bool(value)
+
+
+@GOOGLE.edit("detectable_format:json_format", stage=Stage.WRAPPING)
+def _wrap_in_json(draft: str) -> str:
+    return json.dumps({"reply": draft}, ensure_ascii=False)
+
+
+@GOOGLE.check("detectable_format:title")
+def has_title(text: str) -> bool:
+    """A text in double angular brackets stands in one line."""
+    return any(title.strip() for title in _TITLE.findall(text))
+
+
+@GOOGLE.edit("detectable_format:title", stage=Stage.EDGES)
+def _add_title(draft: str) -> str:
+    return f"<<good morning>>\n{draft}"
+
+
+@GOOGLE.check("combination:two_responses")
+def gives_two_replies(text: str) -> bool:
+    """Two different replies stand on both sides of six asterisks."""
+    parts = parts_between(text, re.compile(r"\*{6}"))
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+
+
+@GOOGLE.edit("combination:two_responses", stage=Stage.STRUCTURE)
+def _give_two_replies(draft: str) -> str:
+    return f"{draft}\n******\n{FILLER[2]}"
+
+
+@GOOGLE.check("combination:repeat_prompt")
+def repeats_prompt(text: str, *, prompt_to_repeat: Text) -> bool:
+    """The reply starts with the request, in any case, and goes on."""
+    wanted = prompt_to_repeat.strip().lower()
+    return text.strip().lower().startswith(wanted) and len(text.strip()) > len(wanted)
+
+
+@GOOGLE.edit("combination:repeat_prompt", stage=Stage.EDGES)
+def _repeat_prompt(draft: str, *, prompt_to_repeat: str) -> str:
+    return f"{prompt_to_repeat.strip()}\n{draft}"
+
+
+@GOOGLE.check("startend:end_checker")
+def ends_with(text: str, *, end_phrase: Text) -> bool:
+    """The phrase ends the reply, in any case; double quotes around the whole do not matter."""
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+@GOOGLE.edit("startend:end_checker", stage=Stage.EDGES)
+def _end_with(draft: str, *, end_phrase: str) -> str:
+    return f"{draft.rstrip()} {end_phrase.strip()}"
+
+
+@GOOGLE.check("startend:quotation")
+def is_quoted(text: str) -> bool:
+    """The reply is wrapped in double quotes and has something inside."""
+    body = text.strip()
+    return len(body) > 2 and body[0] == body[-1] == '"' and bool(body.strip('"').strip())
+
+
+@GOOGLE.edit("startend:quotation", stage=Stage.WRAPPING)
+def _quote(draft: str) -> str:
+    return f'"{draft}"'
+
+
+@GOOGLE.check("change_case:capital_word_frequency", needs_substance=True)
+def counts_capital_words(text: str, *, capital_frequency: Count, capital_relation: Relation) -> bool:
+    """Words without small letters occur less often, or at least as often, as asked."""
+    return holds(count_capital_words(text), capital_relation, capital_frequency)
+
+
+def count_capital_words(text: str) -> int:
+    """Count the words that have capital letters and no small ones."""
+    return sum(1 for word in re.findall(r"[\w'’.-]+", text) if word.isupper())
+
+
+@GOOGLE.edit("change_case:capital_word_frequency", stage=Stage.CASE)
+def _write_capital_words(draft: str, *, capital_frequency: int, capital_relation: str) -> str:
+    missing = capital_frequency - count_capital_words(draft)
+    if capital_relation == "at least":
+        return f"{repeat_words(['YES'], missing)} {draft}".strip()
+    return draft.lower() if missing <= 0 else draft
+
+
+@GOOGLE.check("change_case:english_capital", needs_substance=True)
+def is_english_capitals(text: str) -> bool:
+    """The reply has no small letter, some capital one, and is in English."""
+    # In small letters: the detector skips words of capitals, and would see next to nothing.
+    return text.isupper() and detect_language(text.lower()) == "en"
+
+
+@GOOGLE.edit("change_case:english_capital", stage=Stage.CASE)
+def _capitalize(draft: str) -> str:
+    return draft.upper()
+
+
+@GOOGLE.check("change_case:english_lowercase", needs_substance=True)
+def is_english_lowercase(text: str) -> bool:
+    """The reply has no capital letter, some small one, and is in English."""
+    return text.islower() and detect_language(text) == "en"
+
+
+@GOOGLE.edit("change_case:english_lowercase", stage=Stage.CASE)
+def _lower(draft: str) -> str:
+    return draft.lower()
+
+
+@GOOGLE.check("punctuation:no_comma", needs_substance=True)
+def avoids_commas(text: str) -> bool:
+    """The reply has no comma."""
+    return "," not in text
+
+
+@GOOGLE.edit("punctuation:no_comma", stage=Stage.OMISSION)
+def _remove_commas(draft: str) -> str:
+    return draft.replace(",", "")

@@ -1,0 +1,105 @@
+"""Words, sentences, paragraphs and lines of a reply, each defined once; linear in the length.
+
+Sentences are found without a model or a word list to download: a terminator followed by white space
+or the end, or a blank line. Not here: the sentence and word splitters of other programs
+(`harness.py`).
+"""
+
+from __future__ import annotations
+
+import re
+
+_WORD = re.compile(r"\w+")
+_TERMINATORS = re.compile(r"[.!?…]++[\"'”’»)\]}*_~]*+(?=\s|\Z)|[。！？।۔]++[”’」』）]*+")
+_BLANK_LINE = re.compile(r"\n[^\S\n]*+\n\s*")
+_LIST_NUMBER = re.compile(r"(?:\A|\n)\s*\(?\d{1,3}\Z")
+_TITLES = re.compile(
+    r"mrs?|ms|dr|prof|st|mt|messrs|mme|gen|col|lt|sgt|capt|rev|hon|gov|sen|rep|vs|fig|eq|no|vol|pp|cf|approx"
+    r"|e\.g|i\.e|viz|al|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
+)
+"""Abbreviations behind which a sentence goes on, whatever follows."""
+_ENDINGS = re.compile(
+    r"etc|jr|sr|inc|ltd|co|corp|bros|a\.m|p\.m|u\.s|u\.k|u\.n|ph\.d|b\.c|a\.d|d\.c|est|dept"
+)
+"""Abbreviations behind which a sentence ends only where a capital letter follows."""
+
+
+def find_words(text: str) -> list[str]:
+    """Return the maximal runs of letters, digits and underscores."""
+    return _WORD.findall(text)
+
+
+def bare_words(text: str) -> list[str]:
+    """Return what stands between white space, without punctuation at its edges; inner marks stay."""
+    stripped = (strip_marks(token) for token in text.split())
+    return [token for token in stripped if token]
+
+
+def strip_marks(token: str) -> str:
+    """Remove punctuation at both edges of a word, brackets included."""
+    start, end = 0, len(token)
+    while start < end and not token[start].isalnum():
+        start += 1
+    while end > start and not token[end - 1].isalnum():
+        end -= 1
+    return token[start:end]
+
+
+def lines(text: str) -> list[str]:
+    """Return the lines that are not blank, without white space at their ends."""
+    return [line.rstrip() for line in text.split("\n") if line.strip()]
+
+
+def paragraphs(text: str) -> list[str]:
+    """Return the parts between blank lines, without blank ones."""
+    return [part.strip() for part in _BLANK_LINE.split(text) if part.strip()]
+
+
+def parts_between(text: str, divider: re.Pattern[str]) -> list[str]:
+    """Return the parts between dividers; blank ones at the start or end do not count."""
+    parts = [part.strip() for part in divider.split(text)]
+    if parts and not parts[0]:
+        parts = parts[1:]
+    if parts and not parts[-1]:
+        parts = parts[:-1]
+    return parts
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences with their terminators.
+
+    A terminator ends one where white space or the end follows, a blank line always does. Titles,
+    initials and list numbers do not. Marks without any letter or digit belong to the sentence before.
+    """
+    found: list[str] = []
+    for part in paragraphs(text):
+        start = 0
+        for match in _TERMINATORS.finditer(part):
+            if match.group().startswith(".") and _is_abbreviation(part, start, match):
+                continue
+            _append(found, part[start : match.end()])
+            start = match.end()
+        _append(found, part[start:])
+    return found
+
+
+def _append(found: list[str], piece: str) -> None:
+    piece = piece.strip()
+    if any(character.isalnum() for character in piece):
+        found.append(piece)
+    elif piece and found:
+        found[-1] += f" {piece}"
+
+
+def _is_abbreviation(part: str, start: int, match: re.Match[str]) -> bool:
+    if len(match.group().rstrip("\"'”’»)]}*_~")) > 1:  # an ellipsis ends a sentence like a full stop
+        return False
+    before = part[max(start, match.start() - 40) : match.start()]
+    token = before.split()[-1] if before.split() and not before[-1:].isspace() else ""
+    word = token.lstrip("\"'“‘«([{*_").lower()
+    if _TITLES.fullmatch(word) or (len(word) == 1 and word.isalpha() and token[-1:].isupper() and word != "i"):
+        return True
+    if _LIST_NUMBER.search(before) and before.strip() == part[start : match.start()].strip():
+        return True
+    following = part[match.end() : match.end() + 40].lstrip()
+    return _ENDINGS.fullmatch(word) is not None and bool(following) and not following[0].isupper()

@@ -1,0 +1,125 @@
+"""Every checker of instructions: what satisfies it, what must not, and what no text may do to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.errors import DataError
+from strop.tasks.instructions.bench import BENCH, UNJUDGED
+from strop.tasks.instructions.checkers import Checkers, has_substance
+from strop.tasks.instructions.google import GOOGLE
+from strop.tasks.instructions.multi import MULTI
+from strop.tasks.instructions.replies import write_replies
+from strop.tasks.instructions.rlvr import RLVR
+from tests.tasks.instructions.instruction_cases import (
+    BENCH_ARGUMENTS,
+    GOOGLE_ARGUMENTS,
+    MULTI_ARGUMENTS,
+    RLVR_ARGUMENTS,
+    Arguments,
+)
+
+pytest.importorskip("langdetect")
+
+FAMILIES: Mapping[str, tuple[Checkers, Mapping[str, Arguments]]] = {
+    "google": (GOOGLE, GOOGLE_ARGUMENTS),
+    "rlvr": (RLVR, RLVR_ARGUMENTS),
+    "multi": (MULTI, MULTI_ARGUMENTS),
+    "bench": (BENCH, BENCH_ARGUMENTS),
+}
+ALL = [(family, id_) for family, (_, cases) in FAMILIES.items() for id_ in cases]
+NONSENSE = ["", " \n", "\t", "a", "asdf", "0", "1", "{}", "123!!!", "yes!", "\u200b\u202e", "..."]
+# 'format:options' with the options yes, no and maybe: then 'yes!' is an answer.
+ANSWERS = {("bench", "format:options", "yes!")}
+
+
+def bind(family: str, instruction_id: str) -> object:
+    checkers, cases = FAMILIES[family]
+    return checkers.bind(instruction_id, cases[instruction_id], place="a test")
+
+
+def is_met(family: Checkers, instruction_id: str, text: str, **arguments: object) -> bool:
+    return family.bind(instruction_id, arguments, place="a test").is_met(text)
+
+
+def test_all_instructions_have_a_case() -> None:
+    assert [len(checkers) for checkers, _ in FAMILIES.values()] == [25, 25, 54, 38]
+    assert all(set(checkers) == set(cases) for checkers, cases in FAMILIES.values())
+    # 58 ids of IFBench: judged, or left out with a reason.
+    assert len(set(BENCH) | set(UNJUDGED)) == 58
+    assert not set(BENCH) & set(UNJUDGED)
+
+
+@pytest.mark.parametrize(("family", "instruction_id"), ALL)
+def test_a_reply_that_follows_is_known_and_nonsense_does_not_follow(family: str, instruction_id: str) -> None:
+    checkers, cases = FAMILIES[family]
+    constraint = checkers.bind(instruction_id, cases[instruction_id], place="a test")
+    (reply,) = write_replies([constraint])
+    assert constraint.is_met(reply)
+    followed = [
+        text for text in NONSENSE if constraint.is_met(text) and (family, instruction_id, text) not in ANSWERS
+    ]
+    assert followed == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=300) | st.text(alphabet=" \n*-.[]<>\"',?!#`{}()aA1é漢", max_size=300))
+def test_no_text_makes_a_checker_or_an_edit_raise(family: str, text: str) -> None:
+    checkers, cases = FAMILIES[family]
+    for instruction_id, arguments in cases.items():
+        constraint = checkers.bind(instruction_id, arguments, place="a test")
+        assert constraint.is_met(text) is constraint.is_met(text)
+        assert isinstance(constraint.improve(text), str)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "unit", ["a", "[", "*", " ", "\n", ".", "<<", "(", '"', "* * *", "word ", "A's. ", "\n- ", "1."]
+)
+def test_a_reply_of_a_megabyte_is_judged_in_time(unit: str) -> None:
+    text = unit * (1_000_000 // len(unit))
+    for family, instruction_id in ALL:
+        checkers, cases = FAMILIES[family]
+        constraint = checkers.bind(instruction_id, cases[instruction_id], place="a test")
+        started = time.perf_counter()
+        constraint.is_met(text)
+        assert time.perf_counter() - started < 5.0, (family, instruction_id)
+
+
+@pytest.mark.parametrize(
+    ("instruction_id", "arguments", "fault"),
+    [
+        ("keywords:existance", {}, "'keywords:existance', which has no checker"),
+        (None, {}, "None, which has no checker"),
+        ("keywords:existence", {}, "keywords is missing"),
+        ("keywords:existence", {"keywords": None}, "keywords is missing"),
+        ("keywords:existence", {"keywords": []}, "keywords=\\[\\]"),
+        ("keywords:existence", {"keywords": ["a"], "word": "b"}, "word is not known"),
+        ("length_constraints:number_paragraphs", {"num_paragraphs": "many"}, "num_paragraphs='many'"),
+        ("length_constraints:number_words", {"num_words": 9, "relation": "about"}, "relation='about'"),
+        ("language:response_language", {"language": "xx"}, "language='xx'"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(
+    instruction_id: object, arguments: dict[str, object], fault: str
+) -> None:
+    with pytest.raises(DataError, match=f"^file, row 7 .*{fault}.*Next: .*remove the row"):
+        GOOGLE.bind(instruction_id, arguments, place="file, row 7")
+
+
+def test_zero_is_an_argument() -> None:
+    assert is_met(GOOGLE, "detectable_format:number_bullet_lists", "No list here at all", num_bullets=0)
+    assert not is_met(GOOGLE, "detectable_format:number_bullet_lists", "* one of them here", num_bullets=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("Yes we can", True), ("家族のために毎朝市場へ行って新しいパンを買います", True), ("ok ok", False)]
+)
+def test_substance_is_three_words_or_twenty_letters(text: str, expected: bool) -> None:
+    assert has_substance(text) is expected
