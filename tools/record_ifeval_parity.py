@@ -117,7 +117,9 @@ def load_harness() -> Any:
     Raises: SystemExit naming what is missing.
     """
     if version("lm-eval") != _HARNESS_VERSION:
-        sys.exit(f"lm-eval {version('lm-eval')} is installed. Allowed: {_HARNESS_VERSION}. Next: install that.")
+        sys.exit(
+            f"lm-eval {version('lm-eval')} is installed. Allowed: {_HARNESS_VERSION}. Next: install that."
+        )
     import nltk
 
     try:

@@ -82,14 +82,14 @@ def test_no_text_makes_a_checker_or_an_edit_raise(family: str, text: str) -> Non
 @pytest.mark.parametrize(
     "unit", ["a", "[", "*", " ", "\n", ".", "<<", "(", '"', "* * *", "word ", "A's. ", "\n- ", "1."]
 )
-def test_a_reply_of_a_megabyte_is_judged_in_time(unit: str) -> None:
-    text = unit * (1_000_000 // len(unit))
+def test_a_very_long_reply_is_judged_in_time(unit: str) -> None:
+    text = unit * (200_000 // len(unit))
     for family, instruction_id in ALL:
         checkers, cases = FAMILIES[family]
         constraint = checkers.bind(instruction_id, cases[instruction_id], place="a test")
         started = time.perf_counter()
         constraint.is_met(text)
-        assert time.perf_counter() - started < 5.0, (family, instruction_id)
+        assert time.perf_counter() - started < 2.0, (family, instruction_id)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,8 @@ def test_zero_is_an_argument() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("Yes we can", True), ("家族のために毎朝市場へ行って新しいパンを買います", True), ("ok ok", False)]
+    ("text", "expected"),
+    [("Yes we can", True), ("家族のために毎朝市場へ行って新しいパンを買います", True), ("ok ok", False)],
 )
 def test_substance_is_three_words_or_twenty_letters(text: str, expected: bool) -> None:
     assert has_substance(text) is expected

@@ -134,6 +134,8 @@ def test_missing_sentence_splitter_says_what_to_do(monkeypatch: pytest.MonkeyPat
 
     _load_punkt.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "nltk.tokenize", None)
-    with pytest.raises(ConfigError, match=r"task\.rules=lm-eval judges .*Next: install both, or set task\.rules"):
+    with pytest.raises(
+        ConfigError, match=r"task\.rules=lm-eval judges .*Next: install both, or set task\.rules"
+    ):
         require_punkt()
     _load_punkt.cache_clear()

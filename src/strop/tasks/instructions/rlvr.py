@@ -140,7 +140,7 @@ def _divide_parts(draft: str, *, N: int) -> str:
 
 @RLVR.check("validate_word_constraint")
 def counts_words(text: str, *, N: Count, quantifier: Quantifier) -> bool:
-    """The words between white space; 'around' allows a tenth. Three words at least where so many may be."""
+    """The words between white space; a tenth more or less is around. Three at least, or as many as may be."""
     words = [token for token in text.split() if strip_marks(token)]
     most = {"at most": N, "less than": N - 1, "exactly": N, "around": N}.get(quantifier, MIN_WORDS)
     slack = max(round(_AROUND_FRAC * N), 1)

@@ -97,7 +97,9 @@ def _is_abbreviation(part: str, start: int, match: re.Match[str]) -> bool:
     before = part[max(start, match.start() - 40) : match.start()]
     token = before.split()[-1] if before.split() and not before[-1:].isspace() else ""
     word = token.lstrip("\"'“‘«([{*_").lower()
-    if _TITLES.fullmatch(word) or (len(word) == 1 and word.isalpha() and token[-1:].isupper() and word != "i"):
+    if _TITLES.fullmatch(word) or (
+        len(word) == 1 and word.isalpha() and token[-1:].isupper() and word != "i"
+    ):
         return True
     if _LIST_NUMBER.search(before) and before.strip() == part[start : match.start()].strip():
         return True

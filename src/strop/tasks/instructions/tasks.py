@@ -34,7 +34,6 @@ from strop.tasks.row_examples import RowReading, SplitExamples, read_examples
 from strop.tasks.rows import DataLayout, Row
 from strop.tasks.version import hash_version, limit_reply
 
-InstructionSpec = IfEvalSpec | IfBenchSpec | RlvrIfevalSpec | IfMultiSpec
 
 _PROMPT = "{prompt}"
 _VERIFIER = "instructions-1"
@@ -96,7 +95,7 @@ class InstructionTask:
     also `instructions_satisfied_loose`, `correct_strict` and `correct_loose`.
     """
 
-    def __init__(self, spec: InstructionSpec) -> None:
+    def __init__(self, spec: IfEvalSpec | IfBenchSpec | RlvrIfevalSpec | IfMultiSpec) -> None:
         self._spec = spec
         self.name: str = spec.name
         self._has_harness_rules = isinstance(spec, IfEvalSpec) and spec.rules == "lm-eval"
