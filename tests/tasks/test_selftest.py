@@ -7,6 +7,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec import ArithmeticSpec, ReverseTextSpec
+from strop.spec.schema import find_settings
 from strop.tasks import build_task
 from strop.tasks.arithmetic import Arithmetic
 from strop.tasks.registry import TASK_SUMMARIES
@@ -57,15 +58,5 @@ def test_a_finding_shows_both_texts() -> None:
 
 
 def test_summaries_name_the_tasks_that_can_be_built() -> None:
-    assert set(TASK_SUMMARIES) == {
-        "arithmetic",
-        "reverse-text",
-        "reasoning-gym",
-        "gsm8k",
-        "math",
-        "math500",
-        "deepscaler",
-        "aime",
-        "mmlu",
-    }
+    assert set(TASK_SUMMARIES) == set(find_settings(("task", "name"))[0].choices)
     assert build_task(ReverseTextSpec(name="reverse-text")).name in TASK_SUMMARIES

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from strop.spec.task_base import EvaluationRows, TaskSection
 
-
 _SOURCE_DESCRIPTION = (
     "Where the rows are, in the columns of {hub_id}: a hub id, or a folder or file of Parquet or JSONL. A"
     " text that starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path, and a relative"

@@ -34,7 +34,6 @@ from strop.tasks.row_examples import RowReading, SplitExamples, read_examples
 from strop.tasks.rows import DataLayout, Row
 from strop.tasks.version import hash_version, limit_reply
 
-
 _PROMPT = "{prompt}"
 _VERIFIER = "instructions-1"
 _MAX_REPLY_TOKENS = {"ifeval": 4096, "ifbench": 4096, "rlvr-ifeval": 2048, "if-multi": 2048}
