@@ -16,7 +16,10 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |   `-- SandboxLost                   it stopped answering
     |-- StoreError      (RuntimeError)  a record is missing, partial or unwritable
     |   |-- CorruptRecord                 a record's bytes are not the ones its manifest promises
-    |   `-- HubUnreachable                a model hub gave no answer
+    |   |-- HubUnreachable                a model hub gave no answer
+    |   |-- RemoteMissing                 a store answers that there is no such object
+    |   |-- RemoteDenied                  a store refuses us, or there are no credentials for it
+    |   `-- RemoteUnreachable             a store failed at every attempt
     |-- RunStopped      (RuntimeError)  a tripwire ended the run
     `-- Interrupted     (RuntimeError)  a signal ended the run; it can be resumed
 
@@ -108,6 +111,18 @@ class CorruptRecord(StoreError):
 
 class HubUnreachable(StoreError):
     """Raised when a model hub gave no answer; the caller may know another source."""
+
+
+class RemoteMissing(StoreError):
+    """Raised when a store has no such object; the caller may know another source."""
+
+
+class RemoteDenied(StoreError):
+    """Raised when a store refuses us; never retried, the user mends credentials or rights."""
+
+
+class RemoteUnreachable(StoreError):
+    """Raised when a store failed at every attempt; the same command later goes on where it stopped."""
 
 
 class RunStopped(StropError, RuntimeError):

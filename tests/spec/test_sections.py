@@ -49,7 +49,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("tripwires.min_entropy_nats", "tripwires.max_length_ratio", "tripwires.max_grad_norm_ratio"),
         *("tripwires.min_reward_kept_frac", "tripwires.max_memory_growth_bytes"),
         *("tripwires.max_stall_s", "tripwires.on_alarm"),
-        *("output.root", "output.dir"),
+        *("output.root", "output.dir", "store.uri", "store.order"),
     )
 
 

@@ -28,7 +28,7 @@ from strop.spec import RunSpec, SamplingSpec, load_spec
 from strop.spec.display import dotted
 from strop.spec.overrides import parse_override
 from strop.spec.schema import NULL_WORD
-from strop.store import get_model, verify_directory
+from strop.store import follow_store, get_model, verify_directory
 from strop.tasks import Task, build_task, build_warm_task, render_prompt
 from strop.tasks.judging import Judge, open_judge
 from strop.tokenizer import Tokenizer
@@ -199,8 +199,10 @@ def read_trained_ids(run_path: Path | None) -> frozenset[str]:
     """Return the ids that a run may have trained on; empty without a run."""
     if run_path is None:
         return frozenset()
-    task = build_task(load_spec(run_path / "spec.toml").spec.task)
-    return frozenset(example.example_id for example in task.examples(Split.TRAIN))
+    spec = load_spec(run_path / "spec.toml").spec
+    with follow_store(spec.store):
+        examples = build_task(spec.task).examples(Split.TRAIN)
+    return frozenset(example.example_id for example in examples)
 
 
 def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[Rollout]:

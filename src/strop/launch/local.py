@@ -28,7 +28,7 @@ from strop.kernels import kernel_status
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.rollout import Sampling, Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
-from strop.store import ModelHandle, get_model
+from strop.store import ModelHandle, follow_store, get_model
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.judging import Judge, open_judge
 from strop.train.observer import EvalSummary, Observer
@@ -60,6 +60,14 @@ def train_here(
     spec = resolved.spec
     # Before a model is fetched: that may take an hour.
     require_writable(Path(spec.output.dir or spec.output.root), "the run's directory")
+    with follow_store(spec.store):
+        return _train_resolved(resolved, observer, is_new=is_new, on_run=on_run)
+
+
+def _train_resolved(
+    resolved: ResolvedSpec, observer: Observer, *, is_new: bool, on_run: Callable[[RunDir], None]
+) -> TrainOutcome:
+    spec = resolved.spec
     threads = set_threads(spec.placement.threads)
     model = get_model(spec.model.uri)
     task = build_task(spec.task)

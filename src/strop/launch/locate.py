@@ -14,6 +14,8 @@ from strop.record.run_dir import STATE_NAME, step_of
 from strop.store import get_model, is_complete, user_cache_dir
 from strop.store.hub import find_cached_snapshot
 from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path
+from strop.store.policy import read_policy
+from strop.store.stored_models import stored_path
 
 CONVERTED_DTYPE = "float32"
 """Stored type of converted models, as `get_model` chooses it."""
@@ -41,6 +43,8 @@ def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
     cache = cache_dir or user_cache_dir()
     if uri.startswith("pypi:"):
         return _find_converted(uri, cache)
+    if uri.startswith("s3://"):
+        return _find_fetched(uri, cache)
     path = Path(uri).expanduser()
     if path.is_dir():
         return path.absolute()
@@ -49,10 +53,23 @@ def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
         # Refused before it looks at anything, in the store's own words.
         return get_model(uri, cache_dir=cache, offline=True).path
     repo, revision = match["repo"], match["revision"]
-    found = find_cached_snapshot(repo, revision)
+    policy = read_policy()
+    fetched = _find_fetched(policy.model_uri(repo, revision), cache)
+    if fetched is not None and policy.asks_store_first:
+        return fetched
+    found = find_cached_snapshot(repo, revision) if policy.asks_hub else None
+    found = found or fetched
     if found is None and revision is None and repo in SUBSTITUTES:
         found = _find_converted(SUBSTITUTES[repo], cache)
     return found
+
+
+def _find_fetched(uri: str | None, cache: Path) -> Path | None:
+    """Return the local copy of a model that a store keeps; whether the store has a newer one is not asked."""
+    if uri is None:
+        return None
+    path = stored_path(uri, cache)
+    return path if is_complete(path) else None
 
 
 def _find_converted(uri: str, cache: Path) -> Path | None:

@@ -32,6 +32,8 @@ from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize, rea
 from strop.rollout import Example, Split
 from strop.spec import Gsm8kSpec, ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
+from strop.store import follow_store
+from strop.store.data_files import find_data
 from strop.store.model_files import check_model_dir
 from strop.tasks import Task, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.rows import is_path
@@ -143,7 +145,8 @@ def make_plan(
     Raises: ConfigError or DataError for what is here and cannot work, as training would.
     """
     spec = resolved.spec
-    task, known = _look(spec, cache_dir)
+    with follow_store(spec.store):
+        task, known = _look(spec, cache_dir)
     machine = machine or describe_machine()
     prompt = _plan_prompt(spec, task, known)
     calibration = read_calibration(cache_dir)
@@ -211,7 +214,7 @@ def _build_offline(spec: RunSpec) -> tuple[Task, bool]:
     section = spec.task
     if not isinstance(section, Gsm8kSpec) or is_path(section.source):
         return build_task(section), True
-    folder = _find_cached_data(section.source)
+    folder = find_data(section.source)
     if folder is None:
         return build_task(section), False
     local = build_task(section.model_copy(update={"source": str(folder)}))
@@ -221,17 +224,6 @@ def _build_offline(spec: RunSpec) -> tuple[Task, bool]:
         # A download that was cut short: training fetches the rest.
         return local, False
     return local, True
-
-
-def _find_cached_data(repo: str) -> Path | None:
-    """Return the hub client's copy of a data set, or None."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(repo, repo_type="dataset", local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return None
 
 
 def _output_path(spec: RunSpec) -> Path:

@@ -20,7 +20,8 @@ def _is_marked_path(text: str) -> bool:
 
 
 def _is_data_path(text: str) -> bool:
-    return _is_marked_path(text) or text.lower().endswith(_DATA_SUFFIXES)
+    # s3://bucket/train.jsonl is no path.
+    return _is_marked_path(text) or (text.lower().endswith(_DATA_SUFFIXES) and "://" not in text)
 
 
 def _is_any_text(text: str) -> bool:
@@ -35,6 +36,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("task", "order_file"): _is_any_text,
     ("output", "root"): _is_any_text,
     ("output", "dir"): _is_any_text,
+    ("store", "uri"): _is_marked_path,
 }
 """Setting, and whether a text of it is a path (or else the id of something remote)."""
 

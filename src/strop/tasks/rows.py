@@ -4,7 +4,8 @@ Where the splits come from is the data set's `DataLayout`: a hub has the files t
 has the same files, or files named train* and test* (or validation*), in itself or in `main/` or
 `data/`. A single file, and a data set that its makers did not split, is split by the content of its
 rows, so their order does not matter. A data set for evaluation only has no training rows. A path is
-never looked up on a hub, and a hub id never on disk (but in the hub's own cache).
+never looked up on a hub, and a hub id never on disk (but in the caches of the hub and the store).
+A URI such as s3://bucket/gsm8k/ is fetched whole and read as the folder or the file that it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import DataError, HubUnreachable, RemoteMissing, explain_refusal
+from strop.store.data_files import DataFile, fetch_data_file, fetch_data_source, note_data_file
+from strop.store.uris import is_remote
 
 _SUFFIXES = (".parquet", ".jsonl", ".json")
 _FOLDERS = ("", "main", "data")
@@ -56,7 +59,7 @@ class SplitRows:
 
 def is_path(source: str) -> bool:
     """Whether a source is a path rather than a hub id."""
-    return source.startswith(("/", "~", ".")) or source.endswith(_SUFFIXES)
+    return source.startswith(("/", "~", ".")) or (source.endswith(_SUFFIXES) and not is_remote(source))
 
 
 def read_split_rows(source: str, layout: DataLayout, *, num_held_out: int | None = None) -> SplitRows:
@@ -64,23 +67,7 @@ def read_split_rows(source: str, layout: DataLayout, *, num_held_out: int | None
 
     Raises: DataError if a file is missing, unreadable or empty.
     """
-    path = Path(source).expanduser()
-    if not is_path(source):
-        train_files = [_fetch_from_hub(source, file) for file in layout.train]
-        held_out_files = [_fetch_from_hub(source, file) for file in layout.held_out]
-    elif path.is_dir():
-        train_files = _split_files(path, layout.train, _TRAIN_STEMS)
-        held_out_files = _split_files(path, layout.held_out, _HELD_OUT_STEMS)
-    elif path.is_file():
-        train_files, held_out_files = ([path], []) if layout.train else ([], [path])
-    else:
-        raise DataError(
-            explain_refusal(
-                f"task.source={source} does not exist",
-                allowed="a folder or a file of Parquet or JSONL, or a hub id such as openai/gsm8k",
-                next_step="correct the path in task.source",
-            )
-        )
+    train_files, held_out_files = _find_files(source, layout)
     train = [row for file in train_files for row in _read_file(file)]
     held_out = [row for file in held_out_files for row in _read_file(file)]
     if not held_out_files:
@@ -89,6 +76,54 @@ def read_split_rows(source: str, layout: DataLayout, *, num_held_out: int | None
         _require_rows(source, "training", train)
     _require_rows(source, "held-out", held_out)
     return SplitRows(source=source, train=tuple(train), held_out=tuple(held_out))
+
+
+def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]]:
+    """Return the files of both splits, fetched where they are not on this disk.
+
+    Raises: DataError if there are none; StoreError if the store fails.
+    """
+    if not is_path(source) and not is_remote(source):
+        return [_fetch(source, file) for file in layout.train], [
+            _fetch(source, file) for file in layout.held_out
+        ]
+    path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
+    if path.is_file():
+        note_data_file(DataFile(source=source, name=path.name, path=path, origin="disk"))
+        return ([path], []) if layout.train else ([], [path])
+    if not path.is_dir():
+        raise DataError(
+            explain_refusal(
+                f"task.source={source} does not exist",
+                allowed="a folder or a file of Parquet or JSONL, or a hub id such as openai/gsm8k",
+                next_step="correct the path in task.source",
+            )
+        )
+    train_files = _split_files(path, layout.train, _TRAIN_STEMS)
+    held_out_files = _split_files(path, layout.held_out, _HELD_OUT_STEMS)
+    for file in (*train_files, *held_out_files):
+        name = file.relative_to(path).as_posix()
+        note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
+    return train_files, held_out_files
+
+
+def _fetch(source: str, file: str) -> Path:
+    """Return the local copy of a file of a hub's data set.
+
+    Raises: DataError if nobody who may be asked has it; StoreError if the store fails.
+    """
+    try:
+        return fetch_data_file(source, file)
+    except (RemoteMissing, HubUnreachable) as error:
+        cause = str(error).partition(". Allowed: ")[0]
+        raise DataError(
+            explain_refusal(
+                f"task.source={source}: {file} is not to be had ({cause})",
+                allowed="a data set with this file in the store or on a hub that answers, or a local copy",
+                next_step="download the data set elsewhere, copy it here and name its folder in"
+                " task.source; or run `strop stage` where the hub can be reached",
+            )
+        ) from error
 
 
 def _require_rows(source: str, split: str, rows: Sequence[Row]) -> None:
@@ -201,25 +236,3 @@ def _unreadable(path: Path, cause: str, allowed: str) -> DataError:
             next_step="fetch or write the file again; an interrupted download looks like this",
         )
     )
-
-
-def _fetch_from_hub(repo_id: str, file: str) -> Path:
-    """Return the local copy of a hub file, downloading it where the hub can be reached.
-
-    Raises: DataError if it is neither in the cache nor to be had.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(repo_id=repo_id, filename=file, repo_type="dataset"))
-    except (OSError, ValueError, EntryNotFoundError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise DataError(
-            explain_refusal(
-                f"task.source={repo_id}: {file} is not in the local cache and the hub did not give it"
-                f" ({type(error).__name__}: {cause})",
-                allowed="a hub data set with this file, while the hub can be reached, or a local copy",
-                next_step="download the data set elsewhere, copy it here and name its folder in task.source",
-            )
-        ) from error

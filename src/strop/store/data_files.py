@@ -1,0 +1,170 @@
+"""Files of data sets: from a store or a hub by the policy, into this machine's cache, verified.
+
+A hub id is looked for under datasets/ID in the store, in the order that the policy says; an
+s3:// URI of a record or of a single file is taken from there and nowhere else.
+Not here: which files a task wants, and reading them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from strop.errors import HubUnreachable, RemoteMissing, explain_refusal
+from strop.store.cache import user_cache_dir
+from strop.store.hub_store import ask_hub
+from strop.store.lock import FileLock
+from strop.store.opening import open_record_store
+from strop.store.policy import SourcePolicy, is_offline, read_policy
+
+Origin = Literal["store", "hub", "disk"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFile:
+    """A file of a data set that is on this disk."""
+
+    source: str
+    """As the run file names it."""
+    name: str
+    """In the data set, with forward slashes."""
+    path: Path
+    origin: Origin
+
+
+_collected: ContextVar[list[DataFile] | None] = ContextVar("collected data files", default=None)
+
+
+@contextmanager
+def collect_data_files() -> Iterator[list[DataFile]]:
+    """Yield a list that gets every data file that is asked for inside the block, in this thread."""
+    files: list[DataFile] = []
+    token = _collected.set(files)
+    try:
+        yield files
+    finally:
+        _collected.reset(token)
+
+
+def note_data_file(file: DataFile) -> Path:
+    """Tell whoever collects, and return the path."""
+    collected = _collected.get()
+    if collected is not None:
+        collected.append(file)
+    return file.path
+
+
+def fetch_data_file(source: str, file: str) -> Path:
+    """Return the local copy of a file of a hub's data set.
+
+    Raises: RemoteMissing if no source that may be asked has it; HubUnreachable if the hub was asked and
+        gave nothing; RemoteDenied, RemoteUnreachable or CorruptRecord if the store fails.
+    """
+    policy = read_policy()
+    if policy.asks_store_first:
+        try:
+            return _from_store(policy, source, file)
+        except RemoteMissing as error:
+            if not policy.asks_hub:
+                raise
+            return _from_second(source, file, error)
+    try:
+        return _from_hub(source, file)
+    except (RemoteMissing, HubUnreachable):
+        if policy.root is None:
+            raise
+    return _from_store(policy, source, file)
+
+
+def fetch_data_source(uri: str) -> Path:
+    """Return the local copy of a record or of a single file in a store; a directory or a file.
+
+    Raises: StoreErrors as `Store.get`.
+    """
+    name = uri.rstrip("/").rpartition("/")[2]
+    store = open_record_store(uri)
+    path = _cache_dir(uri)
+    if store.find_manifest(uri) is not None:
+        store.get(uri, path, replace=True)
+        return path
+    # A single file keeps its name: the suffix says how it is read.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file_path = path.with_name(f"{path.name}-{name}")
+    with FileLock(file_path.with_name(f"{file_path.name}.lock")):
+        store.get(uri, file_path, replace=True)
+    return file_path
+
+
+def find_data(source: str) -> Path | None:
+    """Return the folder of a data set's files that are on this disk, or None. Uses no network."""
+    policy = read_policy()
+    uri = source if "://" in source else policy.dataset_uri(source)
+    if uri is not None:
+        name = uri.rstrip("/").rpartition("/")[2]
+        path = _cache_dir(uri)
+        for found in (path, path.with_name(f"{path.name}-{name}")):
+            if found.exists():
+                return found
+    return None if "://" in source else _find_in_hub_cache(source)
+
+
+def _from_store(policy: SourcePolicy, source: str, file: str) -> Path:
+    uri = policy.dataset_uri(source)
+    assert uri is not None
+    folder = _cache_dir(uri)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        open_record_store(uri).get_file(uri, file, folder / file)
+    return note_data_file(DataFile(source=source, name=file, path=folder / file, origin="store"))
+
+
+def _from_second(source: str, file: str, first_error: RemoteMissing) -> Path:
+    """Ask the hub for what the store does not have; if that fails, say what was missing in the store."""
+    try:
+        return _from_hub(source, file)
+    except (RemoteMissing, HubUnreachable) as error:
+        raise type(error)(
+            explain_refusal(
+                f"{file} of {source} is in neither place: {_given(first_error)}; {_given(error)}",
+                allowed="a data set in the store, in the hub client's cache, or on a hub that answers",
+                next_step="run `strop stage RUN.toml` where the hub can be reached, or name a local copy",
+            )
+        ) from error
+
+
+def _from_hub(source: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    found = ask_hub(
+        f"{source}/{file}",
+        lambda: hf_hub_download(
+            repo_id=source, filename=file, repo_type="dataset", local_files_only=is_offline()
+        ),
+    )
+    return note_data_file(DataFile(source=source, name=file, path=Path(found), origin="hub"))
+
+
+def _find_in_hub_cache(source: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, repo_type="dataset", local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+
+
+def _cache_dir(uri: str) -> Path:
+    """Return where the copy of a data set is kept; another store's copy has another place."""
+    name = "--".join(uri.rstrip("/").split("/")[-2:]).replace(":", "")
+    key = hashlib.sha256(uri.rstrip("/").encode()).hexdigest()[:8]
+    return user_cache_dir() / "datasets" / f"{name}-{key}"
+
+
+def _given(error: Exception) -> str:
+    return str(error).partition(". Allowed: ")[0]

@@ -1,0 +1,131 @@
+"""Single objects below a directory: a store on a disk, or on a file system that machines share.
+
+Covered: kill at any moment, full disk, names with spaces. Not covered: two writers of one object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from strop.errors import CorruptRecord, RemoteDenied, explain_refusal
+from strop.store.atomic import explain_write_failure, fsync_directory, write_bytes_atomically
+from strop.store.contract import StoredObject
+from strop.store.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
+from strop.store.s3_client import missing
+
+_CHUNK_BYTES = 1 << 20
+
+
+class LocalObjects:
+    """Files, whose URIs are their paths."""
+
+    def find(self, uri: str) -> StoredObject | None:
+        """Stat a file."""
+        path = Path(uri)
+        return _describe(path) if path.is_file() else None
+
+    def list(self, uri: str) -> Iterator[StoredObject]:
+        """Walk a directory; unfinished files are not there."""
+        for path in sorted(Path(uri).rglob("*")):
+            if path.is_file() and LEFTOVER_PATTERN.search(path.name) is None:
+                yield _describe(path)
+
+    def read(self, uri: str) -> bytes:
+        """Read a file."""
+        try:
+            return Path(uri).read_bytes()
+        except OSError as error:
+            raise _explain_read(error, uri) from error
+
+    def write(self, uri: str, data: bytes) -> None:
+        """Write a file that appears whole."""
+        path = Path(uri)
+        _make_parent(path)
+        write_bytes_atomically(path, data)
+
+    def upload(self, path: Path, uri: str, sha256: str) -> None:
+        """Copy a file that appears whole, and is the promised one."""
+        target = Path(uri)
+        _make_parent(target)
+        remove_leftovers(target.parent)
+        partial_path = partial_path_of(target)
+        try:
+            if _copy(path, partial_path) != sha256:
+                raise _altered(uri)
+            os.replace(partial_path, target)
+            fsync_directory(target.parent)
+        except OSError as error:
+            raise explain_write_failure(error, target) from error
+        finally:
+            partial_path.unlink(missing_ok=True)
+
+    def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
+        """Copy a file out."""
+        try:
+            found = _copy(Path(stored.uri), path)
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+        if sha256 is not None and found != sha256:
+            path.unlink(missing_ok=True)
+            raise _altered(stored.uri)
+        return found
+
+    def digest(self, uri: str) -> str | None:
+        """Hash the file."""
+        try:
+            with Path(uri).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise _explain_read(error, uri) from error
+
+    def remove(self, uri: str) -> None:
+        """Remove the file."""
+        Path(uri).unlink(missing_ok=True)
+
+
+def _describe(path: Path) -> StoredObject:
+    found = path.stat()
+    return StoredObject(uri=str(path), size_bytes=found.st_size, version=str(found.st_mtime_ns))
+
+
+def _copy(source: Path, target: Path) -> str:
+    hashed = hashlib.sha256()
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while chunk := reader.read(_CHUNK_BYTES):
+            hashed.update(chunk)
+            writer.write(chunk)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return hashed.hexdigest()
+
+
+def _make_parent(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+
+
+def _explain_read(error: OSError, uri: str) -> Exception:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return missing(uri)
+    return RemoteDenied(
+        explain_refusal(
+            f"{uri} cannot be read ({error.strerror})",
+            allowed="files that this user may read",
+            next_step="mend its permissions, or the disk it lies on",
+        )
+    )
+
+
+def _altered(uri: str) -> CorruptRecord:
+    return CorruptRecord(
+        explain_refusal(
+            f"the SHA-256 of {uri} is wrong",
+            allowed="the content that was promised",
+            next_step="send it anew with `strop stage RUN.toml --replace`, and check the disk",
+        )
+    )

@@ -1,0 +1,26 @@
+"""From a URI to the store that understands it."""
+
+from __future__ import annotations
+
+from strop.store.contract import Store
+from strop.store.hub_store import HubStore
+from strop.store.local_objects import LocalObjects
+from strop.store.record_store import RecordStore
+from strop.store.s3_client import S3Settings
+from strop.store.s3_objects import S3Objects
+from strop.store.uris import is_remote, require_known_scheme
+
+
+def open_store(uri: str, settings: S3Settings | None = None) -> Store:
+    """Return the store that a URI belongs to; nothing is asked yet.
+
+    Raises: ConfigError for a scheme that strop does not know.
+    """
+    require_known_scheme(uri)
+    return HubStore() if uri.startswith("hf://") else open_record_store(uri, settings)
+
+
+def open_record_store(uri: str, settings: S3Settings | None = None) -> RecordStore:
+    """Return a store that records can be sent to: S3, or a directory."""
+    require_known_scheme(uri)
+    return RecordStore(S3Objects(settings) if is_remote(uri) else LocalObjects())

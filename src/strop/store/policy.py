@@ -1,0 +1,114 @@
+"""Which source of models and data is asked first, for this process and every process it starts.
+
+The choice lives in two environment variables, because tasks are built again in worker processes
+that never see the run file: STROP_STORE_URI, the root of the store, and STROP_STORE_ORDER.
+`follow_store` sets them from a run file for the length of a block.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import get_args
+
+from strop.errors import ConfigError, explain_refusal
+from strop.spec import StoreSpec
+from strop.store.uris import join_uri, require_known_scheme
+
+URI_VARIABLE = "STROP_STORE_URI"
+ORDER_VARIABLE = "STROP_STORE_ORDER"
+OFFLINE_VARIABLES = ("STROP_OFFLINE", "HF_HUB_OFFLINE")
+_TRUE_WORDS = frozenset({"1", "ON", "YES", "TRUE"})
+ORDERS: tuple[str, ...] = get_args(StoreSpec.model_fields["order"].annotation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcePolicy:
+    """Where hub ids are looked for."""
+
+    root: str | None
+    """URI of the store; None: there is none."""
+    order: str = "store-first"
+
+    @property
+    def asks_hub(self) -> bool:
+        """Whether a hub may be asked at all."""
+        return self.root is None or self.order != "store-only"
+
+    @property
+    def asks_store_first(self) -> bool:
+        """Whether the store is asked before the hub."""
+        return self.root is not None and self.order != "hub-first"
+
+    def model_uri(self, name: str, revision: str | None = None) -> str | None:
+        """Return where the store keeps a model of a hub, or None without a store."""
+        return self._place("models", name if revision is None else f"{name}@{revision.replace('/', '--')}")
+
+    def dataset_uri(self, name: str) -> str | None:
+        """Return where the store keeps a data set of a hub, or None without a store."""
+        return self._place("datasets", name)
+
+    def _place(self, kind: str, name: str) -> str | None:
+        return None if self.root is None else join_uri(self.root, kind, name)
+
+
+def is_offline() -> bool:
+    """Whether STROP_OFFLINE or HF_HUB_OFFLINE forbids every connection to a hub."""
+    return any(os.environ.get(name, "").upper() in _TRUE_WORDS for name in OFFLINE_VARIABLES)
+
+
+def read_policy() -> SourcePolicy:
+    """Return the policy of this process.
+
+    Raises: ConfigError if a variable holds what no policy is.
+    """
+    root, order = os.environ.get(URI_VARIABLE) or None, os.environ.get(ORDER_VARIABLE) or ORDERS[0]
+    if order not in ORDERS:
+        raise ConfigError(
+            explain_refusal(
+                f"{ORDER_VARIABLE}={order}", allowed=", ".join(ORDERS), next_step="correct the variable"
+            )
+        )
+    if root is not None:
+        require_root(root)
+    return SourcePolicy(root=root, order=order)
+
+
+def require_root(root: str) -> None:
+    """Refuse a root that nothing can be sent to.
+
+    Raises: ConfigError.
+    """
+    require_known_scheme(root)
+    if not root.startswith(("s3://", "/")):
+        raise ConfigError(
+            explain_refusal(
+                f"store.uri={root} is no root of a store",
+                allowed="s3://bucket/prefix, or a directory that starts with '/', '~' or '.'",
+                next_step=f"correct store.uri or {URI_VARIABLE}",
+            )
+        )
+
+
+@contextmanager
+def follow_store(spec: StoreSpec) -> Iterator[SourcePolicy]:
+    """Let this process and its children follow a run file's store; without `uri`, the environment's.
+
+    Raises: ConfigError if the root is none.
+    """
+    if spec.uri is None:
+        yield read_policy()
+        return
+    require_root(spec.uri)
+    before = {name: os.environ.get(name) for name in (URI_VARIABLE, ORDER_VARIABLE)}
+    os.environ.update({URI_VARIABLE: spec.uri, ORDER_VARIABLE: spec.order})
+    try:
+        yield read_policy()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,411 @@
+"""Records in a store: the files side by side, the manifest COMPLETE last, nothing moved twice.
+
+Sending: a file that is there with the promised digest stays; when all are there, COMPLETE is written.
+Fetching: files come into `NAME.incoming` beside the target; when all have their digests, the
+directory is sealed and renamed. Either way a kill leaves a state that readers refuse and that the
+same call completes. The rule is the same for every place, so it is written once, over `Objects`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from strop.errors import RemoteMissing, StoreError, explain_refusal
+from strop.store.atomic import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    explain_write_failure,
+    fsync_directory,
+    hash_files,
+    is_complete,
+    parse_manifest,
+    read_manifest,
+    seal_directory,
+    verify_directory,
+)
+from strop.store.contract import Objects, StoredObject, Transfer
+from strop.store.exchange import publish_directory
+from strop.store.leftovers import partial_path_of, remove_leftovers
+from strop.store.lock import FileLock
+from strop.store.uris import join_uri
+
+NUM_FILES_AT_ONCE = 4
+INCOMING_SUFFIX = ".incoming"
+
+
+class RecordStore:
+    """A `Store` over any place that offers `Objects`."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
+        """Fetch a record or a single object."""
+        manifest = self.find_manifest(uri)
+        if manifest is not None:
+            return self._get_record(uri, manifest, path, replace=replace)
+        stored = self._objects.find(uri)
+        if stored is None:
+            raise self._not_there(uri)
+        return self._get_object(stored, path, replace=replace)
+
+    def get_file(self, uri: str, name: str, path: Path) -> Transfer:
+        """Fetch one file of a record; one that is there with the promised digest stays.
+
+        Raises: RemoteMissing if the record is not there, incomplete, or has no such file.
+        """
+        manifest = self.find_manifest(uri)
+        if manifest is None or name not in manifest.files:
+            raise self._not_there(uri if manifest is None else join_uri(uri, name))
+        promised = {name: manifest.files[name]}
+        one = Manifest(files=promised, facts=manifest.facts)
+        if path.is_file() and _is_kept(path, promised[name]):
+            return Transfer(uri=uri, manifest=one)
+        self._fetch_file(join_uri(uri, name), path, promised[name])
+        return Transfer(uri=uri, manifest=one, moved=(name,))
+
+    def put(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
+        """Send a file or a directory."""
+        return self._send(path, uri, facts, replace=False)
+
+    def sync(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
+        """Send a file or a directory over what is there."""
+        return self._send(path, uri, facts, replace=True)
+
+    def put_files(
+        self,
+        paths: Mapping[str, Path],
+        uri: str,
+        *,
+        facts: Mapping[str, Any] | None = None,
+        replace: bool = False,
+    ) -> Transfer:
+        """Make a record of named files, or add them to the record that is there.
+
+        Raises: StoreError if a file of that name and other content is there, unless `replace` is set.
+        """
+        manifest = Manifest(files=_describe_files(paths), facts=dict(facts or {}))
+        found = self.find_manifest(uri)
+        if found is not None:
+            self._require_same(uri, manifest, found, replace=replace)
+            manifest = Manifest(
+                files={**found.files, **manifest.files}, facts={**found.facts, **manifest.facts}
+            )
+        return self._send_files(paths, uri, manifest, found)
+
+    def plan_put(self, paths: Mapping[str, Path], uri: str) -> Transfer:
+        """Say what `put_files` would send. Sends nothing."""
+        manifest = Manifest(files=_describe_files(paths))
+        return Transfer(
+            uri=uri, manifest=manifest, moved=tuple(self._names_to_send(uri, manifest, list(paths)))
+        )
+
+    def find_manifest(self, uri: str) -> Manifest | None:
+        """Return the manifest of a complete record, or None.
+
+        Raises: CorruptRecord if there is one that cannot be read.
+        """
+        place = join_uri(uri, MANIFEST_NAME)
+        try:
+            return parse_manifest(self._objects.read(place), place)
+        except RemoteMissing:
+            return None
+
+    def verify(self, uri: str) -> Manifest:
+        """Check that a record has every file it promises, with its size and known digest; moves nothing.
+
+        Raises: RemoteMissing for the first file that is not so.
+        """
+        manifest = self.find_manifest(uri)
+        if manifest is None:
+            raise self._not_there(uri)
+        for name in self._names_to_send(uri, manifest, list(manifest.files)):
+            raise self._not_there(join_uri(uri, name))
+        return manifest
+
+    def list(self, uri: str) -> Iterator[StoredObject]:
+        """Yield all objects below a URI."""
+        return self._objects.list(uri)
+
+    def exists(self, uri: str) -> bool:
+        """Whether a complete record or an object is there."""
+        return self.find_manifest(uri) is not None or self._objects.find(uri) is not None
+
+    def _get_record(self, uri: str, manifest: Manifest, path: Path, *, replace: bool) -> Transfer:
+        _make_directory(path.parent)
+        with FileLock(path.with_name(f"{path.name}.lock")):
+            remove_leftovers(path.parent)
+            if path.exists() and _is_same_record(path, manifest, replace=replace):
+                return Transfer(uri=uri, manifest=verify_directory(path, can_trust_mtime=True))
+            incoming = path.with_name(path.name + INCOMING_SUFFIX)
+            moved = self._fetch_missing(uri, manifest, incoming)
+            try:
+                sealed = seal_directory(incoming, facts=manifest.facts, known_sha256=manifest.sha256_by_name)
+                publish_directory(incoming, path, replace=replace)
+                fsync_directory(path.parent)
+            except OSError as error:
+                raise explain_write_failure(error, path) from error
+        return Transfer(uri=uri, manifest=sealed, moved=tuple(moved))
+
+    def _fetch_missing(self, uri: str, manifest: Manifest, incoming: Path) -> Sequence[str]:
+        """Fetch what an earlier call did not; return the names, sorted."""
+        _make_directory(incoming)
+        _remove_others(incoming, manifest)
+        names = [
+            name for name, record in sorted(manifest.files.items()) if not _is_kept(incoming / name, record)
+        ]
+        _side_by_side(
+            lambda name: self._fetch_file(join_uri(uri, name), incoming / name, manifest.files[name]), names
+        )
+        return names
+
+    def _fetch_file(self, uri: str, path: Path, promised: FileRecord) -> None:
+        stored = self._objects.find(uri)
+        if stored is None or stored.size_bytes != promised.size_bytes:
+            raise self._not_there(uri)
+        self._download(stored, path, promised.sha256)
+
+    def _download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
+        _make_directory(path.parent)
+        partial_path = partial_path_of(path)
+        try:
+            found = self._objects.download(stored, partial_path, sha256)
+            os.replace(partial_path, path)
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+        finally:
+            partial_path.unlink(missing_ok=True)
+        return found
+
+    def _get_object(self, stored: StoredObject, path: Path, *, replace: bool) -> Transfer:
+        if path.exists() and not replace:
+            raise _taken(path)
+        remove_leftovers(path.parent)
+        promised = stored.sha256 or self._objects.digest(stored.uri)
+        is_kept = path.is_file() and hash_files(path.parent, [path.name])[path.name] == promised
+        if not is_kept:
+            promised = self._download(stored, path, promised)
+        assert promised is not None
+        record = FileRecord(size_bytes=stored.size_bytes, sha256=promised, mtime_ns=path.stat().st_mtime_ns)
+        manifest = Manifest(files={path.name: record})
+        return Transfer(uri=stored.uri, manifest=manifest, moved=() if is_kept else (path.name,))
+
+    def _send(self, path: Path, uri: str, facts: Mapping[str, Any] | None, *, replace: bool) -> Transfer:
+        if path.is_file():
+            return self._send_object(path, uri, replace=replace)
+        if not path.is_dir():
+            raise _no_source(path)
+        manifest, paths = describe_directory(path, facts)
+        found = self.find_manifest(uri)
+        if found is not None:
+            self._require_same(uri, manifest, found, replace=replace)
+            if not replace and set(manifest.files) != set(found.files):
+                raise _other_record(uri, sorted(set(manifest.files) ^ set(found.files))[0])
+        return self._send_files(paths, uri, manifest, found)
+
+    def _send_object(self, path: Path, uri: str, *, replace: bool) -> Transfer:
+        record = _describe_files({path.name: path})[path.name]
+        manifest = Manifest(files={path.name: record})
+        stored = self._objects.find(uri)
+        if stored is not None and self._objects.digest(uri) == record.sha256:
+            return Transfer(uri=uri, manifest=manifest)
+        if stored is not None and not replace:
+            raise _other_record(uri, path.name)
+        self._upload(path, uri, record)
+        return Transfer(uri=uri, manifest=manifest, moved=(path.name,))
+
+    def _send_files(
+        self, paths: Mapping[str, Path], uri: str, manifest: Manifest, found: Manifest | None
+    ) -> Transfer:
+        """Send what is missing, then the manifest, unless it says so already."""
+        names = self._names_to_send(uri, manifest, list(paths))
+        is_told = found is not None and found.sha256_by_name == manifest.sha256_by_name
+        if found is not None and any(name in found.files for name in names):
+            # A file is about to change, or is damaged: until all is well again, this is no record.
+            self._objects.remove(join_uri(uri, MANIFEST_NAME))
+            is_told = False
+        _side_by_side(
+            lambda name: self._upload(paths[name], join_uri(uri, name), manifest.files[name]), names
+        )
+        if not is_told:
+            self._objects.write(join_uri(uri, MANIFEST_NAME), manifest.to_bytes())
+        return Transfer(uri=uri, manifest=manifest, moved=tuple(names))
+
+    def _names_to_send(self, uri: str, manifest: Manifest, names: Sequence[str]) -> list[str]:
+        """Return the names that are not in the store with the promised size and digest, sorted."""
+        sizes = {stored.uri: stored.size_bytes for stored in self._objects.list(uri)}
+        candidates = {name: join_uri(uri, name) for name in sorted(names)}
+        there = [
+            name for name, one in candidates.items() if sizes.get(one) == manifest.files[name].size_bytes
+        ]
+        digests = dict(
+            zip(there, _side_by_side(lambda n: self._objects.digest(candidates[n]), there), strict=True)
+        )
+        return [name for name in candidates if digests.get(name) != manifest.files[name].sha256]
+
+    def _upload(self, path: Path, uri: str, record: FileRecord) -> None:
+        self._objects.upload(path, uri, record.sha256)
+        found = path.stat()
+        if (found.st_size, found.st_mtime_ns) != (record.size_bytes, record.mtime_ns):
+            self._objects.remove(uri)
+            raise StoreError(
+                explain_refusal(
+                    f"{path} changed while it was sent to {uri}",
+                    allowed="files that nobody writes to",
+                    next_step="start the same command again when the writer is done",
+                )
+            )
+
+    def _require_same(self, uri: str, manifest: Manifest, found: Manifest, *, replace: bool) -> None:
+        """Refuse to put another content under a name that a complete record has."""
+        for name in sorted(set(manifest.files) & set(found.files)):
+            if manifest.files[name].sha256 != found.files[name].sha256 and not replace:
+                raise _other_record(uri, name)
+
+    def _not_there(self, uri: str) -> RemoteMissing:
+        is_begun = next(iter(self._objects.list(uri)), None) is not None
+        given = (
+            f"{uri} is no complete record: it has objects and no {MANIFEST_NAME}"
+            if is_begun
+            else f"{uri} is not in the store, or not with its promised size and content"
+        )
+        return RemoteMissing(
+            explain_refusal(
+                given,
+                allowed=f"a record that was sent whole, whose {MANIFEST_NAME} came last, or a single object",
+                next_step="send it, or go on sending it, with `strop stage RUN.toml`",
+            )
+        )
+
+
+def describe_directory(
+    path: Path, facts: Mapping[str, Any] | None = None
+) -> tuple[Manifest, dict[str, Path]]:
+    """Return the manifest of a directory, and its files by name.
+
+    A complete record says itself what it has; it is verified. Otherwise all files count, links followed.
+    Raises: CorruptRecord if a complete one is damaged.
+    """
+    if is_complete(path):
+        sealed = verify_directory(path, can_trust_mtime=True)
+        manifest = Manifest(files=sealed.files, facts={**sealed.facts, **(facts or {})})
+        return _with_times(path, manifest), {name: path / name for name in manifest.files}
+    paths = {
+        entry.relative_to(path).as_posix(): entry for entry in sorted(path.rglob("*")) if entry.is_file()
+    }
+    if not paths:
+        raise _no_source(path)
+    return Manifest(files=_describe_files(paths), facts=dict(facts or {})), paths
+
+
+def _with_times(path: Path, manifest: Manifest) -> Manifest:
+    # A copied record keeps its digests and not its times; `_upload` compares with the times of now.
+    files = {
+        name: FileRecord(
+            size_bytes=record.size_bytes,
+            sha256=record.sha256,
+            mtime_ns=(path / name).stat().st_mtime_ns,
+        )
+        for name, record in manifest.files.items()
+    }
+    return Manifest(files=files, facts=manifest.facts)
+
+
+def _describe_files(paths: Mapping[str, Path]) -> dict[str, FileRecord]:
+    # Times first: a change after this moment is seen when the file has been sent.
+    stats = {name: path.stat() for name, path in paths.items()}
+    digests = hash_files(Path("/"), [str(path.absolute()) for path in paths.values()])
+    return {
+        name: FileRecord(
+            size_bytes=stats[name].st_size,
+            sha256=digests[str(path.absolute())],
+            mtime_ns=stats[name].st_mtime_ns,
+        )
+        for name, path in paths.items()
+    }
+
+
+def _is_kept(path: Path, promised: FileRecord) -> bool:
+    """Whether an earlier, interrupted call brought this file whole."""
+    if not path.is_file() or path.stat().st_size != promised.size_bytes:
+        return False
+    return hash_files(path.parent, [path.name])[path.name] == promised.sha256
+
+
+def _is_same_record(path: Path, manifest: Manifest, *, replace: bool) -> bool:
+    """Whether a record at the target is the wanted one; False: it may be replaced."""
+    if not is_complete(path):
+        raise _taken(path)
+    is_same = read_manifest(path).sha256_by_name == manifest.sha256_by_name
+    if not is_same and not replace:
+        raise _taken(path)
+    if not replace:
+        return True
+    try:
+        verify_directory(path, can_trust_mtime=True)
+    except StoreError:
+        return False  # Damaged since; fetched again.
+    return is_same
+
+
+def _remove_others(incoming: Path, manifest: Manifest) -> None:
+    """Remove what an interrupted call left that does not belong to this record, its seal included."""
+    for entry in incoming.rglob("*"):
+        if entry.is_file() and entry.relative_to(incoming).as_posix() not in manifest.files:
+            entry.unlink()
+    for entry in [entry for entry in incoming.iterdir() if entry.is_dir()]:
+        if not any(below.is_file() for below in entry.rglob("*")):
+            shutil.rmtree(entry)
+
+
+def _side_by_side(action: Callable[[str], Any], names: Sequence[str]) -> list[Any]:
+    """Do one thing for every name, a few at a time; the first failure ends it."""
+    with ThreadPoolExecutor(NUM_FILES_AT_ONCE, thread_name_prefix="strop-store") as pool:
+        futures = [pool.submit(action, name) for name in names]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+
+
+def _taken(path: Path) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{path} exists already and is not the record that was asked for",
+            allowed="a name that is free, or that very record, complete",
+            next_step=f"choose another name or remove {path.name} first",
+        )
+    )
+
+
+def _other_record(uri: str, name: str) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{uri} holds a complete record of other content: {name} differs",
+            allowed="a place that is free, or that has these very files",
+            next_step="pin the revision that is there, or replace it with `strop stage RUN.toml --replace`",
+        )
+    )
+
+
+def _no_source(path: Path) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{path} cannot be sent: there is no file",
+            allowed="a file, or a directory with at least one",
+            next_step="correct the path",
+        )
+    )

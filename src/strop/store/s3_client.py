@@ -1,0 +1,208 @@
+"""The S3 client: how it is made, which of its failures pass, and what the others mean.
+
+boto3, because it takes every form of credentials that AWS knows (profiles, roles, single sign-on),
+reports failures by code, and is what the SageMaker launcher needs anyway; by `benchmarks/store.py`
+obstore and s3fs are not faster. Its own retries are off: they do not cover the body of a reply, so
+strop retries whole steps. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION.
+
+Tried with boto3 1.44.5 and moto 5.2.5. Not tried: Amazon's own service, MinIO, Ceph.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from strop.errors import (
+    ConfigError,
+    RemoteDenied,
+    RemoteMissing,
+    RemoteUnreachable,
+    StoreError,
+    explain_refusal,
+)
+from strop.store.retries import RetryRules, retry
+
+T = TypeVar("T")
+INSTALL = "pip install 'strop[s3]'"
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_CLIENT_VARIABLES = (*_ENDPOINT_VARIABLES, "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE")
+# Answers that another attempt may better. Source: the list of error codes in the Amazon S3 reference.
+_PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_PASSING_CODES = frozenset(
+    {
+        *("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "Throttling"),
+        *("ThrottlingException", "RequestLimitExceeded", "TooManyRequestsException", "OperationAborted"),
+        # The body was damaged on its way.
+        *("BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch"),
+    }
+)
+_MISSING_CODES = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NotFound"})
+_CHANGED_STATUS = 412
+_REFUSED_STATUS = frozenset({401, 403})
+_NOT_FOUND_STATUS = 404
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class S3Settings:
+    """How one process talks to S3."""
+
+    part_bytes: int = 16 << 20
+    """Size of a part of a large object. Larger where the object would have more parts than S3 allows."""
+    num_connections: int = 8
+    """Parts and small objects under way at once, over all files."""
+    connect_limit_s: float = 5.0
+    silence_limit_s: float = 30.0
+    """Longest wait for the next byte."""
+    retries: RetryRules = field(default_factory=RetryRules)
+
+
+class DamagedTransfer(Exception):
+    """Raised inside the room when the bytes that came are not the ones that were meant."""
+
+
+def open_client(settings: S3Settings) -> Any:
+    """Return a client of this process, made once for each set of variables it depends on.
+
+    Raises: ConfigError if boto3 is not installed, or a variable or a profile makes no sense.
+    """
+    # A child that was forked must not share its parent's connections.
+    return _make_client(settings, os.getpid(), tuple(os.environ.get(name) for name in _CLIENT_VARIABLES))
+
+
+@lru_cache(maxsize=4)
+def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ...]) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError as error:
+        raise ConfigError(
+            explain_refusal(
+                "s3:// needs the package boto3, which is not installed",
+                allowed="a store in a directory, or S3 with boto3",
+                next_step=INSTALL,
+            )
+        ) from error
+    is_foreign = any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
+    config = Config(
+        retries={"total_max_attempts": 1},
+        connect_timeout=settings.connect_limit_s,
+        read_timeout=settings.silence_limit_s,
+        max_pool_connections=settings.num_connections * 2,
+        # A compatible endpoint rarely answers under bucket.host; Amazon's always does.
+        s3={"addressing_style": "path" if is_foreign else "auto"},
+        # Checksum trailers break older compatible endpoints; strop proves what arrived by itself.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    region = os.environ.get("AWS_REGION")  # boto3 itself knows AWS_DEFAULT_REGION only.
+    try:
+        return boto3.session.Session(region_name=region).client("s3", config=config)
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigError(
+            explain_refusal(
+                f"the S3 client cannot be made ({error})",
+                allowed="AWS_ENDPOINT_URL as http(s)://host, and a profile and region that exist",
+                next_step="correct the variable or ~/.aws/config",
+            )
+        ) from error
+
+
+def call(uri: str, doing: str, rules: RetryRules, action: Callable[[], T]) -> T:
+    """Do one step at S3, again while its failure may pass.
+
+    `doing` is what failed, for messages: 'read', 'sent'.
+    Raises: RemoteMissing, RemoteDenied, RemoteUnreachable, StoreError. An action may raise those too.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    def explain(failure: Exception, num_left: int) -> Exception | None:
+        if _may_pass(failure):
+            return None if num_left else _unreachable(uri, doing, failure, rules.num_attempts)
+        return _refusal(uri, doing, failure)
+
+    return retry(action, rules, (BotoCoreError, ClientError, DamagedTransfer), explain)
+
+
+def is_status(error: Exception, *codes: str) -> bool:
+    """Whether an error is the service's answer with one of these codes."""
+    return _code_of(error) in codes
+
+
+def _code_of(error: Exception) -> str:
+    response: dict[str, Any] = getattr(error, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))
+
+
+def _status_of(error: Exception) -> int:
+    response: dict[str, Any] = getattr(error, "response", None) or {}
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _may_pass(failure: Exception) -> bool:
+    from botocore.exceptions import (
+        ConnectionError,
+        HTTPClientError,
+        IncompleteReadError,
+    )
+
+    if isinstance(failure, (ConnectionError, HTTPClientError, IncompleteReadError, DamagedTransfer)):
+        return True
+    return _status_of(failure) in _PASSING_STATUS or _code_of(failure) in _PASSING_CODES
+
+
+def _refusal(uri: str, doing: str, failure: Exception) -> StoreError:
+    status, cause = _status_of(failure), " ".join(str(failure).split())
+    if _code_of(failure) in _MISSING_CODES or status == _NOT_FOUND_STATUS:
+        return missing(uri, _code_of(failure))
+    if status == _CHANGED_STATUS:
+        return StoreError(
+            explain_refusal(
+                f"{uri} changed while it was {doing} ({cause})",
+                allowed="one writer at a time, and none while it is read",
+                next_step="start the same command again when the writer is done",
+            )
+        )
+    if status == 0 or status in _REFUSED_STATUS:
+        return RemoteDenied(
+            explain_refusal(
+                f"{uri} could not be {doing}: the store refuses us ({cause})",
+                allowed="credentials that may list, read and write below this URI",
+                next_step="set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or have the right"
+                " named above granted",
+            )
+        )
+    return StoreError(
+        explain_refusal(
+            f"{uri} could not be {doing} ({cause})",
+            allowed="a request that the store understands",
+            next_step="check the bucket's region (AWS_REGION) and the endpoint (AWS_ENDPOINT_URL)",
+        )
+    )
+
+
+def missing(uri: str, code: str = "") -> RemoteMissing:
+    """Build the error for an object that is not there."""
+    what = "its bucket does not exist" if code == "NoSuchBucket" else "there is no such object"
+    return RemoteMissing(
+        explain_refusal(
+            f"{uri} cannot be had: {what}",
+            allowed="an object or a record that was put there",
+            next_step="check the URI, or send it there with `strop stage RUN.toml`",
+        )
+    )
+
+
+def _unreachable(uri: str, doing: str, failure: Exception, num_attempts: int) -> RemoteUnreachable:
+    cause = " ".join(str(failure).split())
+    return RemoteUnreachable(
+        explain_refusal(
+            f"{uri} could not be {doing} in {num_attempts} attempts ({type(failure).__name__}: {cause})",
+            allowed="a store that answers",
+            next_step="start the same command again: what has arrived is not moved twice",
+        )
+    )

@@ -1,0 +1,83 @@
+"""URIs of stores: `s3://bucket/prefix`, `hf://org/name`, `hf://datasets/org/name`, or a directory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from strop.errors import ConfigError, explain_refusal
+
+ALLOWED_URIS = "s3://bucket/prefix, hf://org/name, hf://datasets/org/name, or a directory"
+# Letters, digits, dots and hyphens, 3 to 63. Source: the bucket naming rules of Amazon S3.
+_S3 = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<key>.*))?$", re.DOTALL)
+_HUB = re.compile(
+    r"hf://(?P<kind>datasets/)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?(/(?P<file>.+))?$"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class S3Uri:
+    """A bucket and a key without slashes at its ends; an empty key is the whole bucket."""
+
+    bucket: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubUri:
+    """A repository of a hub, and perhaps one file in it."""
+
+    repo: str
+    is_dataset: bool
+    revision: str | None
+    file: str | None
+
+
+def is_remote(text: str) -> bool:
+    """Whether a text is a URI with a scheme rather than a path or a hub id."""
+    return "://" in text
+
+
+def join_uri(uri: str, *names: str) -> str:
+    """Append names to a URI or a directory."""
+    return "/".join([uri.rstrip("/") or "/", *names]).replace("//", "/", 1 if uri == "/" else 0)
+
+
+def parse_s3(uri: str) -> S3Uri:
+    """Take an S3 URI apart.
+
+    Raises: ConfigError for any other form, and for keys with empty parts, '.' or '..'.
+    """
+    match = _S3.match(uri)
+    key = (match["key"] or "").strip("/") if match else ""
+    if match is None or (key and {"", ".", ".."} & set(key.split("/"))):
+        raise _refuse(uri, "s3://bucket/prefix, the bucket in lowercase letters, digits, dots and hyphens")
+    return S3Uri(bucket=match["bucket"], key=key)
+
+
+def parse_hub(uri: str) -> HubUri:
+    """Take a hub URI apart.
+
+    Raises: ConfigError for any other form.
+    """
+    match = _HUB.match(uri)
+    if match is None:
+        raise _refuse(uri, "hf://org/name[@revision][/file] or hf://datasets/org/name[@revision][/file]")
+    return HubUri(
+        repo=match["repo"], is_dataset=bool(match["kind"]), revision=match["revision"], file=match["file"]
+    )
+
+
+def require_known_scheme(uri: str) -> None:
+    """Refuse a URI that no store understands.
+
+    Raises: ConfigError.
+    """
+    if is_remote(uri) and not uri.startswith(("s3://", "hf://")):
+        raise _refuse(uri, ALLOWED_URIS)
+
+
+def _refuse(uri: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        explain_refusal(f"{uri} is not a place of a store", allowed=allowed, next_step="correct the URI")
+    )
