@@ -15,6 +15,7 @@ from strop.store.atomic import explain_write_failure, fsync_directory, write_byt
 from strop.store.contract import StoredObject
 from strop.store.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
 from strop.store.s3_client import missing
+from strop.store.uris import normalize_uri
 
 _CHUNK_BYTES = 1 << 20
 
@@ -29,7 +30,7 @@ class LocalObjects:
 
     def list(self, uri: str) -> Iterator[StoredObject]:
         """Walk a directory; unfinished files are not there."""
-        for path in sorted(Path(uri).rglob("*")):
+        for path in sorted(Path(normalize_uri(uri)).rglob("*")):
             if path.is_file() and LEFTOVER_PATTERN.search(path.name) is None:
                 yield _describe(path)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from strop.store.contract import Objects, StoredObject, Transfer
 from strop.store.exchange import publish_directory
 from strop.store.leftovers import partial_path_of, remove_leftovers
 from strop.store.lock import FileLock
-from strop.store.uris import join_uri
+from strop.store.uris import join_uri, normalize_uri
 
 NUM_FILES_AT_ONCE = 4
 INCOMING_SUFFIX = ".incoming"
@@ -125,7 +125,7 @@ class RecordStore:
         manifest = self.find_manifest(uri)
         if manifest is None:
             raise self._not_there(uri)
-        for name in self._names_to_send(uri, manifest, list(manifest.files)):
+        for name in self._names_to_send(uri, manifest, manifest.files):
             raise self._not_there(join_uri(uri, name))
         return manifest
 
@@ -151,15 +151,15 @@ class RecordStore:
                 fsync_directory(path.parent)
             except OSError as error:
                 raise explain_write_failure(error, path) from error
-        return Transfer(uri=uri, manifest=sealed, moved=tuple(moved))
+        return Transfer(uri=uri, manifest=sealed, moved=moved)
 
-    def _fetch_missing(self, uri: str, manifest: Manifest, incoming: Path) -> Sequence[str]:
+    def _fetch_missing(self, uri: str, manifest: Manifest, incoming: Path) -> tuple[str, ...]:
         """Fetch what an earlier call did not; return the names, sorted."""
         _make_directory(incoming)
         _remove_others(incoming, manifest)
-        names = [
+        names = tuple(
             name for name, record in sorted(manifest.files.items()) if not _is_kept(incoming / name, record)
-        ]
+        )
         _side_by_side(
             lambda name: self._fetch_file(join_uri(uri, name), incoming / name, manifest.files[name]), names
         )
@@ -224,7 +224,7 @@ class RecordStore:
         self, paths: Mapping[str, Path], uri: str, manifest: Manifest, found: Manifest | None
     ) -> Transfer:
         """Send what is missing, then the manifest, unless it says so already."""
-        names = self._names_to_send(uri, manifest, list(paths))
+        names = self._names_to_send(uri, manifest, paths)
         is_told = found is not None and found.sha256_by_name == manifest.sha256_by_name
         if found is not None and any(name in found.files for name in names):
             # A file is about to change, or is damaged: until all is well again, this is no record.
@@ -235,19 +235,18 @@ class RecordStore:
         )
         if not is_told:
             self._objects.write(join_uri(uri, MANIFEST_NAME), manifest.to_bytes())
-        return Transfer(uri=uri, manifest=manifest, moved=tuple(names))
+        return Transfer(uri=uri, manifest=manifest, moved=names)
 
-    def _names_to_send(self, uri: str, manifest: Manifest, names: Sequence[str]) -> list[str]:
+    def _names_to_send(self, uri: str, manifest: Manifest, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names that are not in the store with the promised size and digest, sorted."""
         sizes = {stored.uri: stored.size_bytes for stored in self._objects.list(uri)}
-        candidates = {name: join_uri(uri, name) for name in sorted(names)}
-        there = [
-            name for name, one in candidates.items() if sizes.get(one) == manifest.files[name].size_bytes
-        ]
-        digests = dict(
-            zip(there, _side_by_side(lambda n: self._objects.digest(candidates[n]), there), strict=True)
-        )
-        return [name for name in candidates if digests.get(name) != manifest.files[name].sha256]
+        root = normalize_uri(uri)
+        candidates = {name: join_uri(root, name) for name in sorted(names)}
+        promised = manifest.files
+        there = [name for name, one in candidates.items() if sizes.get(one) == promised[name].size_bytes]
+        found = _side_by_side(lambda name: self._objects.digest(candidates[name]), there)
+        digests = dict(zip(there, found, strict=True))
+        return tuple(name for name in candidates if digests.get(name) != promised[name].sha256)
 
     def _upload(self, path: Path, uri: str, record: FileRecord) -> None:
         self._objects.upload(path, uri, record.sha256)
@@ -302,6 +301,10 @@ def describe_directory(
     if not paths:
         raise _no_source(path)
     return Manifest(files=_describe_files(paths), facts=dict(facts or {})), paths
+
+
+def _join_manifests(found: Manifest, added: Manifest) -> Manifest:
+    return Manifest(files={**found.files, **added.files}, facts={**found.facts, **added.facts})
 
 
 def _with_times(path: Path, manifest: Manifest) -> Manifest:
@@ -364,7 +367,7 @@ def _remove_others(incoming: Path, manifest: Manifest) -> None:
             shutil.rmtree(entry)
 
 
-def _side_by_side(action: Callable[[str], Any], names: Sequence[str]) -> list[Any]:
+def _side_by_side(action: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
     """Do one thing for every name, a few at a time; the first failure ends it."""
     with ThreadPoolExecutor(NUM_FILES_AT_ONCE, thread_name_prefix="strop-store") as pool:
         futures = [pool.submit(action, name) for name in names]

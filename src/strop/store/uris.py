@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -40,7 +41,15 @@ def is_remote(text: str) -> bool:
 
 def join_uri(uri: str, *names: str) -> str:
     """Append names to a URI or a directory."""
-    return "/".join([uri.rstrip("/") or "/", *names]).replace("//", "/", 1 if uri == "/" else 0)
+    return "/".join([uri.rstrip("/"), *names])
+
+
+def normalize_uri(uri: str) -> str:
+    """Return the one spelling of a place that a listing uses too."""
+    if uri.startswith("s3://"):
+        place = parse_s3(uri)
+        return f"s3://{place.bucket}/{place.key}".rstrip("/")
+    return uri if is_remote(uri) else os.path.abspath(os.path.expanduser(uri))
 
 
 def parse_s3(uri: str) -> S3Uri:

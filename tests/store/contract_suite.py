@@ -1,0 +1,241 @@
+"""What every store that records can be sent to must do, whatever the place."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CorruptRecord, RemoteMissing, StoreError
+from strop.store.atomic import AtomicDirectory, read_manifest, verify_directory
+from strop.store.contract import Objects
+from strop.store.record_store import INCOMING_SUFFIX, RecordStore
+
+FILES = {
+    "config.json": b"{}",
+    "weights/part 1.bin": b"w" * 70_000,
+    "weights/empty.bin": b"",
+    "größe.txt": "Größe".encode(),
+}
+
+
+def write_files(folder: Path, files: dict[str, bytes] = FILES) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if name != "COMPLETE"}
+
+
+class StoreContract:
+    """Inherit, and give `objects` and `root` as fixtures."""
+
+    @pytest.fixture
+    def store(self, objects: Objects) -> RecordStore:
+        return RecordStore(objects)
+
+    def test_a_directory_goes_there_and_comes_back(
+        self, store: RecordStore, root: str, tmp_path: Path
+    ) -> None:
+        sent = store.put(write_files(tmp_path / "a"), f"{root}/r", facts={"uri": "org/m"})
+        assert set(sent.moved) == set(FILES)
+        assert sent.moved_bytes == sum(map(len, FILES.values()))
+        got = store.get(f"{root}/r", tmp_path / "b")
+        assert read_files(tmp_path / "b") == FILES
+        assert set(got.moved) == set(FILES)
+        assert verify_directory(tmp_path / "b").facts == {"uri": "org/m"}
+        assert got.manifest.digest == sent.manifest.digest
+        assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("place")) == [
+            "a",
+            "b",
+            "b.lock",
+        ]
+
+    def test_the_second_time_nothing_moves(self, store: RecordStore, root: str, tmp_path: Path) -> None:
+        store.put(write_files(tmp_path / "a"), f"{root}/r/")
+        assert store.put(tmp_path / "a", f"{root}/r").moved == ()
+        store.get(f"{root}/r", tmp_path / "b")
+        assert store.get(f"{root}/r", tmp_path / "b").moved == ()
+        # A copy is a complete record itself, and knows its digests.
+        assert store.put(tmp_path / "b", f"{root}/r").moved == ()
+
+    def test_an_interrupted_put_is_not_a_record_and_goes_on(
+        self, store: RecordStore, objects: Objects, root: str, tmp_path: Path
+    ) -> None:
+        write_files(tmp_path / "a")
+        for name in ("config.json", "weights/part 1.bin"):
+            data = FILES[name]
+            objects.upload(tmp_path / "a" / name, f"{root}/r/{name}", hashlib.sha256(data).hexdigest())
+        assert not store.exists(f"{root}/r")
+        with pytest.raises(RemoteMissing, match=r"r is no complete record: it has objects and no COMPLETE"):
+            store.get(f"{root}/r", tmp_path / "b")
+        assert not (tmp_path / "b").exists()
+        assert set(store.put(tmp_path / "a", f"{root}/r").moved) == {"weights/empty.bin", "größe.txt"}
+        assert store.exists(f"{root}/r")
+
+    def test_an_interrupted_get_goes_on(self, store: RecordStore, root: str, tmp_path: Path) -> None:
+        store.put(write_files(tmp_path / "a"), f"{root}/r")
+        incoming = write_files(tmp_path / f"b{INCOMING_SUFFIX}")
+        (incoming / "config.json").write_bytes(b"{")  # cut short
+        (incoming / "weights/part 1.bin").write_bytes(b"x" * 70_000)  # another content
+        (incoming / "stray.bin").write_bytes(b"of another record")
+        (incoming / "gone").mkdir()
+        got = store.get(f"{root}/r", tmp_path / "b")
+        assert set(got.moved) == {"config.json", "weights/part 1.bin"}
+        assert read_files(tmp_path / "b") == FILES
+        verify_directory(tmp_path / "b")
+        assert not incoming.exists()
+
+    def test_a_complete_record_is_not_overwritten_by_put(
+        self, store: RecordStore, root: str, tmp_path: Path
+    ) -> None:
+        store.put(write_files(tmp_path / "a"), f"{root}/r")
+        write_files(tmp_path / "a", {"config.json": b"[]"})
+        with pytest.raises(
+            StoreError, match=r"holds a complete record of other content: config\.json differs"
+        ):
+            store.put(tmp_path / "a", f"{root}/r")
+        (tmp_path / "a" / "config.json").unlink()
+        with pytest.raises(StoreError, match="complete record of other content"):
+            store.put(tmp_path / "a", f"{root}/r")
+        store.get(f"{root}/r", tmp_path / "b")
+        assert read_files(tmp_path / "b") == FILES
+
+    def test_sync_replaces_and_get_replaces_where_it_may(
+        self, store: RecordStore, root: str, tmp_path: Path
+    ) -> None:
+        store.put(write_files(tmp_path / "a"), f"{root}/r")
+        store.get(f"{root}/r", tmp_path / "b")
+        write_files(tmp_path / "a", {"config.json": b"[]"})
+        assert store.sync(tmp_path / "a", f"{root}/r").moved == ("config.json",)
+        with pytest.raises(StoreError, match="exists already and is not the record that was asked for"):
+            store.get(f"{root}/r", tmp_path / "b")
+        assert store.get(f"{root}/r", tmp_path / "b", replace=True).moved
+        assert (tmp_path / "b" / "config.json").read_bytes() == b"[]"
+
+    def test_a_directory_of_the_users_own_is_never_replaced(
+        self, store: RecordStore, root: str, tmp_path: Path
+    ) -> None:
+        store.put(write_files(tmp_path / "a"), f"{root}/r")
+        write_files(tmp_path / "mine", {"thesis.txt": b"the only copy"})
+        with pytest.raises(StoreError, match="mine exists already"):
+            store.get(f"{root}/r", tmp_path / "mine", replace=True)
+        assert read_files(tmp_path / "mine") == {"thesis.txt": b"the only copy"}
+
+    def test_a_damaged_copy_is_refused_and_replaced_where_it_may_be(
+        self, store: RecordStore, root: str, tmp_path: Path
+    ) -> None:
+        store.put(write_files(tmp_path / "a"), f"{root}/r")
+        store.get(f"{root}/r", tmp_path / "b")
+        (tmp_path / "b" / "config.json").write_bytes(b"}{")
+        with pytest.raises(CorruptRecord, match=r"config\.json"):
+            store.get(f"{root}/r", tmp_path / "b")
+        store.get(f"{root}/r", tmp_path / "b", replace=True)
+        assert read_files(tmp_path / "b") == FILES
+
+    def test_a_file_that_changed_in_the_store_is_refused(
+        self, store: RecordStore, objects: Objects, root: str, tmp_path: Path
+    ) -> None:
+        store.put(write_files(tmp_path / "a"), f"{root}/r")
+        objects.write(f"{root}/r/config.json", b"[]")  # as long as the promised one
+        with pytest.raises(CorruptRecord, match=r"config\.json"):
+            store.get(f"{root}/r", tmp_path / "b")
+        objects.write(f"{root}/r/config.json", b"[ ]")
+        with pytest.raises(RemoteMissing, match="not with its promised size"):
+            store.get(f"{root}/r", tmp_path / "b")
+        assert not (tmp_path / "b").exists()
+        with pytest.raises(RemoteMissing, match=r"config\.json is not in the store"):
+            store.verify(f"{root}/r")
+        # Sending again mends it.
+        assert store.put(tmp_path / "a", f"{root}/r").moved == ("config.json",)
+        assert store.verify(f"{root}/r").digest == read_manifest_digest(store, root, tmp_path)
+
+    def test_files_are_added_to_a_record(self, store: RecordStore, root: str, tmp_path: Path) -> None:
+        write_files(tmp_path, {"x": b"x", "y": b"y"})
+        store.put_files({"main/x": tmp_path / "x"}, f"{root}/d")
+        assert store.put_files({"main/y": tmp_path / "y"}, f"{root}/d").moved == ("main/y",)
+        manifest = store.find_manifest(f"{root}/d")
+        assert manifest is not None
+        assert sorted(manifest.files) == ["main/x", "main/y"]
+        assert store.plan_put({"main/x": tmp_path / "x", "z": tmp_path / "y"}, f"{root}/d").moved == ("z",)
+        with pytest.raises(StoreError, match="main/x differs"):
+            store.put_files({"main/x": tmp_path / "y"}, f"{root}/d")
+        store.put_files({"main/x": tmp_path / "y"}, f"{root}/d", replace=True)
+        got = store.get_file(f"{root}/d", "main/x", tmp_path / "got" / "x")
+        assert got.moved == ("main/x",)
+        assert (tmp_path / "got" / "x").read_bytes() == b"y"
+        assert store.get_file(f"{root}/d", "main/x", tmp_path / "got" / "x").moved == ()
+        with pytest.raises(RemoteMissing, match="d/main/z is not in the store"):
+            store.get_file(f"{root}/d", "main/z", tmp_path / "got" / "z")
+
+    def test_a_single_file(self, store: RecordStore, root: str, tmp_path: Path) -> None:
+        write_files(tmp_path, {"a.txt": b"alpha", "b.txt": b"beta"})
+        assert store.put(tmp_path / "a.txt", f"{root}/f.txt").moved == ("a.txt",)
+        assert store.put(tmp_path / "a.txt", f"{root}/f.txt").moved == ()
+        with pytest.raises(StoreError, match="of other content"):
+            store.put(tmp_path / "b.txt", f"{root}/f.txt")
+        assert store.exists(f"{root}/f.txt")
+        assert store.get(f"{root}/f.txt", tmp_path / "got").moved == ("got",)
+        assert (tmp_path / "got").read_bytes() == b"alpha"
+        with pytest.raises(StoreError, match="exists already"):
+            store.get(f"{root}/f.txt", tmp_path / "got")
+        assert store.get(f"{root}/f.txt", tmp_path / "got", replace=True).moved == ()
+        store.sync(tmp_path / "b.txt", f"{root}/f.txt")
+        store.get(f"{root}/f.txt", tmp_path / "got", replace=True)
+        assert (tmp_path / "got").read_bytes() == b"beta"
+
+    def test_what_is_not_there(self, store: RecordStore, root: str, tmp_path: Path) -> None:
+        assert not store.exists(f"{root}/nothing")
+        assert list(store.list(f"{root}/nothing")) == []
+        assert store.find_manifest(f"{root}/nothing") is None
+        with pytest.raises(RemoteMissing, match="nothing is not in the store"):
+            store.get(f"{root}/nothing", tmp_path / "b")
+        with pytest.raises(StoreError, match="cannot be sent: there is no file"):
+            store.put(tmp_path / "absent", f"{root}/r")
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(StoreError, match="cannot be sent: there is no file"):
+            store.put(tmp_path / "empty", f"{root}/r")
+
+    def test_listing_is_by_name_and_below_the_prefix_only(
+        self, store: RecordStore, objects: Objects, root: str
+    ) -> None:
+        for name in ("r/b", "r/a", "r/c/d", "rest"):
+            objects.write(f"{root}/{name}", name.encode())
+        found = list(store.list(f"{root}/r"))
+        assert [stored.uri for stored in found] == [f"{root}/r/a", f"{root}/r/b", f"{root}/r/c/d"]
+        assert [stored.size_bytes for stored in found] == [3, 3, 5]
+
+    def test_a_manifest_cannot_lead_out_of_its_directory(
+        self, store: RecordStore, objects: Objects, root: str, tmp_path: Path
+    ) -> None:
+        with AtomicDirectory(tmp_path / "a") as partial:
+            (partial / "x").write_bytes(b"x")
+        data = (tmp_path / "a" / "COMPLETE").read_bytes()
+        for name in ("../x", "/etc/x", "a/../../x", "COMPLETE"):
+            objects.write(f"{root}/r/COMPLETE", data.replace(b'"x"', f'"{name}"'.encode()))
+            with pytest.raises(CorruptRecord, match="promises"):
+                store.get(f"{root}/r", tmp_path / "b")
+        objects.write(f"{root}/r/COMPLETE", b"{")
+        with pytest.raises(CorruptRecord, match="is not a manifest"):
+            store.exists(f"{root}/r")
+
+    def test_a_sealed_directory_that_was_damaged_is_not_sent(
+        self, store: RecordStore, root: str, tmp_path: Path
+    ) -> None:
+        with AtomicDirectory(tmp_path / "a") as partial:
+            (partial / "x").write_bytes(b"x")
+        assert read_manifest(tmp_path / "a").files
+        (tmp_path / "a" / "x").write_bytes(b"y")
+        with pytest.raises(CorruptRecord, match="has SHA-256"):
+            store.put(tmp_path / "a", f"{root}/r")
+        assert list(store.list(f"{root}/r")) == []
+
+
+def read_manifest_digest(store: RecordStore, root: str, tmp_path: Path) -> str:
+    store.get(f"{root}/r", tmp_path / "whole")
+    return read_manifest(tmp_path / "whole").digest
