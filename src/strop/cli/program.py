@@ -21,6 +21,7 @@ from strop.cli.output import Output
 from strop.cli.plan import plan
 from strop.cli.rescore import rescore
 from strop.cli.sample import sample
+from strop.cli.stage import stage
 from strop.cli.tasks import task_commands
 from strop.cli.train import train
 from strop.cli.view import view
@@ -41,6 +42,7 @@ for _name, _command in (
     ("rescore", rescore),
     ("sample", sample),
     ("plan", plan),
+    ("stage", stage),
     ("explain", explain),
     ("ls", list_runs),
     ("view", view),

@@ -20,6 +20,7 @@ EXTRAS = {
     "server": ("fastapi", "uvicorn", "httpx"),
     "tasks": ("reasoning-gym", "math-verify"),
     "query": ("duckdb",),
+    "s3": ("boto3",),
 }
 """Optional parts of strop and the packages that each needs."""
 WANTED_DISK_BYTES = 6_000_000_000

@@ -85,23 +85,19 @@ class RecordStore:
         *,
         facts: Mapping[str, Any] | None = None,
         replace: bool = False,
+        is_whole: bool = False,
     ) -> Transfer:
         """Make a record of named files, or add them to the record that is there.
 
+        `is_whole`: they are all that the record shall have; otherwise what else it has stays.
         Raises: StoreError if a file of that name and other content is there, unless `replace` is set.
         """
-        manifest = Manifest(files=_describe_files(paths), facts=dict(facts or {}))
-        found = self.find_manifest(uri)
-        if found is not None:
-            self._require_same(uri, manifest, found, replace=replace)
-            manifest = Manifest(
-                files={**found.files, **manifest.files}, facts={**found.facts, **manifest.facts}
-            )
-        return self._send_files(paths, uri, manifest, found)
+        manifest = Manifest(files=describe_files(paths), facts=dict(facts or {}))
+        return self._send_files(paths, uri, manifest, replace=replace, is_whole=is_whole)
 
     def plan_put(self, paths: Mapping[str, Path], uri: str) -> Transfer:
         """Say what `put_files` would send. Sends nothing."""
-        manifest = Manifest(files=_describe_files(paths))
+        manifest = Manifest(files=describe_files(paths))
         return Transfer(
             uri=uri, manifest=manifest, moved=tuple(self._names_to_send(uri, manifest, list(paths)))
         )
@@ -202,15 +198,10 @@ class RecordStore:
         if not path.is_dir():
             raise _no_source(path)
         manifest, paths = describe_directory(path, facts)
-        found = self.find_manifest(uri)
-        if found is not None:
-            self._require_same(uri, manifest, found, replace=replace)
-            if not replace and set(manifest.files) != set(found.files):
-                raise _other_record(uri, sorted(set(manifest.files) ^ set(found.files))[0])
-        return self._send_files(paths, uri, manifest, found)
+        return self._send_files(paths, uri, manifest, replace=replace, is_whole=True)
 
     def _send_object(self, path: Path, uri: str, *, replace: bool) -> Transfer:
-        record = _describe_files({path.name: path})[path.name]
+        record = describe_files({path.name: path})[path.name]
         manifest = Manifest(files={path.name: record})
         stored = self._objects.find(uri)
         if stored is not None and self._objects.digest(uri) == record.sha256:
@@ -221,9 +212,14 @@ class RecordStore:
         return Transfer(uri=uri, manifest=manifest, moved=(path.name,))
 
     def _send_files(
-        self, paths: Mapping[str, Path], uri: str, manifest: Manifest, found: Manifest | None
+        self, paths: Mapping[str, Path], uri: str, manifest: Manifest, *, replace: bool, is_whole: bool
     ) -> Transfer:
         """Send what is missing, then the manifest, unless it says so already."""
+        found = self.find_manifest(uri)
+        if found is not None and not replace:
+            _require_same(uri, manifest, found, is_whole=is_whole)
+        if found is not None and not is_whole:
+            manifest = _join_manifests(found, manifest)
         names = self._names_to_send(uri, manifest, paths)
         is_told = found is not None and found.sha256_by_name == manifest.sha256_by_name
         if found is not None and any(name in found.files for name in names):
@@ -261,12 +257,6 @@ class RecordStore:
                 )
             )
 
-    def _require_same(self, uri: str, manifest: Manifest, found: Manifest, *, replace: bool) -> None:
-        """Refuse to put another content under a name that a complete record has."""
-        for name in sorted(set(manifest.files) & set(found.files)):
-            if manifest.files[name].sha256 != found.files[name].sha256 and not replace:
-                raise _other_record(uri, name)
-
     def _not_there(self, uri: str) -> RemoteMissing:
         is_begun = next(iter(self._objects.list(uri)), None) is not None
         given = (
@@ -300,7 +290,16 @@ def describe_directory(
     }
     if not paths:
         raise _no_source(path)
-    return Manifest(files=_describe_files(paths), facts=dict(facts or {})), paths
+    return Manifest(files=describe_files(paths), facts=dict(facts or {})), paths
+
+
+def _require_same(uri: str, manifest: Manifest, found: Manifest, *, is_whole: bool) -> None:
+    """Refuse to put another content under a name that a complete record has."""
+    mine, theirs = manifest.sha256_by_name, found.sha256_by_name
+    names = mine.keys() | theirs.keys() if is_whole else mine.keys() & theirs.keys()
+    for name in sorted(names):
+        if mine.get(name) != theirs.get(name):
+            raise _other_record(uri, name)
 
 
 def _join_manifests(found: Manifest, added: Manifest) -> Manifest:
@@ -320,7 +319,8 @@ def _with_times(path: Path, manifest: Manifest) -> Manifest:
     return Manifest(files=files, facts=manifest.facts)
 
 
-def _describe_files(paths: Mapping[str, Path]) -> dict[str, FileRecord]:
+def describe_files(paths: Mapping[str, Path]) -> dict[str, FileRecord]:
+    """Hash files, and return what a manifest promises about them, by the given names."""
     # Times first: a change after this moment is seen when the file has been sent.
     stats = {name: path.stat() for name, path in paths.items()}
     digests = hash_files(Path("/"), [str(path.absolute()) for path in paths.values()])

@@ -1,0 +1,291 @@
+"""Every fault ends in success after more attempts, or in a typed error; never in a part taken for a whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from strop.errors import (
+    ConfigError,
+    CorruptRecord,
+    RemoteDenied,
+    RemoteMissing,
+    RemoteUnreachable,
+    StoreError,
+)
+from strop.store import s3_client, s3_objects
+from strop.store.record_store import RecordStore
+from strop.store.s3_objects import NUM_WHOLE_ATTEMPTS, S3Objects, cut_parts
+from tests.fixtures.object_store import (
+    BUCKET,
+    FAULTS,
+    SETTINGS,
+    Exchange,
+    SpoilingProxy,
+    ask_store,
+    make_objects,
+    use_store,
+)
+from tests.store.contract_suite import FILES, read_files, write_files
+
+# One part of 5 MiB and a bit of a second one.
+LARGE = random.Random(0).randbytes((5 << 20) + 12_345)
+# What of a fault can happen to a request with a body and an empty reply, and the other way round.
+PUT_FAULTS = tuple(fault for fault in FAULTS if fault not in {"truncated", "wrong-reply"})
+GET_FAULTS = tuple(fault for fault in FAULTS if fault not in {"wrong-request"})
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def stored_bytes(address: str, uri: str) -> bytes | None:
+    """Return what the store really has, asked without strop."""
+    status, data = ask_store(address, "GET", uri.removeprefix("s3:/"))
+    return data if status == 200 else None
+
+
+@pytest.mark.parametrize("fault", PUT_FAULTS)
+@pytest.mark.parametrize("data", [b"small", LARGE], ids=["whole", "parts"])
+def test_a_passing_fault_while_sending(
+    fault: str, data: bytes, proxy: SpoilingProxy, s3_root: str, store_address: str, tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_bytes(data)
+    proxy.once(fault, "PUT")
+    make_objects().upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
+    assert [spoilt[0] for spoilt in proxy.spoilt] == [fault]
+    assert stored_bytes(store_address, f"{s3_root}/f") == data
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "dropped", "lost-reply"])
+def test_a_passing_fault_while_parts_are_joined(
+    fault: str, proxy: SpoilingProxy, s3_root: str, store_address: str, tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_bytes(LARGE)
+    proxy.once(fault, "POST", r"\?uploadId=")
+    make_objects().upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
+    assert len(proxy.spoilt) == 1
+    assert stored_bytes(store_address, f"{s3_root}/f") == LARGE
+
+
+@pytest.mark.parametrize("fault", GET_FAULTS)
+@pytest.mark.parametrize("data", [b"small", LARGE], ids=["whole", "parts"])
+def test_a_passing_fault_while_fetching(
+    fault: str, data: bytes, proxy: SpoilingProxy, s3_root: str, tmp_path: Path
+) -> None:
+    objects = make_objects()
+    (tmp_path / "f").write_bytes(data)
+    objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
+    stored = objects.find(f"{s3_root}/f")
+    assert stored is not None
+    proxy.once(fault, "GET", "/f")
+    assert objects.download(stored, tmp_path / "g", None) == sha256(data)
+    assert [spoilt[0] for spoilt in proxy.spoilt] == [fault]
+    assert (tmp_path / "g").read_bytes() == data
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "dropped", "truncated"])
+def test_a_fault_that_lasts_is_an_error_that_says_so(
+    fault: str, proxy: SpoilingProxy, s3_root: str, tmp_path: Path
+) -> None:
+    store = RecordStore(make_objects())
+    store.put(write_files(tmp_path / "a"), f"{s3_root}/r")
+    proxy.once(fault, "GET", r"part%201", times=100)
+    with pytest.raises(
+        RemoteUnreachable, match=r"part 1\.bin could not be fetched in 3 attempts.*Next: start"
+    ):
+        store.get(f"{s3_root}/r", tmp_path / "b")
+    assert len(proxy.spoilt) == SETTINGS.retries.num_attempts
+    assert not (tmp_path / "b").exists()
+    assert list(tmp_path.rglob("*.partial-*")) == []
+    # The same call later fetches the rest only.
+    proxy.spoil = lambda exchange: None
+    assert "weights/part 1.bin" in store.get(f"{s3_root}/r", tmp_path / "b").moved
+    assert read_files(tmp_path / "b") == FILES
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "dropped"])
+def test_a_fault_that_lasts_while_sending_leaves_no_record(
+    fault: str, proxy: SpoilingProxy, s3_root: str, store_address: str, tmp_path: Path
+) -> None:
+    store = RecordStore(make_objects())
+    write_files(tmp_path / "a", {**FILES, "large.bin": LARGE})
+    proxy.once(fault, "PUT", r"partNumber=2", times=100)
+    with pytest.raises(RemoteUnreachable, match=r"large\.bin could not be sent in 3 attempts"):
+        store.put(tmp_path / "a", f"{s3_root}/r")
+    assert stored_bytes(store_address, f"{s3_root}/r/large.bin") is None
+    assert stored_bytes(store_address, f"{s3_root}/r/COMPLETE") is None
+    # Nobody pays for parts that are not joined.
+    assert (
+        b"<UploadId>" not in ask_store(store_address, "GET", f"/{BUCKET}?uploads&prefix={s3_root[-10:]}")[1]
+    )
+    proxy.spoil = lambda exchange: None
+    moved = store.put(tmp_path / "a", f"{s3_root}/r").moved
+    assert "large.bin" in moved
+    assert "config.json" not in moved
+
+
+def test_a_listing_is_retried_and_goes_over_pages(
+    proxy: SpoilingProxy, s3_root: str, store_address: str
+) -> None:
+    prefix = s3_root.removeprefix("s3:/")
+    # S3 answers at most 1,000 keys at once: 1,003 need two pages.
+    for number in range(1003):
+        assert ask_store(store_address, "PUT", f"{prefix}/many/{number:04}", b"x")[0] == 200
+    ask_store(store_address, "PUT", f"{prefix}/many/folder/", b"")
+    proxy.once("503", "GET", "continuation-token")
+    names = [stored.uri.rpartition("/")[2] for stored in make_objects().list(f"{s3_root}/many")]
+    assert names == [f"{number:04}" for number in range(1003)]
+    assert len(proxy.spoilt) == 1
+
+
+def test_content_that_is_wrong_every_time_is_refused(
+    proxy: SpoilingProxy, s3_root: str, store_address: str, tmp_path: Path
+) -> None:
+    objects = make_objects()
+    (tmp_path / "f").write_bytes(LARGE)
+    proxy.once("wrong-request", "PUT", times=100)
+    for data in (b"small", LARGE):
+        (tmp_path / "f").write_bytes(data)
+        with pytest.raises(
+            CorruptRecord, match=f"was sent {NUM_WHOLE_ATTEMPTS} times, and its SHA-256 was wrong"
+        ):
+            objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
+        assert stored_bytes(store_address, f"{s3_root}/f") is None
+    proxy.spoil = lambda exchange: None
+    objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
+    stored = objects.find(f"{s3_root}/f")
+    assert stored is not None
+    proxy.once("wrong-reply", "GET", times=100)
+    with pytest.raises(CorruptRecord, match=f"was fetched {NUM_WHOLE_ATTEMPTS} times"):
+        objects.download(stored, tmp_path / "g", None)
+    assert not (tmp_path / "g").exists()
+
+
+def test_an_answer_that_proves_nothing_makes_strop_read_back(
+    proxy: SpoilingProxy, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As with KMS encryption, where the ETag is not the MD5 of the content.
+    monkeypatch.setattr(s3_objects, "_is_etag", lambda answer, md5: False)
+    for name, data in (("whole", b"small"), ("parts", LARGE)):
+        (tmp_path / "f").write_bytes(data)
+        proxy.seen.clear()
+        make_objects().upload(tmp_path / "f", f"{s3_root}/{name}", sha256(data))
+        assert [one.method for one in proxy.seen if one.path.endswith(f"/{name}")].count("GET") == 1
+
+
+def test_what_is_missing_or_forbidden_is_asked_for_once(
+    proxy: SpoilingProxy, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = make_objects()
+    with pytest.raises(RemoteMissing, match="there is no such object"):
+        objects.read(f"{s3_root}/absent")
+    assert len(proxy.seen) == 1
+    with pytest.raises(RemoteMissing, match="its bucket does not exist"):
+        objects.write("s3://no-such-bucket/x", b"x")
+    assert len(proxy.seen) == 2
+    monkeypatch.setattr(s3_client, "_status_of", lambda error: 403)
+    monkeypatch.setattr(s3_client, "_code_of", lambda error: "AccessDenied")
+    with pytest.raises(RemoteDenied, match=r"could not be read: the store refuses us.*Next: set AWS_PROFILE"):
+        objects.read(f"{s3_root}/absent")
+    assert len(proxy.seen) == 3
+
+
+def test_an_object_that_changes_while_it_is_fetched_is_never_joined_from_two(
+    proxy: SpoilingProxy, s3_root: str, store_address: str, tmp_path: Path
+) -> None:
+    objects = make_objects()
+    (tmp_path / "f").write_bytes(LARGE)
+    objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
+    stored = objects.find(f"{s3_root}/f")
+    assert stored is not None
+    ask_store(store_address, "PUT", f"{s3_root}/f".removeprefix("s3:/"), b"z" * len(LARGE))
+    with pytest.raises(StoreError, match="changed while it was fetched"):
+        objects.download(stored, tmp_path / "g", None)
+
+
+def test_a_file_that_changes_while_it_is_sent_is_refused(
+    proxy: SpoilingProxy, s3_root: str, store_address: str, tmp_path: Path
+) -> None:
+    path = write_files(tmp_path / "a", {"f": b"before"}) / "f"
+
+    def spoil(exchange: Exchange) -> str | None:
+        if exchange.method == "PUT" and path.read_bytes() == b"before":
+            path.write_bytes(b"after!")
+            os.utime(path, (1, 1))
+        return None
+
+    proxy.spoil = spoil
+    with pytest.raises(StoreError, match="changed while it was sent"):
+        RecordStore(make_objects()).put(tmp_path / "a", f"{s3_root}/r")
+    assert stored_bytes(store_address, f"{s3_root}/r/f") is None
+
+
+def test_uploads_that_a_kill_left_are_given_up_after_a_day(
+    s3_root: str, store_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(LARGE)
+    path = f"{s3_root}/f".removeprefix("s3:/")
+    begun = ask_store(store_address, "POST", f"{path}?uploads")[1]
+    upload_id = re.search(rb"<UploadId>(.+?)</UploadId>", begun)
+    assert upload_id is not None
+
+    def is_open() -> bool:
+        return upload_id[1] in ask_store(store_address, "GET", f"/{BUCKET}?uploads")[1]
+
+    # moto 5.2.5 says of every upload that it began in 2010: some 5e8 seconds ago.
+    monkeypatch.setattr(s3_objects, "ORPHAN_AGE_S", 1e10)
+    make_objects().upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
+    assert is_open()
+    monkeypatch.undo()
+    use_store(monkeypatch, store_address)
+    make_objects().upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
+    assert not is_open()
+
+
+def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_store(monkeypatch, "http://127.0.0.1:9")  # the discard port, where nobody listens
+    with pytest.raises(
+        RemoteUnreachable, match=r"EndpointConnectionError.*Next: start the same command again"
+    ):
+        make_objects().read(f"s3://{BUCKET}/x")
+
+
+def test_no_credentials(monkeypatch: pytest.MonkeyPatch, store_address: str) -> None:
+    use_store(monkeypatch, store_address)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    s3_client._make_client.cache_clear()
+    with pytest.raises(RemoteDenied, match="Unable to locate credentials"):
+        S3Objects(s3_client.S3Settings(part_bytes=1 << 20)).read(f"s3://{BUCKET}/x")
+
+
+def test_variables_that_make_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_store(monkeypatch, "not an address")
+    with pytest.raises(ConfigError, match="the S3 client cannot be made"):
+        make_objects().read(f"s3://{BUCKET}/x")
+
+
+def test_without_the_package_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
+    s3_client._make_client.cache_clear()
+    with pytest.raises(ConfigError, match=r"needs the package boto3.*Next: pip install 'strop\[s3\]'"):
+        make_objects().read(f"s3://{BUCKET}/x")
+
+
+def test_parts_by_hand() -> None:
+    # 10 = 4 + 4 + 2.
+    assert [(part.number, part.start, part.size_bytes) for part in cut_parts(10, 4)] == [
+        (1, 0, 4),
+        (2, 4, 4),
+        (3, 8, 2),
+    ]
+    assert [(part.start, part.size_bytes) for part in cut_parts(0, 4)] == [(0, 0)]
+    # S3 takes 10,000 parts: 25,000 bytes in parts of 1 would be more, so they are ceil(2.5) = 3.
+    assert cut_parts(25_000, 1)[0].size_bytes == 3
+    assert len(cut_parts(25_000, 1)) == 8334
