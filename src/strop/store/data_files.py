@@ -17,7 +17,8 @@ from typing import Literal
 
 from strop.errors import HubUnreachable, RemoteMissing, explain_refusal
 from strop.store.cache import user_cache_dir
-from strop.store.hub_store import ask_hub
+from strop.store.hub import find_cached_file, probe_hub
+from strop.store.hub_store import ask_hub, offline_refusal
 from strop.store.lock import FileLock
 from strop.store.opening import open_record_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
@@ -138,15 +139,17 @@ def _from_second(source: str, file: str, first_error: RemoteMissing) -> Path:
 
 
 def _from_hub(source: str, file: str) -> Path:
-    from huggingface_hub import hf_hub_download
+    """Take a file from the hub client's cache, else from the hub."""
+    name = f"{source}/{file}"
+    found = find_cached_file(source, file, None, is_dataset=True)
+    if found is None:
+        if is_offline():
+            raise offline_refusal(name)
+        from huggingface_hub import constants, hf_hub_download
 
-    found = ask_hub(
-        f"{source}/{file}",
-        lambda: hf_hub_download(
-            repo_id=source, filename=file, repo_type="dataset", local_files_only=is_offline()
-        ),
-    )
-    return note_data_file(DataFile(source=source, name=file, path=Path(found), origin="hub"))
+        probe_hub(constants.ENDPOINT, name)
+        found = Path(ask_hub(name, lambda: hf_hub_download(source, file, repo_type="dataset")))
+    return note_data_file(DataFile(source=source, name=file, path=found, origin="hub"))
 
 
 def _find_in_hub_cache(source: str) -> Path | None:

@@ -42,6 +42,22 @@ def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | Non
     return Path(found)
 
 
+def find_cached_file(repo: str, file: str, revision: str | None, *, is_dataset: bool) -> Path | None:
+    """Return a file in the hub client's cache, or None. Uses no network."""
+    # Not hf_hub_download with local_files_only: that asks the hub for a list of agent names to put into
+    # a header that is never sent (huggingface_hub 2.4.0).
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(
+            repo, file, revision=revision, repo_type="dataset" if is_dataset else "model"
+        )
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def download_snapshot(
     repo: str, revision: str | None, *, endpoint: str | None = None, hub_dir: Path | None = None
 ) -> Path:
@@ -53,7 +69,7 @@ def download_snapshot(
     from huggingface_hub import constants, errors, snapshot_download
 
     address = endpoint or constants.ENDPOINT
-    _probe(address, repo)
+    probe_hub(address, repo)
     # Transport errors of its HTTP client, which need not be OSErrors.
     transport_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     try:
@@ -73,7 +89,11 @@ def download_snapshot(
     return Path(found)
 
 
-def _probe(address: str, repo: str) -> None:
+def probe_hub(address: str, repo: str) -> None:
+    """Ask a hub whether it lives, before its client tries for minutes.
+
+    Raises: HubUnreachable if it does not answer within `PROBE_LIMIT_S`.
+    """
     failure: list[str] = ["no answer"]
 
     def ask() -> None:

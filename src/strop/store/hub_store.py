@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError, explain_refusal
 from strop.store.atomic import AtomicDirectory, FileRecord, Manifest, hash_files
 from strop.store.contract import StoredObject, Transfer
+from strop.store.hub import find_cached_file
 from strop.store.leftovers import partial_path_of
 from strop.store.policy import is_offline
 from strop.store.uris import HubUri, parse_hub
@@ -29,7 +30,7 @@ class HubStore:
     def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
         """Download a snapshot or one file into the client's cache, and copy it to the path."""
         place = parse_hub(uri)
-        found = Path(ask_hub(uri, lambda: _download(place)))
+        found = _find_or_download(uri, place)
         if place.file is not None:
             return _copy_file(uri, found, path, replace=replace)
         writer = AtomicDirectory(path, facts={"uri": uri, "revision": found.name}, replace=replace)
@@ -132,19 +133,26 @@ def _unreachable(uri: str, error: Exception) -> HubUnreachable:
     )
 
 
-def _download(place: HubUri) -> str:
+def _find_or_download(uri: str, place: HubUri) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    if place.file is None:
-        return snapshot_download(
-            place.repo, repo_type=_kind(place), revision=place.revision, local_files_only=is_offline()
+    file, kind = place.file, _kind(place)
+    if file is None:
+        return Path(
+            ask_hub(
+                uri,
+                lambda: snapshot_download(
+                    place.repo, repo_type=kind, revision=place.revision, local_files_only=is_offline()
+                ),
+            )
         )
-    return hf_hub_download(
-        place.repo,
-        place.file,
-        repo_type=_kind(place),
-        revision=place.revision,
-        local_files_only=is_offline(),
+    cached = find_cached_file(place.repo, file, place.revision, is_dataset=place.is_dataset)
+    if cached is not None:
+        return cached
+    if is_offline():
+        raise offline_refusal(uri)
+    return Path(
+        ask_hub(uri, lambda: hf_hub_download(place.repo, file, repo_type=kind, revision=place.revision))
     )
 
 

@@ -58,7 +58,7 @@ def parse_s3(uri: str) -> S3Uri:
     Raises: ConfigError for any other form, and for keys with empty parts, '.' or '..'.
     """
     match = _S3.match(uri)
-    key = (match["key"] or "").strip("/") if match else ""
+    key = (match["key"] or "").rstrip("/") if match else ""
     if match is None or (key and {"", ".", ".."} & set(key.split("/"))):
         raise _refuse(uri, "s3://bucket/prefix, the bucket in lowercase letters, digits, dots and hyphens")
     return S3Uri(bucket=match["bucket"], key=key)

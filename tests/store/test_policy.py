@@ -1,0 +1,262 @@
+"""Which source is asked first, and that offline asks no hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from strop.errors import (
+    ConfigError,
+    CorruptRecord,
+    HubUnreachable,
+    RemoteMissing,
+    RemoteUnreachable,
+    StoreError,
+)
+from strop.spec import StoreSpec
+from strop.store import (
+    fetch_data_file,
+    fetch_data_source,
+    follow_store,
+    get_model,
+    is_offline,
+    open_store,
+    read_policy,
+)
+from strop.store.data_files import collect_data_files, find_data
+from strop.store.hub_store import HubStore
+from strop.store.local_objects import LocalObjects
+from strop.store.record_store import RecordStore
+from tests.fixtures.object_store import use_store
+from tests.fixtures.sockets import only_connects_to
+from tests.store.contract_suite import write_files
+from tests.store.test_models import write_model
+
+DATA = "main/train.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    # Read by the hub's client when it is imported, and by its functions as this default.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("STROP_STORE_URI", "STROP_STORE_ORDER", "STROP_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """A store in a directory with one model and one data set."""
+    store = RecordStore(LocalObjects())
+    place = str(tmp_path / "store")
+    store.put(write_model(tmp_path / "model"), f"{place}/models/org/tiny")
+    store.put(write_files(tmp_path / "data", {DATA: b'{"x": 1}\n'}), f"{place}/datasets/org/data")
+    return place
+
+
+def follow(root: str | None, order: str = "store-first") -> StoreSpec:
+    return StoreSpec.model_validate({"uri": root, "order": order})
+
+
+def test_a_run_files_store_holds_for_a_block_and_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_policy().root is None
+    with follow_store(follow("s3://bucket/a", "hub-first")) as policy:
+        assert policy.model_uri("org/m") == "s3://bucket/a/models/org/m"
+        assert policy.model_uri("org/m", "refs/pr/1") == "s3://bucket/a/models/org/m@refs--pr--1"
+        assert policy.dataset_uri("org/d") == "s3://bucket/a/datasets/org/d"
+        assert os.environ["STROP_STORE_URI"] == "s3://bucket/a"
+        with follow_store(follow("/b")):
+            assert read_policy().root == "/b"
+        # A section without a store leaves it to the environment.
+        with follow_store(StoreSpec()) as inner:
+            assert (inner.root, inner.order) == ("s3://bucket/a", "hub-first")
+    assert "STROP_STORE_URI" not in os.environ
+    monkeypatch.setenv("STROP_STORE_ORDER", "hub")
+    with pytest.raises(ConfigError, match="STROP_STORE_ORDER=hub"):
+        read_policy()
+
+
+@pytest.mark.parametrize("uri", ["gs://bucket/x", "hf://org/name", "bucket/prefix"])
+def test_what_is_no_root(uri: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"is (not a place|no root) of a store"),
+        follow_store(follow(uri)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("uri", ["s3://", "s3://B_ad/x", "s3://bucket//x", "s3://bucket/../x"])
+def test_what_is_no_uri(uri: str) -> None:
+    with pytest.raises(ConfigError, match="is not a place of a store"):
+        open_store(uri).exists(uri)
+
+
+def test_the_store_comes_first(root: str) -> None:
+    with only_connects_to() as attempts, follow_store(follow(root)):
+        model = get_model("org/tiny")
+        assert (model.source, model.notice) == ("store", None)
+        assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
+        assert get_model("org/tiny") == model
+    assert attempts == []
+
+
+def test_what_the_store_lacks_is_asked_of_the_hub_and_said(root: str) -> None:
+    with only_connects_to() as attempts, follow_store(follow(root)):
+        with pytest.raises(HubUnreachable):
+            get_model("org/absent")
+        assert len(attempts) == 1
+        with pytest.raises(HubUnreachable, match=r"in neither place: .*datasets/org/absent.* is unreachable"):
+            fetch_data_file("org/absent", DATA)
+        assert len(attempts) > 1
+
+
+def test_a_store_that_fails_is_no_reason_to_ask_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Incident DAT-3: silent fallback from object store to hub."""
+    use_store(monkeypatch, "http://127.0.0.1:9")
+    monkeypatch.setattr("strop.store.retries.RetryRules.pause_s", lambda self, attempt_index: 0.0)
+    with follow_store(follow("s3://strop-test/x")):
+        with pytest.raises(RemoteUnreachable):
+            get_model("org/tiny")
+        with pytest.raises(RemoteUnreachable):
+            fetch_data_file("org/data", DATA)
+
+
+def test_store_only_asks_no_hub(root: str) -> None:
+    with only_connects_to() as attempts, follow_store(follow(root, "store-only")):
+        assert get_model("org/tiny").source == "store"
+        for _ in range(2):
+            with pytest.raises(RemoteMissing, match="models/org/absent is not in the store"):
+                get_model("org/absent")
+        with pytest.raises(RemoteMissing, match="datasets/org/absent"):
+            fetch_data_file("org/absent", DATA)
+    assert attempts == []
+
+
+def test_hub_first_falls_back_to_the_store(root: str) -> None:
+    with only_connects_to() as attempts, follow_store(follow(root, "hub-first")):
+        assert get_model("org/tiny").source == "store"
+        num_for_model = len(attempts)
+        assert num_for_model >= 1
+        assert fetch_data_file("org/data", DATA).is_file()
+        assert len(attempts) > num_for_model
+        with pytest.raises(HubUnreachable):
+            get_model("org/absent")
+        with pytest.raises(RemoteMissing):
+            fetch_data_file("org/absent", DATA)
+
+
+@pytest.mark.parametrize("variable", ["STROP_OFFLINE", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize("order", ["store-first", "hub-first", "store-only"])
+def test_dat_3_offline_never_opens_a_hub_connection(
+    variable: str, order: str, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident DAT-3: offline with missing data is a refusal, with no connection attempted."""
+    monkeypatch.setenv(variable, "1")
+    assert is_offline()
+    with only_connects_to() as attempts:
+        with follow_store(follow(root, order)):
+            assert get_model("org/tiny").source == "store"
+            assert fetch_data_file("org/data", DATA).is_file()
+            for name in ("org/absent", "org/absent@main"):
+                with pytest.raises(StoreError):
+                    get_model(name)
+            with pytest.raises(StoreError):
+                fetch_data_file("org/absent", DATA)
+        with pytest.raises(HubUnreachable, match="offline mode"):
+            get_model("org/tiny")
+        with pytest.raises(HubUnreachable, match="offline mode forbids"):
+            fetch_data_file("org/data", DATA)
+        hub = HubStore()
+        for ask in (lambda: hub.exists("hf://org/tiny"), lambda: list(hub.list("hf://org/tiny"))):
+            with pytest.raises(HubUnreachable, match="offline mode forbids"):
+                ask()
+        for uri in ("hf://org/tiny", "hf://datasets/org/data/main/train.jsonl"):
+            with pytest.raises(HubUnreachable, match="offline mode forbids"):
+                hub.get(uri, tmp_path / "got")
+    assert attempts == []
+
+
+def test_the_guard_of_the_tests_sees_an_attempt() -> None:
+    with only_connects_to() as attempts, pytest.raises(OSError, match="out of bounds"):
+        urlopen("http://127.0.0.1:9/", timeout=1)
+    assert attempts == ["127.0.0.1:9"]
+
+
+def test_dat_3_a_half_staged_data_set_is_not_there(root: str, tmp_path: Path) -> None:
+    """Incident DAT-3: empty or half-written caches accepted as data."""
+    (Path(root) / "datasets/org/data/COMPLETE").unlink()
+    with (
+        follow_store(follow(root, "store-only")),
+        pytest.raises(RemoteMissing, match="it has objects and no"),
+    ):
+        fetch_data_file("org/data", DATA)
+    (Path(root) / "models/org/tiny/COMPLETE").unlink()
+    with (
+        follow_store(follow(root, "store-only")),
+        pytest.raises(RemoteMissing, match="it has objects and no"),
+    ):
+        get_model("org/tiny")
+
+
+def test_dat_3_a_flipped_byte_in_the_cache_is_fetched_again_and_in_the_store_refused(
+    root: str, tmp_path: Path
+) -> None:
+    """Incident DAT-3: flipped byte: refused, then rebuilt."""
+    with follow_store(follow(root)):
+        cached = fetch_data_file("org/data", DATA)
+        cached.write_bytes(b'{"x": 7}\n')
+        assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
+        (Path(root) / "datasets/org/data" / DATA).write_bytes(b'{"x": 7}\n')
+        cached.unlink()
+        with pytest.raises(CorruptRecord, match=r"train\.jsonl"):
+            fetch_data_file("org/data", DATA)
+        assert not cached.exists()
+        model = get_model("org/tiny")
+        (model.path / "config.json").write_text("{}")
+        assert get_model("org/tiny").digest == model.digest
+        assert (model.path / "config.json").read_text() != "{}"
+
+
+def test_a_model_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:
+    uri = f"{s3_root}/models/mine"
+    open_store(uri).put(write_model(tmp_path / "m"), uri)
+    model = get_model(uri)
+    assert (model.source, model.uri) == ("store", uri)
+    assert model.digest == get_model(str(tmp_path / "m")).digest
+    # A newer one in the store is what the URI now means.
+    open_store(uri).sync(write_model(tmp_path / "m", tokenizer_json=b'{"new": 1}'), uri)
+    assert get_model(uri).digest != model.digest
+    other = f"{s3_root}/models/none"
+    open_store(other).put(write_files(tmp_path / "x", {"a.txt": b"a"}), other)
+    with pytest.raises(ConfigError, match="is not a model directory"):
+        get_model(other)
+    with pytest.raises(RemoteMissing):
+        get_model(f"{s3_root}/models/absent")
+
+
+def test_data_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:
+    uri = f"{s3_root}/somewhere/data"
+    assert find_data(uri) is None
+    open_store(uri).put(write_files(tmp_path / "d", {"train.jsonl": b"1", "test.jsonl": b"2"}), uri)
+    folder = fetch_data_source(f"{uri}/")
+    assert (folder / "test.jsonl").read_bytes() == b"2"
+    assert find_data(uri) == folder
+    single = f"{uri}/train.jsonl"
+    file = fetch_data_source(single)
+    assert (file.suffix, file.read_bytes()) == (".jsonl", b"1")
+    assert find_data(single) == file
+    # An object that strop did not write has no known digest, and is whole all the same.
+    (tmp_path / "d" / "train.jsonl").write_bytes(b"11")
+    open_store(single).sync(tmp_path / "d" / "train.jsonl", single)
+    assert fetch_data_source(single).read_bytes() == b"11"
+
+
+def test_who_collects_is_told_of_every_file(root: str) -> None:
+    with follow_store(follow(root)), collect_data_files() as files:
+        fetch_data_file("org/data", DATA)
+    assert [(file.source, file.name, file.origin) for file in files] == [("org/data", DATA, "store")]
