@@ -121,9 +121,7 @@ def test_a_fault_that_lasts_while_sending_leaves_no_record(
     assert stored_bytes(store_address, f"{s3_root}/r/large.bin") is None
     assert stored_bytes(store_address, f"{s3_root}/r/COMPLETE") is None
     # Nobody pays for parts that are not joined.
-    assert (
-        b"<UploadId>" not in ask_store(store_address, "GET", f"/{BUCKET}?uploads&prefix={s3_root[-10:]}")[1]
-    )
+    assert b"<UploadId>" not in ask_store(store_address, "GET", f"/{BUCKET}?uploads")[1]
     proxy.spoil = lambda exchange: None
     moved = store.put(tmp_path / "a", f"{s3_root}/r").moved
     assert "large.bin" in moved
