@@ -311,6 +311,8 @@ class S3Objects:
                 position += len(chunk)
             if position != end:
                 raise DamagedTransfer(f"{position - part.start} of {part.size_bytes} bytes came")
+            # Here, while other parts are on their way: at the end, the disk would be waited for alone.
+            os.fsync(descriptor)
 
         self._call(stored.uri, "fetched", ask)
 
