@@ -19,6 +19,7 @@ from strop.store import follow_store, get_model, open_store
 from strop.tasks import build_task
 from tests.fixtures.object_store import SpoilingProxy
 from tests.fixtures.sockets import only_connects_to
+from tests.fixtures.sources import leave_home
 from tests.store.test_models import PACKAGE_URI, cached_package_model, write_model
 
 TRAIN = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(20)]
@@ -43,10 +44,7 @@ def write_data(folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    for name in ("STROP_STORE_URI", "STROP_STORE_ORDER", "STROP_OFFLINE", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
+    leave_home(tmp_path, monkeypatch)
 
 
 @pytest.fixture

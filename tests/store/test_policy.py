@@ -10,11 +10,8 @@ import pytest
 
 from strop.errors import (
     ConfigError,
-    CorruptRecord,
     HubUnreachable,
     RemoteMissing,
-    RemoteUnreachable,
-    StoreError,
 )
 from strop.spec import StoreSpec
 from strop.store import (
@@ -22,43 +19,24 @@ from strop.store import (
     fetch_data_source,
     follow_store,
     get_model,
-    is_offline,
     open_store,
     read_policy,
 )
 from strop.store.data_files import collect_data_files, find_data
-from strop.store.hub_store import HubStore
-from strop.store.local_objects import LocalObjects
-from strop.store.record_store import RecordStore
-from tests.fixtures.object_store import use_store
 from tests.fixtures.sockets import only_connects_to
+from tests.fixtures.sources import DATA, fill_store, follow, leave_home
 from tests.store.contract_suite import write_files
 from tests.store.test_models import write_model
-
-DATA = "main/train.jsonl"
 
 
 @pytest.fixture(autouse=True)
 def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
-    # Read by the hub's client when it is imported, and by its functions as this default.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    for name in ("STROP_STORE_URI", "STROP_STORE_ORDER", "STROP_OFFLINE", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
+    leave_home(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> str:
-    """A store in a directory with one model and one data set."""
-    store = RecordStore(LocalObjects())
-    place = str(tmp_path / "store")
-    store.put(write_model(tmp_path / "model"), f"{place}/models/org/tiny")
-    store.put(write_files(tmp_path / "data", {DATA: b'{"x": 1}\n'}), f"{place}/datasets/org/data")
-    return place
-
-
-def follow(root: str | None, order: str = "store-first") -> StoreSpec:
-    return StoreSpec.model_validate({"uri": root, "order": order})
+    return fill_store(tmp_path)
 
 
 def test_a_run_files_store_holds_for_a_block_and_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,19 +91,6 @@ def test_what_the_store_lacks_is_asked_of_the_hub_and_said(root: str) -> None:
         assert len(attempts) > 1
 
 
-def test_a_store_that_fails_is_no_reason_to_ask_the_hub(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Incident DAT-3: silent fallback from object store to hub."""
-    use_store(monkeypatch, "http://127.0.0.1:9")
-    monkeypatch.setattr("strop.store.retries.RetryRules.pause_s", lambda self, attempt_index: 0.0)
-    with follow_store(follow("s3://strop-test/x")):
-        with pytest.raises(RemoteUnreachable):
-            get_model("org/tiny")
-        with pytest.raises(RemoteUnreachable):
-            fetch_data_file("org/data", DATA)
-
-
 def test_store_only_asks_no_hub(root: str) -> None:
     with only_connects_to() as attempts, follow_store(follow(root, "store-only")):
         assert get_model("org/tiny").source == "store"
@@ -150,76 +115,10 @@ def test_hub_first_falls_back_to_the_store(root: str) -> None:
             fetch_data_file("org/absent", DATA)
 
 
-@pytest.mark.parametrize("variable", ["STROP_OFFLINE", "HF_HUB_OFFLINE"])
-@pytest.mark.parametrize("order", ["store-first", "hub-first", "store-only"])
-def test_dat_3_offline_never_opens_a_hub_connection(
-    variable: str, order: str, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Incident DAT-3: offline with missing data is a refusal, with no connection attempted."""
-    monkeypatch.setenv(variable, "1")
-    assert is_offline()
-    with only_connects_to() as attempts:
-        with follow_store(follow(root, order)):
-            assert get_model("org/tiny").source == "store"
-            assert fetch_data_file("org/data", DATA).is_file()
-            for name in ("org/absent", "org/absent@main"):
-                with pytest.raises(StoreError):
-                    get_model(name)
-            with pytest.raises(StoreError):
-                fetch_data_file("org/absent", DATA)
-        with pytest.raises(HubUnreachable, match="offline mode"):
-            get_model("org/tiny")
-        with pytest.raises(HubUnreachable, match="offline mode forbids"):
-            fetch_data_file("org/data", DATA)
-        hub = HubStore()
-        for ask in (lambda: hub.exists("hf://org/tiny"), lambda: list(hub.list("hf://org/tiny"))):
-            with pytest.raises(HubUnreachable, match="offline mode forbids"):
-                ask()
-        for uri in ("hf://org/tiny", "hf://datasets/org/data/main/train.jsonl"):
-            with pytest.raises(HubUnreachable, match="offline mode forbids"):
-                hub.get(uri, tmp_path / "got")
-    assert attempts == []
-
-
 def test_the_guard_of_the_tests_sees_an_attempt() -> None:
     with only_connects_to() as attempts, pytest.raises(OSError, match="out of bounds"):
         urlopen("http://127.0.0.1:9/", timeout=1)
     assert attempts == ["127.0.0.1:9"]
-
-
-def test_dat_3_a_half_staged_data_set_is_not_there(root: str, tmp_path: Path) -> None:
-    """Incident DAT-3: empty or half-written caches accepted as data."""
-    (Path(root) / "datasets/org/data/COMPLETE").unlink()
-    with (
-        follow_store(follow(root, "store-only")),
-        pytest.raises(RemoteMissing, match="it has objects and no"),
-    ):
-        fetch_data_file("org/data", DATA)
-    (Path(root) / "models/org/tiny/COMPLETE").unlink()
-    with (
-        follow_store(follow(root, "store-only")),
-        pytest.raises(RemoteMissing, match="it has objects and no"),
-    ):
-        get_model("org/tiny")
-
-
-def test_dat_3_a_flipped_byte_in_the_cache_is_fetched_again_and_in_the_store_refused(
-    root: str, tmp_path: Path
-) -> None:
-    """Incident DAT-3: flipped byte: refused, then rebuilt."""
-    with follow_store(follow(root)):
-        cached = fetch_data_file("org/data", DATA)
-        cached.write_bytes(b'{"x": 7}\n')
-        assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
-        (Path(root) / "datasets/org/data" / DATA).write_bytes(b'{"x": 7}\n')
-        cached.unlink()
-        with pytest.raises(CorruptRecord, match=r"train\.jsonl"):
-            fetch_data_file("org/data", DATA)
-        assert not cached.exists()
-        model = get_model("org/tiny")
-        (model.path / "config.json").write_text("{}")
-        assert get_model("org/tiny").digest == model.digest
-        assert (model.path / "config.json").read_text() != "{}"
 
 
 def test_a_model_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:
