@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ import pytest
 from strop.errors import RemoteMissing
 from strop.store.atomic import verify_directory
 from strop.store.record_store import NUM_FILES_AT_ONCE, RecordStore
+from strop.store.s3_client import S3Settings
 from tests.fixtures.object_store import Exchange, SpoilingProxy, make_objects
 from tests.store.contract_suite import read_files
 
@@ -28,14 +31,16 @@ store.put(Path(path), uri) if verb == "put" else store.get(uri, Path(path))
 """
 
 
-def run_and_kill(proxy: SpoilingProxy, method: str, num_before: int, *words: str) -> None:
-    """Start a transfer, and kill it at the request after the given number of its files."""
+def run_and_kill(
+    proxy: SpoilingProxy, method: str, num_before: int, *words: str, pattern: str = r"\.bin$"
+) -> None:
+    """Start a transfer, and kill it at the matching request that comes after the given number of them."""
     is_time, may_go_on = threading.Event(), threading.Event()
     num_files = 0
 
     def spoil(exchange: Exchange) -> str | None:
         nonlocal num_files
-        if exchange.method == method and exchange.path.endswith(".bin"):
+        if exchange.method == method and re.search(pattern, exchange.path):
             num_files += 1
             if num_files > num_before:
                 is_time.set()
@@ -92,3 +97,22 @@ def test_kill_in_the_middle_of_a_get(
     assert read_files(tmp_path / "b") == FILES
     verify_directory(tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "b.lock"]
+
+
+@pytest.mark.slow
+def test_kill_in_the_middle_of_an_object_in_parts(proxy: SpoilingProxy, s3_root: str, tmp_path: Path) -> None:
+    # More than one part of the size that the child uses.
+    data = random.Random(0).randbytes(S3Settings().part_bytes + 1000)
+    (tmp_path / "a").write_bytes(data)
+    words = ("put", f"{s3_root}/large", str(tmp_path / "a"))
+    run_and_kill(proxy, "PUT", 1, *words, pattern="partNumber=")
+    store = RecordStore(make_objects())
+    assert not store.exists(f"{s3_root}/large")
+    assert store.put(tmp_path / "a", f"{s3_root}/large").moved == ("a",)
+    run_and_kill(proxy, "GET", 1, "get", f"{s3_root}/large", str(tmp_path / "b"), pattern="/large$")
+    assert not (tmp_path / "b").exists()
+    assert [path.name[:10] for path in tmp_path.glob("b.*")] == ["b.partial-"]
+    store.get(f"{s3_root}/large", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == data
+    # The dead writer's part of a file is gone too.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
