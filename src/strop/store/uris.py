@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strop.errors import ConfigError, explain_refusal
 
-ALLOWED_URIS = "s3://bucket/prefix, hf://org/name, hf://datasets/org/name, or a directory"
+ALLOWED_URIS = "a directory, s3://bucket/prefix, hf://org/name, or hf://datasets/org/name"
 # Letters, digits, dots and hyphens, 3 to 63. Source: the bucket naming rules of Amazon S3.
 _S3 = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<key>.*))?$", re.DOTALL)
 _HUB = re.compile(
@@ -60,7 +60,9 @@ def parse_s3(uri: str) -> S3Uri:
     match = _S3.match(uri)
     key = (match["key"] or "").rstrip("/") if match else ""
     if match is None or (key and {"", ".", ".."} & set(key.split("/"))):
-        raise _refuse(uri, "s3://bucket/prefix, the bucket in lowercase letters, digits, dots and hyphens")
+        raise _refuse(
+            uri, "as in s3://bucket/prefix, the bucket in lowercase letters, digits, dots and hyphens"
+        )
     return S3Uri(bucket=match["bucket"], key=key)
 
 
