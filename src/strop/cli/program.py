@@ -21,6 +21,7 @@ from strop.cli.output import Output
 from strop.cli.plan import plan
 from strop.cli.rescore import rescore
 from strop.cli.sample import sample
+from strop.cli.sft import sft
 from strop.cli.stage import stage
 from strop.cli.tasks import task_commands
 from strop.cli.train import train
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 for _name, _command in (
     ("train", train),
+    ("sft", sft),
     ("eval", evaluate),
     ("rescore", rescore),
     ("sample", sample),

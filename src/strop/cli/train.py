@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from strop.cli.arguments import Overrides, RunFile
+from strop.cli.arguments import NewRun, Overrides, RunFile
 
 if TYPE_CHECKING:
+    from strop.cli.output import Output
     from strop.evaluate import EvalResult
     from strop.launch.local import TrainOutcome
     from strop.record import Event
+    from strop.spec import ResolvedSpec
     from strop.train import EvalSummary, Observer
 
 
@@ -52,21 +54,22 @@ def train(
     context: typer.Context,
     run_file: RunFile,
     overrides: Overrides = None,
-    new: Annotated[
-        bool, typer.Option("--new", help="Start a new run even where an unfinished one could go on.")
-    ] = False,
+    new: NewRun = False,
 ) -> None:
     """Train a model. The same command again continues a run that did not finish."""
-    from strop.cli.output import Output
-    from strop.launch.local import train_here
     from strop.spec import load_spec
+
+    run_to_end(context.obj, load_spec(run_file, overrides or ()), is_new=new)
+
+
+def run_to_end(output: Output, resolved: ResolvedSpec, *, is_new: bool) -> None:
+    """Run a spec on this machine, show its progress, and give its result and its report."""
+    from strop.launch.local import train_here
     from strop.view import PlainProgress, TerminalObserver, open_progress
     from strop.view.report import write_report
 
-    output: Output = context.obj
-    resolved = load_spec(run_file, overrides or ())
     watchers = Watchers(TerminalObserver(open_progress()), TerminalObserver(PlainProgress(output.log)))
-    outcome = train_here(resolved, watchers, is_new=new, on_run=output.open_run)
+    outcome = train_here(resolved, watchers, is_new=is_new, on_run=output.open_run)
     report_path = write_report(outcome.run_path)
     for line in describe_outcome(outcome):
         output.give(line)

@@ -32,9 +32,11 @@ from strop.store import ModelHandle, follow_store, get_model
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.judging import Judge, open_judge
 from strop.train.observer import EvalSummary, Observer
+from strop.train.sft_source import read_demonstrations
 
 if TYPE_CHECKING:
     from strop.cluster import Roles
+    from strop.train.demonstrations import Demonstrations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +73,8 @@ def _train_resolved(
     threads = set_threads(spec.placement.threads)
     model = get_model(spec.model.uri)
     task = build_task(spec.task)
-    facts = {
+    demonstrations = read_demonstrations(spec, task, model.path)
+    facts: dict[str, object] = {
         "model_uri": spec.model.uri,
         "model_digest": model.digest,
         "model_source": model.source,
@@ -79,15 +82,19 @@ def _train_resolved(
         "task_version": task.version,
         "num_threads": threads,
     }
+    found = []
+    if demonstrations is not None:
+        facts["demonstrations"] = demonstrations.digest
+        found.append(demonstrations.describe())
     run_dir = open_run(resolved, facts, is_new=is_new)
     with run_dir:
         on_run(run_dir)
         with _NotedAttempt(run_dir, observer):
-            for notice in (*resolved.notices, *filter(None, [model.notice, _kernel_notice()])):
+            for notice in (*resolved.notices, *filter(None, [model.notice, _kernel_notice()]), *found):
                 event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                 run_dir.events.append(event)
                 observer.on_event(event)
-            return asyncio.run(_train(spec, task, model, run_dir, observer))
+            return asyncio.run(_train(spec, task, demonstrations, model, run_dir, observer))
 
 
 class _NotedAttempt:
@@ -186,7 +193,12 @@ def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
 
 
 async def _train(
-    spec: RunSpec, task: Task, model: ModelHandle, run_dir: RunDir, observer: Observer
+    spec: RunSpec,
+    task: Task,
+    demonstrations: Demonstrations | None,
+    model: ModelHandle,
+    run_dir: RunDir,
+    observer: Observer,
 ) -> TrainOutcome:
     """Start the roles, train, and stop them whatever happens."""
     from strop.cluster import ModelSource
@@ -209,6 +221,7 @@ async def _train(
                 observer=observer,
                 evaluate=evaluator,
                 judge=judge,
+                demonstrations=demonstrations,
             )
         )
         await loop.run()

@@ -98,6 +98,11 @@ def state_bytes(size: ModelSize, dtype: str) -> int:
     return size.num_params * _STATE_BYTES[dtype]
 
 
+def terms_bytes(size: ModelSize, num_terms: int) -> int:
+    """Bytes of the buffer in which the gradients of several terms are added up."""
+    return 4 * size.num_params if num_terms > 1 else 0
+
+
 def activation_bytes(size: ModelSize, dtype: str, num_positions: int) -> int:
     """Bytes that autograd keeps for one micro-batch, attention and head workspace included.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,36 @@ TokenTermsFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossTerm:
+    """One term of a step's loss: the sum of what it says about each of its tokens."""
+
+    name: str
+    groups: Sequence[PackedGroup]
+    temperature: float
+    token_terms: TokenTermsFn
+    weight: float = 1.0
+    """Factor of the whole term."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TermReport:
+    """What one term gave to a step, its weight included."""
+
+    name: str
+    loss: float
+    grad_norm: float
+    """L2 norm of this term's gradient alone, before clipping."""
+    cosine: float | None
+    """Between this gradient and the sum of those of the terms before; None for the first, and where
+    either is 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepReport:
     """What one optimizer step did."""
 
     loss: float
+    """Sum of the weighted terms."""
     grad_norm: float
     """L2 norm of the whole gradient before clipping."""
     lr: float
@@ -51,10 +77,21 @@ class StepReport:
     """Share of masters with a gradient that the step changed: near 1, unless updates vanish in the
     rounding of the masters. None if no sampled master has a gradient."""
     drift_M: FloatArray
-    """abs(trainer - engine) log-probability (nats) of every trained token."""
+    """abs(trainer - engine) log-probability (nats) of every trained token that an engine sampled."""
     num_positions: int
     """Positions that were forwarded, each prompt counted once per micro-batch."""
     num_micro_batches: int
+    terms: tuple[TermReport, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Tally:
+    """Sums over the micro-batches of all terms."""
+
+    loss: float = 0.0
+    num_positions: int = 0
+    num_micro_batches: int = 0
+    drifts: list[FloatArray] = field(default_factory=lambda: [np.zeros(0, dtype=np.float32)])
 
 
 class Learner:
@@ -75,40 +112,46 @@ class Learner:
     def step(
         self, groups: Sequence[PackedGroup], *, temperature: float, token_terms: TokenTermsFn
     ) -> StepReport:
-        """Take one optimizer step over a complete batch.
+        """Take one optimizer step over a complete batch of one term.
 
-        An empty batch still moves: moments decay and the version advances, as for any batch whose
-        gradient is zero.
+        Raises: like `step_terms`.
+        """
+        term = LossTerm(name="loss", groups=groups, temperature=temperature, token_terms=token_terms)
+        return self.step_terms([term])
+
+    def step_terms(self, terms: Sequence[LossTerm]) -> StepReport:
+        """Take one optimizer step over the complete batches of all terms.
+
+        The gradients of several terms are measured apart and then added up, which takes one more buffer
+        of the gradient's size. An empty batch still moves: moments decay and the version advances, as for
+        any batch whose gradient is zero.
 
         Raises: LearnerError if the loss or gradient is not finite; weights and moments stay.
         """
-        loss, num_positions, drifts = 0.0, 0, [np.zeros(0, dtype=np.float32)]
-        batches = list(split_by_budget(groups, self._max_positions))
-        for micro_batch in batches:
-            batch = PackedBatch.of_groups(micro_batch, self.model.device)
-            result = self._accumulate(batch, temperature, token_terms)
-            loss += result.loss
-            num_positions += batch.layout.num_positions
-            drifts.append((result.logprob_M - batch.engine_logprob_M).abs().cpu().numpy())
-        grad_norm = self._clip(loss)
+        tally = _Tally()
+        reports = self._accumulate_apart(terms, tally)
+        grad_norm = self._clip(tally.loss)
+        if len(terms) == 1:
+            reports = [TermReport(name=terms[0].name, loss=tally.loss, grad_norm=grad_norm, cosine=None)]
         master_changed_frac, changed_frac = self._apply()
         return StepReport(
-            loss=loss,
+            loss=tally.loss,
             grad_norm=grad_norm,
             lr=float(self._optimizer.param_groups[0]["lr"]),
             changed_frac=changed_frac,
             master_changed_frac=master_changed_frac,
-            drift_M=np.concatenate(drifts),
-            num_positions=num_positions,
-            num_micro_batches=len(batches),
+            drift_M=np.concatenate(tally.drifts),
+            num_positions=tally.num_positions,
+            num_micro_batches=tally.num_micro_batches,
+            terms=tuple(reports),
         )
 
     def gradients(
         self, groups: Sequence[PackedGroup], *, temperature: float, token_terms: TokenTermsFn
     ) -> dict[str, torch.Tensor]:
         """Return the gradient of a batch by parameter name, and change nothing."""
-        for micro_batch in split_by_budget(groups, self._max_positions):
-            self._accumulate(PackedBatch.of_groups(micro_batch, self.model.device), temperature, token_terms)
+        term = LossTerm(name="loss", groups=groups, temperature=temperature, token_terms=token_terms)
+        self._accumulate_term(term, _Tally())
         copies = {name: self._grad(name).clone() for name in self._masters}
         self._zero_gradients()
         return copies
@@ -203,22 +246,57 @@ class Learner:
         assert grad is not None
         return grad
 
-    def _accumulate(self, batch: PackedBatch, temperature: float, token_terms: TokenTermsFn) -> HeadResult:
+    def _accumulate_apart(self, terms: Sequence[LossTerm], tally: _Tally) -> list[TermReport]:
+        """Add the gradients of all terms to the buffers; report each where there are several."""
+        if len(terms) <= 1:
+            for term in terms:
+                self._accumulate_term(term, tally)
+            return []
+        grads = [self._grad(name) for name in self._masters]
+        # Holds the sum of the terms before while the buffers hold one term alone.
+        aside = [torch.zeros_like(grad) for grad in grads]
+        reports = []
+        for term in terms:
+            loss = self._accumulate_term(term, tally)
+            norm, norm_aside = _norm(grads), _norm(aside)
+            cosine = _dot(grads, aside) / (norm * norm_aside) if norm * norm_aside > 0.0 else None
+            reports.append(TermReport(name=term.name, loss=loss, grad_norm=norm, cosine=cosine))
+            torch._foreach_add_(aside, grads)
+            torch._foreach_zero_(grads)
+        torch._foreach_copy_(grads, aside)
+        return reports
+
+    def _accumulate_term(self, term: LossTerm, tally: _Tally) -> float:
+        """Add one term's gradient to the buffers. Returns its loss."""
+        loss = 0.0
+        for micro_batch in split_by_budget(term.groups, self._max_positions):
+            batch = PackedBatch.of_groups(micro_batch, self.model.device)
+            result = self._accumulate(batch, term)
+            loss += term.weight * result.loss
+            tally.num_positions += batch.layout.num_positions
+            tally.num_micro_batches += 1
+            gap_M = (result.logprob_M - batch.engine_logprob_M).abs()
+            # Selected by the engine's part alone: a trainer that is not finite must be seen.
+            tally.drifts.append(gap_M[~batch.engine_logprob_M.isnan()].cpu().numpy())
+        tally.loss += loss
+        return loss
+
+    def _accumulate(self, batch: PackedBatch, term: LossTerm) -> HeadResult:
         """Add one micro-batch's gradient to the buffers."""
         attention = PrefixSharedAttention(batch.layout, self.model.device)
         hidden = self.model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
         scored = hidden.index_select(0, batch.scored_positions_U)
 
         def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
-            loss, grad = token_terms(logprob, batch.engine_logprob_M[tokens], batch.advantage_M[tokens])
+            loss, grad = term.token_terms(logprob, batch.engine_logprob_M[tokens], batch.advantage_M[tokens])
             weight = batch.weight_M[tokens]
-            return TokenGradient(loss_M=weight * loss, grad_M=weight * grad)
+            return TokenGradient(loss_M=weight * loss, grad_M=term.weight * weight * grad)
 
         result = loss_and_gradients(
             scored.detach(),
             self.model.head_weight,
             batch,
-            temperature=temperature,
+            temperature=term.temperature,
             rule=rule,
             grad_weight=self._grad(self._head_name()),
         )
@@ -270,6 +348,17 @@ class Learner:
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([self._grad(name) for name in self._masters])
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(tensors))
+
+
+def _dot(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """Return the inner product of two gradients, tensor by tensor."""
+    pairs = zip(tensors, others, strict=True)
+    products = [torch.dot(one.reshape(-1), other.reshape(-1)) for one, other in pairs]
+    return float(torch.stack(products).sum(dtype=torch.float64))
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from strop.spec.reader import ResolvedSpec, load_spec
 from strop.spec.run import RunSpec, num_train_examples
 from strop.spec.sampling import SamplingSpec
 from strop.spec.schema import all_keys
+from strop.spec.sft import SftSpec
 from strop.spec.store import StoreSpec
 from strop.spec.task import (
     AimeSpec,
@@ -72,6 +73,7 @@ __all__ = [
     "RunSpec",
     "SamplingSpec",
     "Section",
+    "SftSpec",
     "SpecConflict",
     "StoreSpec",
     "TaskSpec",

@@ -19,13 +19,22 @@ def _is_marked_path(text: str) -> bool:
     return text.startswith(("/", "~", "."))
 
 
+def is_data_file(text: str) -> bool:
+    """Whether a text ends as data files do."""
+    return text.lower().endswith(_DATA_SUFFIXES)
+
+
 def _is_data_path(text: str) -> bool:
     # s3://bucket/train.jsonl is no path.
-    return _is_marked_path(text) or (text.lower().endswith(_DATA_SUFFIXES) and "://" not in text)
+    return _is_marked_path(text) or (is_data_file(text) and "://" not in text)
 
 
 def _is_any_text(text: str) -> bool:
     return True
+
+
+def _is_no_address(text: str) -> bool:
+    return "://" not in text
 
 
 _PART_DEPTH = 4
@@ -34,6 +43,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("model", "uri"): _is_marked_path,
     ("task", "source"): _is_data_path,
     ("task", "order_file"): _is_any_text,
+    ("sft", "source"): _is_no_address,
     ("output", "root"): _is_any_text,
     ("output", "dir"): _is_any_text,
     ("store", "uri"): _is_marked_path,

@@ -23,6 +23,7 @@ from strop.spec.paths import PATH_SETTINGS, absolute_path
 from strop.spec.run import RunSpec
 from strop.spec.schema import FREE_TABLES, NULL_WORD, find_settings, near_keys, settings
 from strop.spec.sources import SELECTORS, Leaves, read_sources
+from strop.spec.unused import note_unused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,7 @@ def load_spec(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()
     winners, notices = _merge(read_sources(None if path is None else os.fspath(path), overrides))
     origins = {dotted(leaf.path): leaf.origin for leaf in winners.values()}
     spec = _validate(winners, origins)
+    notices += note_unused(spec, origins)
     return ResolvedSpec(spec=spec, origins=_all_origins(spec, origins), notices=tuple(notices))
 
 

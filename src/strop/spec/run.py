@@ -13,6 +13,7 @@ from strop.spec.optimizer import OptimizerSpec
 from strop.spec.output import OutputSpec
 from strop.spec.placement import PlacementSpec
 from strop.spec.sampling import SamplingSpec
+from strop.spec.sft import SftSpec
 from strop.spec.store import StoreSpec
 from strop.spec.task import ArithmeticSpec, TaskSpec
 from strop.spec.train import TrainSpec
@@ -39,6 +40,7 @@ class RunSpec(Section):
     algorithm: AlgorithmSpec = Field(default=AlgorithmSpec(), description="What counts as better.")
     optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="How gradients move the weights.")
     train: TrainSpec = Field(default=TrainSpec(), description="How long and how wide the run is.")
+    sft: SftSpec = Field(default=SftSpec(), description="What is imitated, alone or beside the rollouts.")
     eval: EvalSpec = Field(default=EvalSpec(), description="How the held-out examples are looked at.")
     engine: EngineSpec = Field(default=EngineSpec(), description="How rollouts are generated.")
     placement: PlacementSpec = Field(default=PlacementSpec(), description="Where the roles live.")
@@ -48,7 +50,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RunSpec:
-        if self.train.rollouts_per_prompt < 2:
+        if self.train.has_rl and self.train.rollouts_per_prompt < 2:
             raise SpecConflict(
                 {
                     "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
@@ -57,6 +59,48 @@ class RunSpec(Section):
                 "every advantage would be zero, because a rollout is compared with the others of its prompt",
                 allowed="2 rollouts per prompt or more",
                 next_step="set train.rollouts_per_prompt to 8",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_terms(self) -> RunSpec:
+        terms, source = self.train.terms, self.sft.source
+        if self.train.has_sft and source is None:
+            raise SpecConflict(
+                {"train.terms": terms, "sft.source": source},
+                "there is nothing to imitate",
+                allowed="a data file or the folder of a run in sft.source, or train.terms = 'rl'",
+                next_step="set sft.source",
+            )
+        if source is not None and not self.train.has_sft:
+            raise SpecConflict(
+                {"train.terms": terms, "sft.source": source},
+                "the demonstrations would not be trained on",
+                allowed="train.terms = 'sft' or 'rl+sft' with demonstrations",
+                next_step="set train.terms, or set sft.source to none",
+            )
+        if self.sft.weight != 1.0 and not self.train.has_rl:
+            raise SpecConflict(
+                {"train.terms": terms, "sft.weight": self.sft.weight},
+                "there is no other term that it could be weighed against",
+                allowed="sft.weight = 1.0 where demonstrations are the only term",
+                next_step="change optimizer.lr, or set train.terms to 'rl+sft'",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_demonstrations(self) -> RunSpec:
+        sft, default = self.sft, SftSpec()
+        names = ("min_reward", "max_per_example") if sft.is_from_file else ("subset", "train_on")
+        given = {f"sft.{name}": getattr(sft, name) for name in names}
+        changed = {key: value for key, value in given.items() if value != getattr(default, key[4:])}
+        if sft.source is not None and changed:
+            kind = "rollouts of a run" if sft.is_from_file else "rows of a data file"
+            raise SpecConflict(
+                {"sft.source": sft.source, **changed},
+                f"the setting chooses among {kind}, and the source has none",
+                allowed="min_reward and max_per_example for a run, subset and train_on for a data file",
+                next_step=f"remove {', '.join(changed)}, or name another source",
             )
         return self
 
@@ -87,7 +131,7 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _check_sizes(self) -> RunSpec:
         num_train = num_train_examples(self.task)
-        if num_train is not None and num_train < self.train.prompts_per_step:
+        if self.train.has_rl and num_train is not None and num_train < self.train.prompts_per_step:
             raise SpecConflict(
                 {"train.prompts_per_step": self.train.prompts_per_step},
                 f"task {self.task.name} has {num_train} examples to train on, fewer than one step asks for",

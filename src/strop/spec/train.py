@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from strop.spec.base import Section
@@ -10,6 +12,11 @@ from strop.spec.base import Section
 class TrainSpec(Section):
     """The loop's sizes. One optimizer step per batch of prompts."""
 
+    terms: Literal["rl", "sft", "rl+sft"] = Field(
+        default="rl",
+        description="What the loss is made of: 'rl' rollouts of the task and their rewards, 'sft' the"
+        " demonstrations of sft.source, 'rl+sft' the sum of both in every step.",
+    )
     steps: int = Field(default=40, ge=1, le=10**7, description="Optimizer steps until the run is done.")
     prompts_per_step: int = Field(
         default=8, ge=1, le=10**6, description="Examples drawn per step; each makes one group."
@@ -41,3 +48,13 @@ class TrainSpec(Section):
         " 'NAME: reason; NAME: reason'. 'audit.PROBE' accepts what one probe of the audit found. none = every"
         " check must pass.",
     )
+
+    @property
+    def has_rl(self) -> bool:
+        """Whether rollouts are sampled and trained on."""
+        return self.terms != "sft"
+
+    @property
+    def has_sft(self) -> bool:
+        """Whether demonstrations are trained on."""
+        return self.terms != "rl"

@@ -63,6 +63,12 @@ class TripwireSpec(Section):
         description="Share of the mean reward of its best 8 steps in a row that a run keeps; 8 steps in a row"
         " below it are an alarm. none = not watched.",
     )
+    max_term_norm_ratio: float | None = Field(
+        default=100.0,
+        gt=1.0,
+        description="Gradient norm of one term of the loss as a multiple of another's in the same step, where"
+        " train.terms names several. Above it is an alarm. none = not watched.",
+    )
     max_memory_growth_bytes: int | None = Field(
         default=1 << 20,
         ge=0,

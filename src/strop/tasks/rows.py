@@ -68,8 +68,8 @@ def read_split_rows(source: str, layout: DataLayout, *, num_held_out: int | None
     Raises: DataError if a file is missing, unreadable or empty.
     """
     train_files, held_out_files = _find_files(source, layout)
-    train = [row for file in train_files for row in _read_file(file)]
-    held_out = [row for file in held_out_files for row in _read_file(file)]
+    train = [row for file in train_files for row in read_rows(file)]
+    held_out = [row for file in held_out_files for row in read_rows(file)]
     if not held_out_files:
         train, held_out = _split_by_content(train, num_held_out)
     if layout.train:
@@ -176,7 +176,11 @@ def _content_digest(row: Row) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _read_file(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
+    """Read all rows of one file of Parquet, JSON or JSONL, in order.
+
+    Raises: DataError if it cannot be read.
+    """
     values = _read_parquet(path) if path.suffix == ".parquet" else list(_read_json(path))
     return [Row(values=value, place=f"{path}, row {number}") for number, value in enumerate(values, start=1)]
 

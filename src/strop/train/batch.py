@@ -45,14 +45,15 @@ def build_batch(algorithm: Algorithm, groups: Sequence[Group], max_reply_tokens:
             for turns in rollout.samples
             if any(turn.is_sampled and len(turn.token_ids) for turn in turns)
         ]
-        packed += _share_prompts(replies)
+        packed += share_prompts(replies)
     return TrainBatch(groups=tuple(packed), credit=credit)
 
 
-def _share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[PackedGroup]:
-    """Hold each distinct prompt of a group once, in order of appearance.
+def share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[PackedGroup]:
+    """Hold each distinct prompt once, in order of appearance.
 
-    A group usually has one, but a world may open differently; compared are the ids themselves.
+    The rollouts of a group usually have one, but a world may open differently; compared are the ids
+    themselves.
     """
     by_prompt: dict[bytes, tuple[IntArray, list[PackedReply]]] = {}
     for prompt_ids, reply in replies:

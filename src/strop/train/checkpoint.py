@@ -33,6 +33,8 @@ class TrainerState:
     """Steps without an update since the last good one."""
     num_threads: int
     """Threads that the numbers were computed with; another count rounds differently."""
+    demonstrations: str | None = None
+    """Digest of what is imitated, None where nothing is; other data would be another curve."""
 
 
 def save_checkpoint(run_dir: RunDir, learner: Learner, tokenizer_dir: Path, state: TrainerState) -> Path:
@@ -78,3 +80,17 @@ def load_checkpoint(path: Path, learner: Learner, *, num_threads: int) -> Traine
         )
     learner.load_state(path / "state")
     return state
+
+
+def require_same_demonstrations(state: TrainerState, digest: str | None) -> None:
+    """Refuse to go on with other demonstrations than before. Raises: CheckRefused with both digests."""
+    if state.demonstrations == digest:
+        return
+    before, now = (text[:12] if text else "none" for text in (state.demonstrations, digest))
+    raise CheckRefused(
+        explain_refusal(
+            f"the run imitated demonstrations {before} until step {state.step} and would go on with {now}",
+            allowed="the same demonstrations in the same order, so that the curve stays the same",
+            next_step="restore what sft.source held, or start a new run with --new",
+        )
+    )

@@ -28,10 +28,11 @@ from strop.policy.footprint import (
     micro_batch_positions,
     read_model_size,
     state_bytes,
+    terms_bytes,
 )
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.policy.scoring import score_batch, score_reply
-from strop.rollout import FinishReason, Group, IntArray, Rollout, Sampling, Split
+from strop.rollout import Example, FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task, render_prompt, self_test
 from strop.tasks.audit import (
@@ -46,7 +47,9 @@ from strop.tasks.audit import (
 from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
+from strop.train.demonstrations import Demonstration, Demonstrations
 from strop.train.room import LOW_DISK_FACTOR, directory_bytes
+from strop.train.terms import pack_demonstrations
 
 PARITY_TOLERANCE_NATS = {"bfloat16": 0.06, "float32": 1e-3}
 """Largest mean abs(engine - trainer) log-probability at equal weights."""
@@ -78,6 +81,13 @@ class GateInput:
     run_path: Path
     judge: Judge | None = None
     """None: replies are judged in this process."""
+    demonstrations: Demonstrations | None = None
+    """None: nothing is imitated."""
+
+    @property
+    def asked(self) -> Sequence[Example]:
+        """The examples that the model answers: those trained on, or those evaluated on if none are."""
+        return self.task.examples(Split.TRAIN if self.spec.train.has_rl else Split.HELD_OUT)
 
     @property
     def max_positions(self) -> int:
@@ -104,6 +114,8 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     checks = [check(gate) for check in _MODEL_CHECKS]
     checks += [await check_verifier(gate), await check_audit(gate, accepted)]
     checks += [check(gate) for check in _PLAN_CHECKS]
+    if gate.demonstrations is not None:
+        checks.append(check_demonstrations(gate))
     # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
     if all(check.is_passed or check.name in accepted for check in checks):
         groups = await _probe(gate)
@@ -145,7 +157,7 @@ def read_accepted(text: str | None) -> dict[str, str]:
 async def _probe(gate: GateInput) -> list[Group]:
     """Sample a few groups the way training will."""
     spec, task = gate.spec, gate.task
-    examples = task.examples(Split.TRAIN)[:_NUM_PROBE_PROMPTS]
+    examples = gate.asked[:_NUM_PROBE_PROMPTS]
     sampling = Sampling(**spec.sampling.model_dump())
     plans = [
         [
@@ -170,7 +182,7 @@ async def _probe(gate: GateInput) -> list[Group]:
 def check_prompt(gate: GateInput) -> GateCheck:
     """Show the rendered prompt and the stops; refuse if too many prompts leave no room for a reply."""
     tokenizer, task, spec = gate.roles.tokenizer, gate.task, gate.spec
-    examples = task.examples(Split.TRAIN)
+    examples = gate.asked
     # Evenly spread where there are many: data is often sorted by length.
     measured = examples[:: math.ceil(len(examples) / _NUM_MEASURED_PROMPTS)]
     text, lengths = "", []
@@ -212,7 +224,7 @@ def check_weights(gate: GateInput) -> GateCheck:
 
 async def check_verifier(gate: GateInput) -> GateCheck:
     """Refuse a verifier that rejects gold answers or pays for nonsense."""
-    examples = gate.task.examples(Split.TRAIN)[:_NUM_SELFTEST_EXAMPLES]
+    examples = gate.asked[:_NUM_SELFTEST_EXAMPLES]
     findings = await self_test(gate.task, examples, gate.judge)
     if findings:
         shown = "; ".join(finding.describe() for finding in findings[:3])
@@ -246,7 +258,7 @@ def check_schedule(gate: GateInput) -> GateCheck:
     """Refuse a schedule that cannot fill a step, or that evaluates what it trains on."""
     train_ids = {example.example_id for example in gate.task.examples(Split.TRAIN)}
     held_out_ids = {example.example_id for example in gate.task.examples(Split.HELD_OUT)}
-    wanted = gate.spec.train.prompts_per_step
+    wanted = gate.spec.train.prompts_per_step if gate.spec.train.has_rl else 0
     overlap = train_ids & held_out_ids
     if overlap:
         detail = f"{len(overlap)} examples are both trained on and held out, the first is {min(overlap)}"
@@ -265,19 +277,13 @@ def check_room(gate: GateInput) -> GateCheck:
     """
     spec, size = gate.spec, read_model_size(gate.model_dir)
     dtype = spec.model.dtype
-    tokenizer, task, prompt_format = gate.roles.tokenizer, gate.task, spec.model.prompt_format
-    probed = task.examples(Split.TRAIN)[:_NUM_PROBE_PROMPTS]
-    longest = max(len(render_prompt(tokenizer, task.render(e), prompt_format)[1]) for e in probed)
-    positions = micro_batch_positions(
-        budget=spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
-        num_prompts=spec.train.prompts_per_step,
-        num_rollouts=spec.train.rollouts_per_prompt,
-        prompt_tokens=min(longest, gate.max_positions),
-        reply_tokens=task.limits.max_reply_tokens,
-    )
+    task, answered = gate.task, _answered_positions(gate)
+    positions = max(answered if spec.train.has_rl else 0, _imitated_positions(gate))
     rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
-    memory_bytes = state_bytes(size, dtype) + activation_bytes(size, dtype, positions)
-    memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + positions // rows)
+    num_terms = spec.train.has_rl + spec.train.has_sft
+    memory_bytes = state_bytes(size, dtype) + terms_bytes(size, num_terms)
+    memory_bytes += activation_bytes(size, dtype, positions)
+    memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + answered // rows)
     disk_bytes = int((spec.train.keep_checkpoints + LOW_DISK_FACTOR) * checkpoint_bytes(size, dtype))
     there_bytes = directory_bytes(gate.run_path / "checkpoints")
     free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + there_bytes
@@ -291,6 +297,70 @@ def check_room(gate: GateInput) -> GateCheck:
     )
     is_passed = disk_bytes <= have_disk and has_memory
     return GateCheck(name="room", is_passed=is_passed, detail=detail)
+
+
+def _answered_positions(gate: GateInput) -> int:
+    """Return the positions of the largest micro-batch of rollouts."""
+    tokenizer, spec = gate.roles.tokenizer, gate.spec
+    prompts = [gate.task.render(example) for example in gate.asked[:_NUM_PROBE_PROMPTS]]
+    longest = max(len(render_prompt(tokenizer, prompt, spec.model.prompt_format)[1]) for prompt in prompts)
+    return micro_batch_positions(
+        budget=spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
+        num_prompts=spec.train.prompts_per_step,
+        num_rollouts=spec.train.rollouts_per_prompt,
+        prompt_tokens=min(longest, gate.max_positions),
+        reply_tokens=gate.task.limits.max_reply_tokens,
+    )
+
+
+def _imitated_positions(gate: GateInput) -> int:
+    """Return the positions of the largest micro-batch of demonstrations; 0 without them."""
+    if gate.demonstrations is None:
+        return 0
+    longest = max(member.num_tokens for member in gate.demonstrations.members)
+    budget = gate.spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    return max(longest, min(budget, gate.spec.sft.rows_per_step * longest))
+
+
+def check_demonstrations(gate: GateInput) -> GateCheck:
+    """Refuse demonstrations that are evaluated on, or that do not teach where a reply ends."""
+    found, tokenizer = gate.demonstrations, gate.roles.tokenizer
+    if found is None:
+        return GateCheck(name="demonstrations", is_passed=True, detail="nothing is imitated")
+    first, num_members = found.members[0], len(found.members)
+    num_endless = sum(not _ends_once(tokenizer, member) for member in found.members)
+    leaked = _find_evaluated(gate, found)
+    num_passes = gate.spec.train.steps * gate.spec.sft.rows_per_step / num_members
+    said = "".join(map(tokenizer.token_text, first.reply_ids[first.is_trained].tolist()))
+    detail = f"{found.describe()}, seen {num_passes:.3g} times; the first teaches {said!r}"
+    if num_endless:
+        detail = f"{num_endless} of {num_members} demonstrations do not teach one terminator at their end"
+    elif leaked:
+        detail = (
+            f"{len(leaked)} of the held-out examples are imitated, the first is {leaked[0]}; remove them from"
+            " sft.source: their score would measure memory"
+        )
+    return GateCheck(name="demonstrations", is_passed=not num_endless and not leaked, detail=detail)
+
+
+def _ends_once(tokenizer: Tokenizer, member: Demonstration) -> bool:
+    """Whether the last token in the loss is a terminator, and the one before is not."""
+    batch = PackedBatch.of_groups(pack_demonstrations([member]), torch.device("cpu"))
+    is_end = [token_id in tokenizer.stop_token_ids for token_id in batch.target_M[-2:].tolist()]
+    return sum(is_end) == 1 and is_end[-1]
+
+
+def _find_evaluated(gate: GateInput, found: Demonstrations) -> list[str]:
+    """Return the held-out examples that a demonstration asks, or whose text is the problem of one."""
+    asked = {member.asked_ids.tobytes() for member in found.members}
+    leaked = []
+    for example in gate.task.examples(Split.HELD_OUT):
+        messages = gate.task.render(example)
+        _, prompt_ids = render_prompt(gate.roles.tokenizer, messages, gate.spec.model.prompt_format)
+        texts = [" ".join(text.split()) for text in example.fields.values() if isinstance(text, str)]
+        if prompt_ids.tobytes() in asked or found.problems.intersection(texts):
+            leaked.append(example.example_id)
+    return leaked
 
 
 def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
@@ -380,5 +450,12 @@ _PROBE_CHECKS: tuple[Callable[[GateInput, Sequence[Group]], GateCheck], ...] = (
     check_terminator,
     check_parity,
 )
-_ALL_CHECKS = (*_MODEL_CHECKS, check_verifier, check_audit, *_PLAN_CHECKS, *_PROBE_CHECKS)
+_ALL_CHECKS = (
+    *_MODEL_CHECKS,
+    check_verifier,
+    check_audit,
+    *_PLAN_CHECKS,
+    check_demonstrations,
+    *_PROBE_CHECKS,
+)
 """In the order in which they run."""

@@ -1,9 +1,11 @@
 """The loop: examples, rollouts, credit, one optimizer step, publication, record.
 
 One step, in order: take the step's examples, attempt each several times, judge, assign credit over
-the complete batch, move the weights once, publish them to the engine, write everything down, and
-checkpoint where one is due. A record of step k on disk means that step k was trained; what was
-recorded after the last checkpoint is cut off on resume and computed again, to the same values.
+the complete batch, add the term of the step's demonstrations, move the weights once, publish them to
+the engine, write everything down, and checkpoint where one is due. A run that only imitates
+(`train.terms = "sft"`) has no examples to attempt; all else is the same. A record of step k on disk
+means that step k was trained; what was recorded after the last checkpoint is cut off on resume and
+computed again, to the same values.
 """
 
 from __future__ import annotations
@@ -23,26 +25,35 @@ from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, WeightMismatch, explain_refusal
 from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.footprint import checkpoint_bytes, read_model_size
-from strop.policy.learner import StepReport
+from strop.policy.learner import LossTerm, StepReport
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
-from strop.rollout import PROMPT_TOO_LONG, Group, Sampling, Split
+from strop.rollout import PROMPT_TOO_LONG, Group, Sampling
 from strop.spec.run import RunSpec
-from strop.tasks import Ordered, Task, limits_of
+from strop.tasks import Task, limits_of
 from strop.tasks.judging import InlineJudge, Judge, TimedJudge
 from strop.train.batch import TrainBatch, build_batch
-from strop.train.checkpoint import TrainerState, load_checkpoint, save_checkpoint
+from strop.train.checkpoint import (
+    TrainerState,
+    load_checkpoint,
+    require_same_demonstrations,
+    save_checkpoint,
+)
+from strop.train.demonstrations import Demonstration, Demonstrations
 from strop.train.gate import GateInput, pass_gate
 from strop.train.measure import (
+    count_trained_tokens,
     measure_batch,
+    measure_demonstrations,
     measure_rollouts,
     measure_time,
     measure_update,
 )
 from strop.train.observer import Evaluator, Observer
 from strop.train.room import DiskWatch, MemoryWatch
-from strop.train.schedule import ExampleSchedule
+from strop.train.schedule import schedule_demonstrations, schedule_examples
 from strop.train.signals import StopFlag
+from strop.train.terms import rl_term, sft_term
 from strop.train.trends import History, find_trend_alarms
 from strop.train.tripwires import MAX_REFUSED_IN_A_ROW, find_alarms, find_format_drift
 from strop.train.watchdog import Watchdog
@@ -66,6 +77,8 @@ class TrainInput:
     """None: the held-out examples are not looked at."""
     judge: Judge | None = None
     """None: replies are judged in this process."""
+    demonstrations: Demonstrations | None = None
+    """None: nothing is imitated."""
 
 
 class TrainLoop:
@@ -77,15 +90,16 @@ class TrainLoop:
         self._roles = parts.roles
         self._run_dir = parts.run_dir
         self._algorithm = build_algorithm(parts.spec.algorithm)
-        self._schedule = ExampleSchedule(
-            parts.task.examples(Split.TRAIN),
-            seed=parts.spec.seed,
-            prompts_per_step=parts.spec.train.prompts_per_step,
-            epoch_order=parts.task.epoch_order if isinstance(parts.task, Ordered) else None,
-        )
+        self._schedule = schedule_examples(parts.spec, parts.task)
+        self._imitated = schedule_demonstrations(parts.spec, parts.demonstrations)
+        self._is_mixed = parts.spec.train.has_rl and parts.spec.train.has_sft
         self._judge = TimedJudge(parts.judge or InlineJudge(parts.task))
         self._state = TrainerState(
-            step=0, version=0, num_refused_in_a_row=0, num_threads=torch.get_num_threads()
+            step=0,
+            version=0,
+            num_refused_in_a_row=0,
+            num_threads=torch.get_num_threads(),
+            demonstrations=parts.demonstrations.digest if parts.demonstrations else None,
         )
         self._history = History()
         self._memory = MemoryWatch(parts.spec.tripwires.max_memory_growth_bytes)
@@ -123,7 +137,9 @@ class TrainLoop:
         latest = self._run_dir.latest_checkpoint()
         if latest is not None:
             step, path = latest
+            digest = self._state.demonstrations
             self._state = load_checkpoint(path, self._roles.learner, num_threads=self._state.num_threads)
+            require_same_demonstrations(self._state, digest)
             self._run_dir.truncate_after(step)
             self._event(EventKind.RESUME, "checkpoint", f"training goes on from {path.name}")
         else:
@@ -156,6 +172,7 @@ class TrainLoop:
             model_dir=parts.model_dir,
             run_path=parts.run_dir.path,
             judge=parts.judge,
+            demonstrations=parts.demonstrations,
         )
         for check in await pass_gate(gate):
             detail = check.detail if check.is_passed else f"accepted although it failed: {check.detail}"
@@ -171,7 +188,8 @@ class TrainLoop:
         verify_s = min(self._judge.take_busy_s(), collected_at - started_at)
         self._watchdog.progress("learn")
         batch = build_batch(self._algorithm, groups, self._parts.task.limits.max_reply_tokens)
-        report = self._learn(batch)
+        imitated = self._imitated.examples(self._state.step) if self._imitated else []
+        report = self._learn(self._list_terms(batch, imitated))
         learned_at = time.perf_counter()
         if report is not None:
             await self._publish()
@@ -182,19 +200,21 @@ class TrainLoop:
             "sync": time.perf_counter() - learned_at,
         }
         # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
-        self._advance(is_refused=report is None and num_attempted > 0)
-        write_rollouts(
-            self._run_dir.rollouts_path(self._state.step),
-            [rollout for group in groups for rollout in group.rollouts],
-        )
-        metrics = measure_rollouts(groups) | measure_batch(batch)
-        metrics |= measure_update(report) if report is not None else {}
+        self._advance(is_refused=report is None and (num_attempted > 0 or bool(imitated)))
+        if groups:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            write_rollouts(self._run_dir.rollouts_path(self._state.step), rollouts)
+        metrics = measure_rollouts(groups) | measure_batch(batch) if groups else {}
+        metrics |= measure_demonstrations(imitated)
+        metrics |= measure_update(report, is_mixed=self._is_mixed) if report is not None else {}
         step_s = time.perf_counter() - started_at
-        metrics |= measure_time(seconds, step_s, metrics["num_scored_tokens"])
+        metrics |= measure_time(seconds, step_s, count_trained_tokens(metrics))
         await self._close_step(metrics)
 
     async def _collect(self) -> list[Group]:
-        """Attempt the step's examples, all at once."""
+        """Attempt the step's examples, all at once; none in a run that only imitates."""
+        if self._schedule is None:
+            return []
         self._watchdog.progress("generate")
         spec, task = self._spec, self._parts.task
         sampling = Sampling(**spec.sampling.model_dump())
@@ -222,22 +242,23 @@ class TrainLoop:
             on_group=lambda: self._watchdog.progress("generate"),
         )
 
-    def _learn(self, batch: TrainBatch) -> StepReport | None:
-        """Take the optimizer step. Returns None where there is nothing to count or it was refused."""
-        if batch.credit.num_counted_tokens == 0:
+    def _list_terms(self, batch: TrainBatch, imitated: Sequence[Demonstration]) -> list[LossTerm]:
+        """Return the terms of the step that have something to count."""
+        terms = []
+        if batch.credit.num_counted_tokens:
+            terms.append(rl_term(self._algorithm, batch, self._spec.sampling.temperature))
+        elif self._spec.train.has_rl:
             self._event(EventKind.TRIPWIRE, "empty_step", "no rollout of the step could be trained on")
+        if imitated:
+            terms.append(sft_term(imitated, self._spec.sft.weight))
+        return terms
+
+    def _learn(self, terms: Sequence[LossTerm]) -> StepReport | None:
+        """Take the optimizer step. Returns None where there is nothing to count or it was refused."""
+        if not terms:
             return None
-
-        def token_terms(
-            logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            terms = self._algorithm.token_terms(logprob, engine_logprob, advantage)
-            return terms.loss_N, terms.grad_N
-
         try:
-            return self._roles.learner.step(
-                batch.groups, temperature=self._spec.sampling.temperature, token_terms=token_terms
-            )
+            return self._roles.learner.step_terms(terms)
         except LearnerError as error:
             self._event(EventKind.TRIPWIRE, "non_finite", str(error))
             return None

@@ -15,6 +15,7 @@ import numpy as np
 from strop.policy.learner import StepReport
 from strop.rollout import RESTART, TERMINATOR, Group, Rollout
 from strop.train.batch import TrainBatch
+from strop.train.demonstrations import Demonstration
 
 
 def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
@@ -61,8 +62,16 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
     }
 
 
-def measure_update(report: StepReport) -> dict[str, float]:
-    """Sum up what the optimizer step did."""
+def measure_demonstrations(members: Sequence[Demonstration]) -> dict[str, float]:
+    """Sum up what was imitated; nothing where nothing was."""
+    if not members:
+        return {}
+    num_tokens = sum(int(member.is_trained.sum()) for member in members)
+    return {"num_sft_rows": float(len(members)), "num_sft_tokens": float(num_tokens)}
+
+
+def measure_update(report: StepReport, *, is_mixed: bool = False) -> dict[str, float]:
+    """Sum up what the optimizer step did; in a mixed run also what each term gave, its weight included."""
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
@@ -70,6 +79,10 @@ def measure_update(report: StepReport) -> dict[str, float]:
         "changed_frac": report.changed_frac,
         "num_positions": float(report.num_positions),
     }
+    for term in report.terms if is_mixed else ():
+        metrics |= {f"loss_{term.name}": term.loss, f"grad_norm_{term.name}": term.grad_norm}
+        if term.cosine is not None:
+            metrics["grad_cosine"] = term.cosine
     if report.master_changed_frac is not None:
         metrics["master_changed_frac"] = report.master_changed_frac
     if len(report.drift_M):
@@ -79,6 +92,11 @@ def measure_update(report: StepReport) -> dict[str, float]:
             "drift_max_nats": float(report.drift_M.max()),
         }
     return metrics
+
+
+def count_trained_tokens(metrics: Mapping[str, float]) -> float:
+    """Return the tokens in the normalisers of all terms."""
+    return metrics.get("num_scored_tokens", 0.0) + metrics.get("num_sft_tokens", 0.0)
 
 
 def measure_time(seconds: Mapping[str, float], step_s: float, num_scored_tokens: float) -> dict[str, float]:

@@ -11,19 +11,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from strop.errors import DataError, explain_refusal
-from strop.rollout import Example
+from strop.rollout import Example, Split
+from strop.spec.run import RunSpec
+from strop.tasks import Ordered, Task
+from strop.train.demonstrations import Demonstration, Demonstrations
+
+Item = TypeVar("Item")
 
 
-class ExampleSchedule:
-    """Serves the examples of any step."""
+class ExampleSchedule(Generic[Item]):
+    """Serves the examples of any step, or other things that take turns like them."""
 
     def __init__(
         self,
-        examples: Sequence[Example],
+        examples: Sequence[Item],
         *,
         seed: int,
         prompts_per_step: int,
@@ -45,7 +51,7 @@ class ExampleSchedule:
         self._waiting: deque[int] = deque()
         self._num_epochs = 0
 
-    def examples(self, step: int) -> list[Example]:
+    def examples(self, step: int) -> list[Item]:
         """Return the examples of the step that follows `step` completed ones.
 
         Raises: DataError if the task's own order names too few different examples to fill a step.
@@ -84,3 +90,40 @@ class ExampleSchedule:
     def _permute(self, seed: int, epoch: int) -> list[int]:
         generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
         return [int(index) for index in generator.permutation(len(self._examples))]
+
+
+def schedule_examples(spec: RunSpec, task: Task) -> ExampleSchedule[Example] | None:
+    """Return which examples are attempted when, or None in a run that only imitates.
+
+    Raises: DataError if there are fewer examples than a step takes.
+    """
+    if not spec.train.has_rl:
+        return None
+    wanted = spec.train.prompts_per_step
+    return ExampleSchedule(
+        task.examples(Split.TRAIN),
+        seed=spec.seed,
+        prompts_per_step=wanted,
+        epoch_order=task.epoch_order if isinstance(task, Ordered) else None,
+    )
+
+
+def schedule_demonstrations(
+    spec: RunSpec, demonstrations: Demonstrations | None
+) -> ExampleSchedule[Demonstration] | None:
+    """Return which demonstrations are imitated when, or None where none are.
+
+    Raises: DataError if there are fewer demonstrations than a step takes.
+    """
+    if demonstrations is None:
+        return None
+    members, wanted = demonstrations.members, spec.sft.rows_per_step
+    if len(members) < wanted:
+        raise DataError(
+            explain_refusal(
+                f"a step takes sft.rows_per_step={wanted} and there are {demonstrations.describe()}",
+                allowed=f"sft.rows_per_step from 1 to {len(members)}",
+                next_step="lower sft.rows_per_step or give the run more demonstrations",
+            )
+        )
+    return ExampleSchedule(members, seed=spec.seed, prompts_per_step=wanted)

@@ -93,12 +93,14 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
             detail = f"{wire.metric}={value:.4g} is {word} tripwires.{wire.setting}={bound:g}: {wire.advice}"
             alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause=wire.cause, detail=detail))
     changed_frac = metrics.get("master_changed_frac", 1.0)
-    if metrics.get("num_signal_tokens") and changed_frac < _MIN_MASTER_CHANGED_FRAC:
+    has_signal = metrics.get("num_signal_tokens") or metrics.get("num_sft_tokens")
+    if has_signal and changed_frac < _MIN_MASTER_CHANGED_FRAC:
         detail = (
             f"master_changed_frac={changed_frac:.3g}: updates vanish in the rounding of the weights; raise"
             " optimizer.lr, and check that masters are float32"
         )
         alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="vanishing_updates", detail=detail))
+    alarms += _find_dominant_term(spec.max_term_norm_ratio, step, metrics)
     broken_frac = metrics.get("prefix_break_frac", 0.0)
     if broken_frac > 0.0:
         detail = (
@@ -107,6 +109,23 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
         )
         alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="prefix_break", detail=detail))
     return alarms
+
+
+def _find_dominant_term(bound: float | None, step: int, metrics: Mapping[str, float]) -> list[Event]:
+    """Return an alarm where one term of the loss drowns another. One without gradient is no sign."""
+    norms = {name: metrics.get(f"grad_norm_{name}", 0.0) for name in ("rl", "sft")}
+    if bound is None or not all(norms.values()):
+        return []
+    large, small = max(norms, key=lambda name: norms[name]), min(norms, key=lambda name: norms[name])
+    ratio = norms[large] / norms[small]
+    if ratio <= bound:
+        return []
+    detail = (
+        f"grad_norm_{large}={norms[large]:.4g} is {ratio:.4g} times grad_norm_{small}={norms[small]:.4g},"
+        f" above tripwires.max_term_norm_ratio={bound:g}: almost only the {large} term moves the weights;"
+        f" {'lower' if large == 'sft' else 'raise'} sft.weight"
+    )
+    return [Event(kind=EventKind.TRIPWIRE, step=step, cause="term_dominates", detail=detail)]
 
 
 def _read_bounds(spec: TripwireSpec) -> dict[str, float | None]:

@@ -1,0 +1,65 @@
+"""What a run imitates: demonstrations from a data file, or chosen rollouts of another run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strop.spec.base import Section
+from strop.spec.paths import is_data_file
+
+
+class SftSpec(Section):
+    """Supervised fine-tuning: the mean cross-entropy of demonstrated replies."""
+
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where the demonstrations are: a file of JSONL (.jsonl, .json) or Parquet (.parquet), or"
+        " the folder of a run, whose best rollouts are imitated. A relative path is taken from the file that"
+        " names it. none = nothing is imitated.",
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant",
+        description="What of a row the loss is computed on, where the row does not say: 'assistant' every"
+        " reply, 'last' the last one, 'all' every token, prompts included.",
+    )
+    subset: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Use only the rows of a file whose key `source` is this text. none = all rows.",
+    )
+    min_reward: float = Field(
+        default=1.0, description="Lowest reward of a rollout of another run that is imitated."
+    )
+    max_per_example: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="Rollouts of another run imitated per example, those of the highest reward first; 1 is"
+        " best-of-k. none = all.",
+    )
+    rows_per_step: int = Field(
+        default=16, ge=1, le=10**6, description="Demonstrations in the batch of one optimizer step."
+    )
+    max_dropped_frac: float = Field(
+        default=0.01,
+        ge=0.0,
+        lt=1.0,
+        description="Share of the demonstrations that may be dropped because they do not fit the model's"
+        " positions or the task's reply limit, or hold one of the task's stop strings. Above it the run is"
+        " refused.",
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1e6,
+        description="Factor of this term beside the RL term, which has factor 1. The gradient norm of each"
+        " is in the metrics; the two may differ a thousandfold.",
+    )
+
+    @property
+    def is_from_file(self) -> bool:
+        """Whether the source is a data file, and not the folder of a run."""
+        return self.source is not None and is_data_file(self.source)

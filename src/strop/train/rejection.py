@@ -1,0 +1,157 @@
+"""Demonstrations from the rollouts of a run: those that earned enough, the best of each example first.
+
+Their ids are taken as the engine sampled them, so they are shown to be this model's own: its tokenizer
+gives the same prompt ids and reads the same replies, and the task, where it is the run's own, still asks
+in the same words. A reply that was cut has no end that could be taught and is never taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from strop.errors import DataError, explain_refusal
+from strop.record import RunDir
+from strop.rollout import TERMINATOR, FinishReason, Rollout, Turn
+from strop.spec.sft import SftSpec
+from strop.tasks.prompt import render_prompt
+from strop.train.demonstrations import Candidate, Demonstration, Demonstrations, Framing, Sieve, require_some
+
+_ENDS = frozenset({FinishReason.EOS, FinishReason.STOP_STRING})
+_SPLIT_STOPS = "split_stops"
+"""Metric of a rollout of which a token reaches into the stop string behind its text."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Choice:
+    """Takes rollouts one by one and keeps the best of each example, different ones only."""
+
+    min_reward: float
+    max_per_example: int | None
+    counts: Counter[str] = field(default_factory=Counter)
+    num_seen: int = 0
+    _by_example: dict[str, dict[bytes, Rollout]] = field(default_factory=dict)
+
+    def add(self, rollout: Rollout) -> None:
+        """Keep a rollout for now, or count why not."""
+        self.num_seen += 1
+        reward = rollout.outcome.reward
+        if reward is None:
+            self.counts["rollouts without a score"] += 1
+        elif not is_whole(rollout):
+            self.counts["rollouts without a whole reply"] += 1
+        elif reward < self.min_reward:
+            self.counts["rollouts below sft.min_reward"] += 1
+        else:
+            known = self._by_example.setdefault(rollout.example.example_id, {})
+            said = b"|".join(turn.token_ids.tobytes() for turn in rollout.turns)
+            self.counts["repeated rollouts"] += said in known
+            known.setdefault(said, rollout)
+
+    def finish(self) -> list[Rollout]:
+        """Return what is left: by example in order of appearance, best first, earliest first among equals."""
+        chosen: list[Rollout] = []
+        for known in self._by_example.values():
+            ranked = sorted(known.values(), key=lambda rollout: -(rollout.outcome.reward or 0.0))
+            taken = ranked[: self.max_per_example]
+            chosen += taken
+            self.counts["rollouts over sft.max_per_example"] += len(ranked) - len(taken)
+        return chosen
+
+
+def is_whole(rollout: Rollout) -> bool:
+    """Whether every reply came to its end, and its tokens are exactly the text that was judged."""
+    replies = [turn for turn in rollout.turns if turn.is_sampled]
+    has_ends = all(turn.finish_reason in _ENDS for turn in replies)
+    is_exact = not rollout.outcome.metrics.get(_SPLIT_STOPS)
+    return rollout.num_sampled_tokens > 0 and has_ends and is_exact and not rollout.outcome.truncated
+
+
+def read_run_demonstrations(spec: SftSpec, framing: Framing) -> Demonstrations:
+    """Choose demonstrations among the recorded rollouts of a run.
+
+    Raises: StoreError if the source is no run; CorruptRecord if a file of it is damaged; DataError if none
+        is left, too many do not fit, or they were written with another tokenizer or prompt.
+    """
+    # Here, because pyarrow is heavy.
+    from strop.record.rollouts import read_rollouts
+
+    assert spec.source is not None
+    run = RunDir.open(Path(spec.source))
+    choice = Choice(min_reward=spec.min_reward, max_per_example=spec.max_per_example)
+    for path in sorted((run.path / "rollouts").glob("step-*.parquet")):
+        for rollout in read_rollouts(path):
+            choice.add(rollout)
+    chosen = choice.finish()
+    seen = "; ".join(f"{number} {what}" for what, number in choice.counts.items() if number)
+    require_some(spec.source, chosen, f"{choice.num_seen} rollouts are recorded{seen and ', '}{seen}")
+    sieve = Sieve(framing=framing)
+    for rollout in chosen:
+        _require_same_asking(rollout, framing)
+        for candidate in _to_candidates(rollout, framing):
+            sieve.add(candidate)
+    return Demonstrations(
+        source=spec.source,
+        members=sieve.finish(spec.source, spec.max_dropped_frac),
+        problems=frozenset(),
+        counts={**choice.counts, **sieve.counts},
+    )
+
+
+def _require_same_asking(rollout: Rollout, framing: Framing) -> None:
+    """Raises: DataError if this run would ask, write or read otherwise than the rollout has it."""
+    tokenizer, task, opening = framing.tokenizer, framing.task, rollout.turns[0]
+    is_same = np.array_equal(tokenizer.encode(opening.text), opening.token_ids)
+    is_same = is_same and all(_reads_as_judged(framing, turn) for turn in rollout.turns if turn.is_sampled)
+    if is_same and rollout.example.task == task.name:
+        messages = task.render(rollout.example)
+        _, prompt_ids = render_prompt(tokenizer, messages, framing.prompt_format)
+        is_same = np.array_equal(prompt_ids, opening.token_ids)
+    if not is_same:
+        raise DataError(
+            explain_refusal(
+                f"a rollout of sft.source, example {rollout.example.example_id} of step {rollout.step}, was"
+                f" asked with {opening.text!r}, and this run's tokenizer, prompt format or task writes or"
+                " reads it otherwise",
+                allowed="rollouts of a model with the same tokenizer, asked as this run asks",
+                next_step="name a run of this model, task and model.prompt_format in sft.source",
+            )
+        )
+
+
+def _reads_as_judged(framing: Framing, turn: Turn) -> bool:
+    spoken_ids = turn.token_ids[:-1] if turn.finish_reason is FinishReason.EOS else turn.token_ids
+    return framing.tokenizer.decode(spoken_ids) == turn.text
+
+
+def _to_candidates(rollout: Rollout, framing: Framing) -> Iterator[Candidate]:
+    """Make a demonstration of each piece that the policy saw and said."""
+    for turns in rollout.samples:
+        if any(turn.is_sampled for turn in turns):
+            yield _to_candidate(rollout, turns, framing)
+
+
+def _to_candidate(rollout: Rollout, turns: tuple[Turn, ...], framing: Framing) -> Candidate:
+    """Train what was sampled, and the terminator behind it, which a stop string kept from being said."""
+    tokenizer, said = framing.tokenizer, turns[1:]
+    token_ids = np.concatenate([turn.token_ids for turn in said])
+    marks = [np.full(len(turn.token_ids), turn.is_sampled or turn.role == TERMINATOR) for turn in said]
+    is_trained = np.concatenate(marks)
+    if int(token_ids[-1]) not in tokenizer.stop_token_ids:
+        token_ids = np.append(token_ids, np.int32(tokenizer.eos_id))
+        is_trained = np.append(is_trained, True)
+    return Candidate(
+        demonstration=Demonstration(
+            prompt_ids=turns[0].token_ids,
+            num_asked=len(turns[0].token_ids),
+            reply_ids=token_ids,
+            is_trained=is_trained,
+            weight=1.0,
+            prompt_id=rollout.example.example_id,
+        ),
+        replies=tuple((turn.text, len(turn.token_ids)) for turn in said if turn.is_sampled),
+    )

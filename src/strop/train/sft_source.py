@@ -1,0 +1,44 @@
+"""From `sft.source` to the demonstrations of a run, read before anything heavy happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strop.errors import DataError, explain_refusal
+from strop.policy.footprint import read_model_size
+from strop.spec.run import RunSpec
+from strop.tasks import Task
+from strop.tasks.prompt import resolve_prompt_format
+from strop.tokenizer import Tokenizer
+from strop.train.demonstrations import Demonstrations, Framing
+from strop.train.rejection import read_run_demonstrations
+from strop.train.sft_rows import read_file_demonstrations
+
+
+def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstrations | None:
+    """Read what a run imitates, framed as the run asks its model; None where it imitates nothing.
+
+    Raises: DataError or StoreError for a source that is missing, malformed or left with nothing;
+        ConfigError if the model cannot be asked in the run's prompt format.
+    """
+    if not spec.train.has_sft:
+        return None
+    source = spec.sft.source
+    assert source is not None
+    if not Path(source).exists():
+        raise DataError(
+            explain_refusal(
+                f"sft.source={source} does not exist",
+                allowed="a file of JSONL or Parquet, or the folder of a run, on this machine",
+                next_step="correct the path in sft.source",
+            )
+        )
+    tokenizer = Tokenizer.load(model_dir)
+    framing = Framing(
+        tokenizer=tokenizer,
+        prompt_format=resolve_prompt_format(tokenizer, spec.model.prompt_format),
+        task=task,
+        max_positions=read_model_size(model_dir).max_positions,
+    )
+    read = read_file_demonstrations if spec.sft.is_from_file else read_run_demonstrations
+    return read(spec.sft, framing)
