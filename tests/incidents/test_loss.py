@@ -21,7 +21,10 @@ from strop.errors import DataError, RunStopped
 from strop.record import RunDir
 from strop.rollout import Example, Outcome
 from strop.spec.run import RunSpec
+from strop.spec.tripwires import TripwireSpec
 from strop.store import verify_directory
+from strop.train.tripwires import find_alarms
+from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 
 # Shapes: P groups, G rollouts (ragged), T tokens of a rollout (ragged), 3 features, V = 4 tokens.
@@ -122,6 +125,55 @@ def test_opt_3_the_constant_normaliser_is_the_reply_limit() -> None:
     credit = assign_credit(ALGORITHMS["dr_grpo"], [[1, 0]], [[2, 3]], [[False, False]], 10)
     # Two rollouts with a limit of 10 tokens: 1 / 20, however long the replies are.
     assert credit.weight_P_G[0].tolist() == [1 / 20, 1 / 20]
+
+
+@pytest.mark.parametrize(("large", "small"), [("sft", "rl"), ("rl", "sft")])
+def test_opt_3_a_term_that_drowns_another_is_named(large: str, small: str) -> None:
+    """Incident: a fine-tuning term about 1,000 times larger drowned the reinforcement beside it.
+
+    Symptom: rewards stood still while the summed loss fell.
+    """
+    norms = {f"grad_norm_{large}": 5.0, f"grad_norm_{small}": 0.005}
+    (alarm,) = find_alarms(TripwireSpec(), 3, norms)
+    # 5 / 0.005 = 1000, ten times the bound.
+    assert (alarm.cause, alarm.kind.value, alarm.step) == ("term_dominates", "tripwire", 3)
+    assert f"grad_norm_{large}=5 is 1000 times grad_norm_{small}=0.005" in alarm.detail
+    assert f"{'lower' if large == 'sft' else 'raise'} sft.weight" in alarm.detail
+    # At the bound there is no alarm, nor where it is not watched, nor where one says nothing at all.
+    assert find_alarms(TripwireSpec(), 3, {"grad_norm_rl": 0.05, "grad_norm_sft": 5.0}) == []
+    assert find_alarms(TripwireSpec(max_term_norm_ratio=None), 3, norms) == []
+    assert find_alarms(TripwireSpec(), 3, {"grad_norm_rl": 0.0, "grad_norm_sft": 5.0}) == []
+
+
+def test_opt_3_weight_1_beside_a_tiny_reward_loss_raises_the_alarm(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: as above, in a run whose rewards hardly differ."""
+    rows = [{"prompt": f"#{n}", "completion": "Q7Z"} for n in range(4)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    spec = tiny_spec(
+        train={"terms": "rl+sft", "steps": 1},
+        sft={"source": str(path), "rows_per_step": 2},
+        algorithm={"name": "rloo"},
+    )
+    made = Composition(
+        spec,
+        tiny_model_dir,
+        new_run(tmp_path / "runs"),
+        task=TinyReward(),
+        demonstrations=read(path, make_framing(tiny_model_dir, SpellTask())),
+    )
+    made.run()
+    assert "term_dominates" in made.notes.causes("tripwire")
+
+
+class TinyReward(SpellTask):
+    """Pays a ten thousandth of what others pay."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        outcome = super().verify(example, text)
+        earned = outcome.parts["spelled"] or 0.0
+        return replace(outcome, parts={"spelled": earned if outcome.is_correct else 1e-4 * earned})
 
 
 def test_opt_4_group_size_1_is_refused() -> None:

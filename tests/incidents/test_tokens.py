@@ -16,7 +16,7 @@ from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.environments import Action, RolloutPlan, ScriptedEnvironment, SingleTurn, run_group, run_rollout
-from strop.errors import ConfigError
+from strop.errors import ConfigError, DataError
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.policy.scoring import score_reply
 from strop.rollout import (
@@ -39,7 +39,9 @@ from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch, pack_reply
 from strop.train.gate import check_terminator
 from strop.train.measure import measure_rollouts
+from strop.train.terms import pack_demonstrations
 from strop.train.tripwires import find_alarms
+from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.incidents.faulty_engines import TamperedEngine, build_gate
 from tests.policy.worlds import build_learner, load_model, make_model, terms_of
@@ -332,6 +334,46 @@ def test_tok_4_a_builder_that_ends_a_reply_otherwise_is_refused(
     assert check.detail.startswith(
         "2 of 2 replies that a stop string ended are not trained as they were scored"
     )
+
+
+def test_tok_4_a_row_to_imitate_ends_as_a_reply_that_a_stop_string_ended(tmp_path: Path) -> None:
+    """Incident: as above; rows for fine-tuning had no terminator, and pads stood inside the attention.
+
+    The row says what an engine said before its stop string. Both are fed the same ids, and in the row
+    the terminator is trained: nobody sampled it there either, and imitation needs no sampler.
+    """
+    tokenizer = Tokenizer.load(make_model(tmp_path / "model"))
+    group = attempt(DummyEngine(tokenizer, ["yes\nQ: and more", "no"]), tokenizer, 2)
+    stopped = pack_reply(group.rollouts[0].turns, 1.0, 1.0)
+    rows = [{"prompt": "right?", "completion": "yes"}, {"prompt": "right?", "completion": "yes\nQ: more"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    framing = make_framing(tmp_path / "model", Question())
+    found = read(path, framing, max_dropped_frac=0.5)
+    (packed,) = pack_demonstrations(found.members)
+    assert packed.prompt_ids.tolist() == group.rollouts[0].turns[0].token_ids.tolist()
+    (reply,) = packed.replies
+    assert reply.token_ids.tolist() == stopped.token_ids.tolist()
+    assert reply.token_ids.tolist() == [*tokenizer.encode("yes"), tokenizer.eos_id]
+    assert (stopped.is_scored.tolist(), reply.is_scored.tolist()) == ([True] * 3 + [False], [True] * 4)
+    # The row with the stop string could never be a reply of this run: dropped, counted, and bounded.
+    assert found.counts["with a stop string of the task"] == 1
+    with pytest.raises(DataError, match=r"1 of 2 demonstrations .* with a stop string of the task"):
+        read(path, framing)
+
+
+def test_tok_4_nothing_but_prompt_and_reply_is_fed(tmp_path: Path) -> None:
+    """Incident: as above. Rows of unequal length lie in one row without a pad between them."""
+    framing = make_framing(tiny_tokenizer(tmp_path / "model"), Question())
+    rows = [{"prompt": "?" * length, "completion": "yes"} for length in (1, 30)]
+    members = read(write_rows(tmp_path / "rows.jsonl", rows), framing).members
+    batch = PackedBatch.of_groups(pack_demonstrations(members), torch.device("cpu"))
+    # All but the last token of each, which predicts nothing.
+    assert batch.layout.num_positions == sum(member.num_tokens - 1 for member in members)
+    fed = sorted(batch.token_ids_N.tolist())
+    assert fed == sorted(
+        int(token_id) for one in members for token_id in [*one.prompt_ids, *one.reply_ids[:-1]]
+    )
+    assert sorted(batch.target_M.tolist()) == sorted([*framing.tokenizer.encode("yes"), PAD_ID] * 2)
 
 
 def talk(tokenizer: Tokenizer, engine: Engine) -> Rollout:

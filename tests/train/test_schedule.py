@@ -23,7 +23,7 @@ def geometries(draw: st.DrawFn) -> tuple[int, int, int]:
     return num_examples, draw(st.integers(1, num_examples)), draw(st.integers(0, 2**63 - 1))
 
 
-def make_schedule(geometry: tuple[int, int, int]) -> ExampleSchedule:
+def make_schedule(geometry: tuple[int, int, int]) -> ExampleSchedule[Example]:
     num_examples, per_step, seed = geometry
     return ExampleSchedule(EXAMPLES[:num_examples], seed=seed, prompts_per_step=per_step)
 

@@ -43,12 +43,19 @@ def show_plan(output: Output, planned: Plan) -> None:
     seen = "unknown"
     if schedule.num_epochs is not None:
         seen = f"{schedule.num_train_examples}, seen {schedule.num_epochs:.3g} times"
+    rows = [("steps", str(schedule.steps))]
+    if schedule.rollouts_per_step:
+        shown = f"{schedule.rollouts_per_step} of {schedule.prompts_per_step} prompts"
+        rows += [("rollouts per step", shown), ("training examples", seen)]
+    if schedule.rows_per_step:
+        imitated = "unknown"
+        if schedule.num_sft_epochs is not None:
+            imitated = f"{schedule.demonstrations}, seen {schedule.num_sft_epochs:.3g} times"
+        rows += [("demonstrations per step", str(schedule.rows_per_step)), ("demonstrations", imitated)]
     output.give_table(
         ("schedule", "planned"),
         [
-            ("steps", str(schedule.steps)),
-            ("rollouts per step", f"{schedule.rollouts_per_step} of {schedule.prompts_per_step} prompts"),
-            ("training examples", seen),
+            *rows,
             ("evaluations", f"{schedule.num_evals} on {schedule.num_eval_examples or 'all'} examples"),
             ("checkpoints", str(schedule.num_checkpoints)),
         ],

@@ -22,6 +22,7 @@ from strop.policy.footprint import (
     micro_batch_positions,
     prefill_flop,
     state_bytes,
+    terms_bytes,
 )
 from strop.spec import RunSpec
 
@@ -79,11 +80,17 @@ class TimeEstimate:
 
 
 def split_memory(
-    spec: RunSpec, size: ModelSize, max_reply_tokens: int, max_prompt_tokens: int | None = None
+    spec: RunSpec,
+    size: ModelSize,
+    max_reply_tokens: int,
+    max_prompt_tokens: int | None = None,
+    *,
+    imitated_positions: int = 0,
 ) -> tuple[Part, ...]:
     """Return what a run keeps in memory at its peak, in bytes, program and libraries left out.
 
-    `max_prompt_tokens` None: unknown; a micro-batch is then taken to be full.
+    `max_prompt_tokens` None: unknown; a micro-batch is then taken to be full. `imitated_positions` are
+    those of the largest micro-batch of demonstrations.
     """
     dtype = spec.model.dtype
     # In float32 the masters themselves are computed with.
@@ -99,10 +106,13 @@ def split_memory(
         )
     rows = count_rows(spec)
     num_slots = max_reply_tokens + positions // rows
+    positions = max(positions if spec.train.has_rl else 0, imitated_positions)
+    num_terms = spec.train.has_rl + spec.train.has_sft
     parts = [
         ("weights (fp32 masters)", size.num_params * 4),
         ("compute copies", copies),
         ("gradients (fp32)", size.num_params * 4),
+        ("sum of the terms' gradients (fp32)", terms_bytes(size, num_terms)),
         ("moments (fp32)", size.num_params * 8),
         (f"activations ({positions} positions)", activation_bytes(size, dtype, positions)),
         (f"key-value cache ({rows} rows)", cache_bytes(size, dtype, rows, num_slots)),
@@ -175,16 +185,20 @@ class Work:
     max_reply_tokens: int
     num_eval_examples: int
     num_evals: int
+    imitated_tokens: float = 0.0
+    """Tokens of the demonstrations of one step, prompts included."""
 
 
 def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
     """Estimate one step and the whole run, loading and checkpoints left out."""
     train = work.spec.train
-    num_rollouts = train.prompts_per_step * train.rollouts_per_prompt
+    num_prompts = train.prompts_per_step if train.has_rl else 0
+    num_rollouts = num_prompts * train.rollouts_per_prompt
     reply_tokens = num_rollouts * work.max_reply_tokens * REPLY_LIMIT_FRAC
-    prompt_tokens = train.prompts_per_step * work.prompt_tokens_mean
+    prompt_tokens = num_prompts * work.prompt_tokens_mean
     generate_s, limit = _generate_s(work, speeds, num_rollouts, prompt_tokens)
-    positions, scored = SIGNAL_FRAC * (prompt_tokens + reply_tokens), SIGNAL_FRAC * reply_tokens
+    positions = SIGNAL_FRAC * (prompt_tokens + reply_tokens) + work.imitated_tokens
+    scored = SIGNAL_FRAC * reply_tokens + work.imitated_tokens
     learn_s = _compute_s(learn_flop(work.size, positions, scored), speeds)
     # The optimizer reads and writes masters, moments, gradients and copies once.
     update_s = state_bytes(work.size, work.spec.model.dtype) / speeds.copy_gb_per_s / 1e9

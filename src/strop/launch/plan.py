@@ -38,6 +38,8 @@ from strop.store.model_files import check_model_dir
 from strop.tasks import Task, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.rows import is_path
 from strop.tokenizer import Tokenizer
+from strop.train.demonstrations import Demonstrations
+from strop.train.sft_source import count_imitated_positions, read_demonstrations
 
 NUM_MEASURED_PROMPTS = 200
 """Training prompts that are rendered for their length, from the first."""
@@ -87,7 +89,13 @@ class Schedule:
     rollouts_per_step: int
     num_train_examples: int | None
     num_epochs: float | None
-    """Passes over the training examples. None: their number is unknown."""
+    """Passes over the training examples. None: their number is unknown, or they are not trained on."""
+    rows_per_step: int
+    """Demonstrations in a step; 0 where nothing is imitated."""
+    demonstrations: str | None
+    """How many there are, and what became of the others. None: not known or not asked for."""
+    num_sft_epochs: float | None
+    """Passes over the demonstrations."""
     num_evals: int
     num_eval_examples: int | None
     num_checkpoints: int
@@ -134,6 +142,7 @@ class _Known:
     size: ModelSize | None
     train: Sequence[Example] | None
     held_out: Sequence[Example] | None
+    demonstrations: Demonstrations | None
     unknown: tuple[str, ...]
 
 
@@ -154,14 +163,20 @@ def make_plan(
     limit = task.limits.max_reply_tokens
     memory = disk = time = None
     if known.size is not None:
-        parts = split_memory(spec, known.size, limit, prompt.tokens_max if prompt else None)
+        parts = split_memory(
+            spec,
+            known.size,
+            limit,
+            prompt.tokens_max if prompt else None,
+            imitated_positions=_imitated_positions(spec, known),
+        )
         memory = _room(parts, machine.memory_bytes)
         checkpoints = Part(
             name=f"{spec.train.keep_checkpoints} checkpoints and one being written",
             amount=float(estimate_disk_bytes(spec, known.size)),
         )
         disk = _room((checkpoints,), free_disk_bytes(_output_path(spec)))
-    if known.size is not None and prompt is not None:
+    if known.size is not None and prompt is not None and spec.train.has_sft == bool(known.demonstrations):
         time = _plan_time(spec, prompt, known, schedule, machine, calibration, limit)
     return Plan(
         name=spec.name,
@@ -171,7 +186,7 @@ def make_plan(
         prompt=prompt,
         limits=_plan_limits(resolved, task, known.size, machine),
         schedule=schedule,
-        algorithm=_plan_algorithm(resolved, limit),
+        algorithm=_plan_terms(resolved, limit),
         optimizer=_with_origins(resolved, "optimizer", spec.optimizer.model_dump()),
         memory=memory,
         disk=disk,
@@ -204,9 +219,32 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
             f"prompt and time: the data of task {spec.task.name} is not on this machine; training fetches"
             " it, or task.source names a local copy"
         )
+    demonstrations = _find_demonstrations(spec, task, model_path)
+    if spec.train.has_sft and demonstrations is None and model_path is not None:
+        unknown.append(f"demonstrations and time: sft.source={spec.sft.source} is not on this machine")
     return task, _Known(
-        model_path=model_path, size=size, train=train, held_out=held_out, unknown=tuple(unknown)
+        model_path=model_path,
+        size=size,
+        train=train,
+        held_out=held_out,
+        demonstrations=demonstrations,
+        unknown=tuple(unknown),
     )
+
+
+def _find_demonstrations(spec: RunSpec, task: Task, model_path: Path | None) -> Demonstrations | None:
+    """Read what the run imitates, where both it and the tokenizer are here."""
+    source = spec.sft.source
+    if source is None or model_path is None or not Path(source).exists():
+        return None
+    return read_demonstrations(spec, task, model_path)
+
+
+def _imitated_positions(spec: RunSpec, known: _Known) -> int:
+    """Return the positions of the largest micro-batch of demonstrations; a full one if they are unknown."""
+    if spec.train.has_sft and known.demonstrations is None:
+        return spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    return count_imitated_positions(spec, known.demonstrations)
 
 
 def _build_offline(spec: RunSpec) -> tuple[Task, bool]:
@@ -236,11 +274,12 @@ def _room(parts: tuple[Part, ...], available_bytes: int | None) -> Room:
 
 def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | None:
     """Render the first training prompt, and measure some more."""
-    if known.model_path is None or known.train is None:
+    asked = known.train if spec.train.has_rl else known.held_out
+    if known.model_path is None or asked is None:
         return None
     tokenizer = Tokenizer.load(known.model_path)
     prompt_format = resolve_prompt_format(tokenizer, spec.model.prompt_format)
-    measured = known.train[:NUM_MEASURED_PROMPTS]
+    measured = asked[:NUM_MEASURED_PROMPTS]
     rendered = [render_prompt(tokenizer, task.render(example), prompt_format) for example in measured]
     lengths = [len(token_ids) for _, token_ids in rendered]
     terminators = [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.stop_token_ids)]
@@ -260,7 +299,9 @@ def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | No
 
 
 def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
-    train, every = spec.train, spec.eval.every
+    train, every, found = spec.train, spec.eval.every, known.demonstrations
+    num_prompts = train.prompts_per_step if train.has_rl else 0
+    rows_per_step = spec.sft.rows_per_step if train.has_sft else 0
     num_train = len(known.train) if known.train is not None else None
     # Before the first step, at every multiple, and after the last; once where two coincide.
     steps = {0, train.steps} | set(range(every, train.steps, every) if every else ())
@@ -269,10 +310,13 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
         num_eval_examples = len(known.held_out)
     return Schedule(
         steps=train.steps,
-        prompts_per_step=train.prompts_per_step,
-        rollouts_per_step=train.prompts_per_step * train.rollouts_per_prompt,
+        prompts_per_step=num_prompts,
+        rollouts_per_step=num_prompts * train.rollouts_per_prompt,
         num_train_examples=num_train,
-        num_epochs=train.steps * train.prompts_per_step / num_train if num_train else None,
+        num_epochs=train.steps * num_prompts / num_train if num_train and num_prompts else None,
+        rows_per_step=rows_per_step,
+        demonstrations=found.describe() if found else None,
+        num_sft_epochs=train.steps * rows_per_step / len(found.members) if found else None,
         num_evals=len(steps),
         num_eval_examples=num_eval_examples,
         num_checkpoints=-(-train.steps // train.checkpoint_every),
@@ -317,6 +361,21 @@ def _effective(resolved: ResolvedSpec, key: str, value: Any, derived_from: str) 
     is_given = getattr(getattr(resolved.spec, section), name) is not None
     origin = resolved.origins.get(key, DEFAULT) if is_given else derived_from
     return PlannedValue(name=key, value=value, origin=origin)
+
+
+def _plan_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
+    """Return what the loss is made of."""
+    train = resolved.spec.train
+    terms = _with_origins(resolved, "train", {"terms": train.terms})
+    rl = _plan_algorithm(resolved, limit) if train.has_rl else ()
+    if not train.has_sft:
+        return (*terms, *rl)
+    weight = PlannedValue(
+        name="weight of a demonstrated token",
+        value="weight of its row / sum of weight x trained tokens over the step's rows",
+        origin="strop's own",
+    )
+    return (*terms, *rl, *_with_origins(resolved, "sft", resolved.spec.sft.model_dump()), weight)
 
 
 def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
@@ -366,8 +425,13 @@ def _plan_time(
         max_reply_tokens=limit,
         num_eval_examples=schedule.num_eval_examples or 0,
         num_evals=schedule.num_evals,
+        imitated_tokens=schedule.rows_per_step * _mean_tokens(known.demonstrations),
     )
     return estimate_time(work, choose_speeds(spec, machine, calibration))
+
+
+def _mean_tokens(found: Demonstrations | None) -> float:
+    return fmean(member.num_tokens for member in found.members) if found else 0.0
 
 
 def _warn_of_prompts(

@@ -30,20 +30,20 @@ class PackedReply:
     token_ids: IntArray
     is_scored: BoolArray
     """True where the policy sampled the token; from stored turns, never from token values."""
-    engine_logprobs: FloatArray | None
-    """Behaviour log-probabilities (nats) of the scored tokens only, in order. None: nobody sampled them."""
+    engine_logprobs: FloatArray
+    """Behaviour log-probabilities (nats) of the scored tokens only, in order; NaN for a token that nobody
+    sampled, so that a loss which asks for it is not finite, and is refused."""
     advantage: float
     weight: float
     """Aggregation weight of each scored token."""
 
     def __post_init__(self) -> None:
         num_scored = int(self.is_scored.sum())
-        num_logprobs = num_scored if self.engine_logprobs is None else len(self.engine_logprobs)
-        if len(self.token_ids) != len(self.is_scored) or num_scored != num_logprobs:
+        if len(self.token_ids) != len(self.is_scored) or num_scored != len(self.engine_logprobs):
             raise DataError(
                 explain_refusal(
                     f"a reply has {len(self.token_ids)} tokens, {len(self.is_scored)} marks, {num_scored} of "
-                    f"them scored, and {num_logprobs} log-probabilities",
+                    f"them scored, and {len(self.engine_logprobs)} log-probabilities",
                     allowed="one mark per token and one log-probability per scored token",
                     next_step="read the engine's log; nothing was trained on this reply",
                 )
@@ -141,7 +141,6 @@ class PackedBatch:
     """Index into `scored_positions_U` of the position that predicts the token; ascending."""
     target_M: torch.Tensor
     engine_logprob_M: torch.Tensor
-    """NaN where nobody sampled the token: a loss that asks for it is not finite, and is refused."""
     advantage_M: torch.Tensor
     weight_M: torch.Tensor
     reply_M: NDArray[np.int64]
@@ -188,8 +187,7 @@ def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict
         num_scored = len(offsets)
         parts["position"].append(np.where(offsets == 0, last_of_prompt, start + offsets - 1))
         parts["target"].append(reply.token_ids[offsets].astype(np.int64))
-        logprobs = reply.engine_logprobs
-        parts["logprob"].append(np.full(num_scored, np.nan) if logprobs is None else logprobs)
+        parts["logprob"].append(reply.engine_logprobs)
         parts["advantage"].append(np.full(num_scored, reply.advantage))
         parts["weight"].append(np.full(num_scored, reply.weight))
         parts["reply"].append(np.full(num_scored, index, dtype=np.int64))

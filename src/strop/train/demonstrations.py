@@ -171,3 +171,16 @@ def require_some(source: str, found: Mapping[bytes, Demonstration] | Sequence[ob
             next_step="correct the source, or the settings of sft that choose from it",
         )
     )
+
+
+def require_enough(found: Demonstrations, rows_per_step: int) -> None:
+    """Refuse steps that would hold a demonstration twice. Raises: DataError with both numbers."""
+    if len(found.members) >= rows_per_step:
+        return
+    raise DataError(
+        explain_refusal(
+            f"a step takes sft.rows_per_step={rows_per_step} and there are {found.describe()}",
+            allowed=f"sft.rows_per_step from 1 to {len(found.members)}",
+            next_step="lower sft.rows_per_step or give the run more demonstrations",
+        )
+    )

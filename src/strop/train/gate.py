@@ -49,6 +49,7 @@ from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.demonstrations import Demonstration, Demonstrations
 from strop.train.room import LOW_DISK_FACTOR, directory_bytes
+from strop.train.sft_source import count_imitated_positions
 from strop.train.terms import pack_demonstrations
 
 PARITY_TOLERANCE_NATS = {"bfloat16": 0.06, "float32": 1e-3}
@@ -278,7 +279,8 @@ def check_room(gate: GateInput) -> GateCheck:
     spec, size = gate.spec, read_model_size(gate.model_dir)
     dtype = spec.model.dtype
     task, answered = gate.task, _answered_positions(gate)
-    positions = max(answered if spec.train.has_rl else 0, _imitated_positions(gate))
+    imitated = count_imitated_positions(spec, gate.demonstrations)
+    positions = max(answered if spec.train.has_rl else 0, imitated)
     rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
     num_terms = spec.train.has_rl + spec.train.has_sft
     memory_bytes = state_bytes(size, dtype) + terms_bytes(size, num_terms)
@@ -311,15 +313,6 @@ def _answered_positions(gate: GateInput) -> int:
         prompt_tokens=min(longest, gate.max_positions),
         reply_tokens=gate.task.limits.max_reply_tokens,
     )
-
-
-def _imitated_positions(gate: GateInput) -> int:
-    """Return the positions of the largest micro-batch of demonstrations; 0 without them."""
-    if gate.demonstrations is None:
-        return 0
-    longest = max(member.num_tokens for member in gate.demonstrations.members)
-    budget = gate.spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
-    return max(longest, min(budget, gate.spec.sft.rows_per_step * longest))
 
 
 def check_demonstrations(gate: GateInput) -> GateCheck:

@@ -49,7 +49,8 @@ class Choice:
         else:
             known = self._by_example.setdefault(rollout.example.example_id, {})
             said = b"|".join(turn.token_ids.tobytes() for turn in rollout.turns)
-            self.counts["repeated rollouts"] += said in known
+            if said in known:
+                self.counts["repeated rollouts"] += 1
             known.setdefault(said, rollout)
 
     def finish(self) -> list[Rollout]:

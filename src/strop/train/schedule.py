@@ -19,7 +19,7 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Ordered, Task
-from strop.train.demonstrations import Demonstration, Demonstrations
+from strop.train.demonstrations import Demonstration, Demonstrations, require_enough
 
 Item = TypeVar("Item")
 
@@ -117,13 +117,6 @@ def schedule_demonstrations(
     """
     if demonstrations is None:
         return None
-    members, wanted = demonstrations.members, spec.sft.rows_per_step
-    if len(members) < wanted:
-        raise DataError(
-            explain_refusal(
-                f"a step takes sft.rows_per_step={wanted} and there are {demonstrations.describe()}",
-                allowed=f"sft.rows_per_step from 1 to {len(members)}",
-                next_step="lower sft.rows_per_step or give the run more demonstrations",
-            )
-        )
-    return ExampleSchedule(members, seed=spec.seed, prompts_per_step=wanted)
+    wanted = spec.sft.rows_per_step
+    require_enough(demonstrations, wanted)
+    return ExampleSchedule(demonstrations.members, seed=spec.seed, prompts_per_step=wanted)

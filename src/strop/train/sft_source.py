@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from strop.errors import DataError, explain_refusal
-from strop.policy.footprint import read_model_size
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, read_model_size
 from strop.spec.run import RunSpec
 from strop.tasks import Task
 from strop.tasks.prompt import resolve_prompt_format
 from strop.tokenizer import Tokenizer
-from strop.train.demonstrations import Demonstrations, Framing
+from strop.train.demonstrations import Demonstrations, Framing, require_enough
 from strop.train.rejection import read_run_demonstrations
 from strop.train.sft_rows import read_file_demonstrations
 
@@ -18,8 +18,8 @@ from strop.train.sft_rows import read_file_demonstrations
 def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstrations | None:
     """Read what a run imitates, framed as the run asks its model; None where it imitates nothing.
 
-    Raises: DataError or StoreError for a source that is missing, malformed or left with nothing;
-        ConfigError if the model cannot be asked in the run's prompt format.
+    Raises: DataError or StoreError for a source that is missing, malformed or left with fewer than a
+        step takes; ConfigError if the model cannot be asked in the run's prompt format.
     """
     if not spec.train.has_sft:
         return None
@@ -41,4 +41,16 @@ def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstra
         max_positions=read_model_size(model_dir).max_positions,
     )
     read = read_file_demonstrations if spec.sft.is_from_file else read_run_demonstrations
-    return read(spec.sft, framing)
+    found = read(spec.sft, framing)
+    require_enough(found, spec.sft.rows_per_step)
+    return found
+
+
+def count_imitated_positions(spec: RunSpec, found: Demonstrations | None) -> int:
+    """Return the positions of the largest micro-batch of demonstrations; 0 without them."""
+    if found is None:
+        return 0
+    longest = max(member.num_tokens for member in found.members)
+    budget = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    # One that alone exceeds the budget is a micro-batch of its own.
+    return max(longest, min(budget, spec.sft.rows_per_step * longest))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from strop.algorithm import Algorithm
@@ -59,7 +60,7 @@ def pack_demonstrations(members: Sequence[Demonstration]) -> list[PackedGroup]:
         PackedReply(
             token_ids=member.reply_ids,
             is_scored=member.is_trained,
-            engine_logprobs=None,
+            engine_logprobs=np.full(int(member.is_trained.sum()), np.nan, dtype=np.float32),
             advantage=0.0,
             weight=float(weight),
         )

@@ -1,0 +1,144 @@
+"""`strop sft`, and `strop plan` and `strop train` on run files with demonstrations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from strop.record import RunDir
+from strop.rollout import Split
+from strop.spec import ArithmeticSpec
+from strop.tasks import build_task
+from tests.cli.conftest import Run
+
+SFT = '[sft]\nsource = "rows.jsonl"\nrows_per_step = 4\n'
+
+
+@pytest.fixture
+def sft_file(folder: Path) -> Path:
+    """A run file beside eight sums that are right."""
+    task = build_task(ArithmeticSpec())
+    rows = [
+        {"prompt": task.render(example)[0].content, "completion": example.answer}
+        for example in task.examples(Split.TRAIN)[:8]
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = (folder / "run.toml").read_text().replace("[train]\n", '[train]\nterms = "sft"\n')
+    path = folder / "sft.toml"
+    path.write_text(text + SFT)
+    return path
+
+
+def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sft_file: Path) -> None:
+    ended = run("sft", "sft.toml")
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert [line.split()[0] for line in lines] == ["before", "after", "change", "report"]
+    (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
+    record = RunDir.open(path)
+    assert record.is_finished
+    assert len(str(record.state.facts["demonstrations"])) == 64
+    losses = [line["loss"] for line in record.metrics.read()]
+    assert losses[1] < losses[0]
+    assert "8 demonstrations from" in ended.err
+    assert "Gradient norm" in (path / "report.html").read_text()
+    # And a finished run says so.
+    assert run("sft", "sft.toml", f"output.dir={path}").code == 76
+
+
+def test_the_same_file_is_run_by_train(folder: Path, run: Run, sft_file: Path) -> None:
+    ended = run("train", "sft.toml", "train.terms=rl+sft", "sft.weight=0.1")
+    assert ended.code == 0, ended.err
+    (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
+    assert {"grad_norm_rl", "grad_norm_sft"} <= RunDir.open(path).metrics.read()[0].keys()
+
+
+def test_a_file_that_does_not_imitate_alone_is_refused(folder: Path, run: Run, sft_file: Path) -> None:
+    for words in (("run.toml",), ("sft.toml", "train.terms=rl+sft")):
+        ended = run("sft", *words)
+        assert ended.code == 2
+        assert "`strop sft` was given a run file with train.terms=" in ended.err
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "words"),
+    [
+        ("sft.source=gone.jsonl", 1, "gone.jsonl does not exist"),
+        ("sft.sorce=rows.jsonl", 2, "did you mean sft.source?"),
+        ("sft.rows_per_step=9", 1, "sft.rows_per_step=9 and there are 8 demonstrations"),
+        ("sft.subset=x", 1, "chose none of its rows, 8 of source none"),
+    ],
+)
+def test_what_cannot_be_imitated_is_refused(
+    folder: Path, run: Run, sft_file: Path, word: str, code: int, words: str
+) -> None:
+    ended = run("sft", "sft.toml", word)
+    assert ended.code == code
+    assert words in ended.err
+    assert ended.out == ""
+    # Seen before a run directory is made.
+    assert not (folder / "runs").exists()
+
+
+def test_settings_of_rollouts_are_named_as_unused(folder: Path, run: Run, sft_file: Path) -> None:
+    ended = run("plan", "sft.toml", "algorithm.name=dapo")
+    notices = [line for line in ended.err.splitlines() if line.startswith("notice: ")]
+    # Of the file, both sizes of a step of rollouts; the file's name is theirs, not the default's.
+    assert [line.split()[1].partition("=")[0] for line in notices] == [
+        "algorithm.name",
+        "train.prompts_per_step",
+        "train.rollouts_per_prompt",
+    ]
+    assert notices[0].endswith("='dapo' (override) is not used: train.terms='sft' (sft.toml:8)")
+
+
+def test_a_plan_counts_the_demonstrations(folder: Path, run: Run, sft_file: Path) -> None:
+    ended = run("plan", "sft.toml", "--json")
+    assert ended.code == 0, ended.err
+    planned = json.loads(ended.out)
+    schedule = planned["schedule"]
+    # 2 steps of 4 of 8 rows are one pass.
+    assert (schedule["rows_per_step"], schedule["num_sft_epochs"]) == (4, 1.0)
+    assert (schedule["rollouts_per_step"], schedule["num_epochs"]) == (0, None)
+    assert schedule["demonstrations"].startswith("8 demonstrations from")
+    assert planned["time"] is not None
+    assert {part["name"] for part in planned["time"]["step_parts"]} >= {"learn"}
+    names = {value["name"] for value in planned["algorithm"]}
+    assert {"train.terms", "sft.source", "weight of a demonstrated token"} <= names
+    assert "algorithm.name" not in names
+    shown = run("plan", "sft.toml")
+    assert "demonstrations per step" in shown.out
+    assert "rollouts per step" not in shown.out
+
+
+def test_a_mixed_plan_has_room_for_the_sum_of_both_gradients(folder: Path, run: Run, sft_file: Path) -> None:
+    plans = [json.loads(run("plan", "sft.toml", f"train.terms={t}", "--json").out) for t in ("sft", "rl+sft")]
+    parts = [{part["name"]: part["amount"] for part in plan["memory"]["parts"]} for plan in plans]
+    name = "sum of the terms' gradients (fp32)"
+    assert name not in parts[0]
+    assert parts[1][name] == parts[1]["gradients (fp32)"]
+
+
+def test_a_plan_without_the_data_says_what_it_does_not_know(folder: Path, run: Run, sft_file: Path) -> None:
+    ended = run("plan", "sft.toml", "sft.source=gone.jsonl", "--json")
+    assert ended.code == 0, ended.err
+    planned = json.loads(ended.out)
+    assert planned["time"] is None
+    assert any("gone.jsonl is not on this machine" in text for text in planned["unknown"])
+
+
+def test_a_run_is_imitated(folder: Path, run: Run, finished_run: Path, sft_file: Path) -> None:
+    word = f"sft.source={finished_run}"
+    # Of the 8 replies of a random model some are cut, and nothing cut is imitated.
+    whole = ("sft.min_reward=0.0", "sft.rows_per_step=1")
+    ended = run("sft", "sft.toml", word, *whole)
+    assert ended.code == 0, ended.err
+    assert "rollouts without a whole reply)" in ended.err
+    # None of them is right.
+    ended = run("sft", "sft.toml", word)
+    assert ended.code == 1
+    assert "gives no demonstration: 8 rollouts are recorded, " in ended.err
+    assert "1 rollouts below sft.min_reward" in ended.err

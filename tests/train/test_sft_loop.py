@@ -1,0 +1,275 @@
+"""Runs that imitate, alone and beside their rollouts: the loop, its record, its gate and its resume."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from strop.cluster import Roles
+from strop.errors import CheckRefused, DataError, RunStopped
+from strop.policy.packing import PackedGroup
+from strop.record import RunDir
+from strop.rollout import Example, Outcome, Split
+from strop.train import EvalSummary
+from strop.train import gate as gate_module
+from strop.train import terms as terms_module
+from strop.train.demonstrations import Demonstration, Demonstrations
+from strop.train.measure import measure_update
+from tests.fixtures.demonstrations import make_framing, read, write_rows
+from tests.fixtures.tiny_run import GOLD, NUM_TRAIN, Composition, SpellTask, new_run, read_curve, tiny_spec
+
+TERMS = ("sft", "rl+sft")
+OF_TERMS = {"loss_rl", "loss_sft", "grad_norm_rl", "grad_norm_sft", "grad_cosine"}
+
+
+def gold_rows(numbers: Sequence[int] = range(NUM_TRAIN)) -> list[dict[str, Any]]:
+    """Ask as `SpellTask` asks, and answer right."""
+    return [{"prompt": f"#{n}", "completion": GOLD, "problem": f"number {n}"} for n in numbers]
+
+
+def imitate(folder: Path, model_dir: Path, rows: Sequence[Any] | None = None) -> Demonstrations:
+    path = write_rows(folder / "rows.jsonl", gold_rows() if rows is None else rows)
+    return read(path, make_framing(model_dir, SpellTask()))
+
+
+def compose(
+    root: Path, model_dir: Path, terms: str, *, rows: Sequence[Any] | None = None, **train: Any
+) -> Composition:
+    root.mkdir(parents=True, exist_ok=True)
+    found = imitate(root, model_dir, rows)
+    sft = {"source": found.source, "rows_per_step": 4}
+    spec = tiny_spec(train={"terms": terms, **train}, sft=sft)
+    return Composition(spec, model_dir, new_run(root / "runs"), demonstrations=found)
+
+
+def test_a_run_of_demonstrations_learns_them(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, "sft", steps=12)
+    made.run()
+    lines = made.run_dir.metrics.read()
+    losses = [line["loss"] for line in lines]
+    assert losses[-1] < 0.2 * losses[0]
+    for line in lines:
+        # Q, 7, Z and the terminator of 4 rows; nothing was sampled, so nothing is said about that.
+        assert (line["num_sft_rows"], line["num_sft_tokens"]) == (4, 16)
+        assert not {"reward_mean", "num_scored_tokens", "drift_mean_nats", "failed_frac"} & line.keys()
+        assert not OF_TERMS & line.keys()
+        assert line["scored_tokens_per_s"] == pytest.approx(16 / line["seconds_step"])
+    assert list((made.run_dir.path / "rollouts").iterdir()) == []
+    assert made.notes.causes("tripwire") == []
+    assert made.notes.causes("gate") == [
+        *("prompt", "weights", "verifier", "schedule", "room", "demonstrations", "terminator", "parity")
+    ]
+    (check,) = [event for event in made.notes.events if event.cause == "demonstrations"]
+    # 12 steps of 4 rows are 4 passes over 12.
+    assert check.detail.startswith(f"12 demonstrations from {tmp_path / 'rows.jsonl'}, seen 4 times")
+    assert check.detail.endswith("the first teaches 'Q7Z<|end|>'")
+    assert made.run_dir.is_finished
+    assert made.run_dir.checkpoint_steps()[-1] == 12
+
+
+def test_a_mixed_run_records_both_terms(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, "rl+sft", steps=3)
+    made.run()
+    for line in made.run_dir.metrics.read():
+        assert line.keys() >= OF_TERMS | {"reward_mean", "drift_mean_nats"}
+        assert line["loss"] == pytest.approx(line["loss_rl"] + line["loss_sft"], abs=1e-9)
+        assert min(line["grad_norm_rl"], line["grad_norm_sft"]) > 0.0
+        assert -1.0 <= line["grad_cosine"] <= 1.0
+        # |a + b|^2 = |a|^2 + |b|^2 + 2 |a| |b| cos
+        rl, sft = line["grad_norm_rl"], line["grad_norm_sft"]
+        square = rl**2 + sft**2 + 2 * rl * sft * line["grad_cosine"]
+        assert line["grad_norm"] ** 2 == pytest.approx(square, rel=1e-4)
+        # Drift is that of the sampled tokens: what nobody sampled has none.
+        assert line["drift_mean_nats"] < 1e-5
+    assert len(list((made.run_dir.path / "rollouts").iterdir())) == 3
+
+
+def test_the_weight_scales_one_term(tmp_path: Path, tiny_model_dir: Path) -> None:
+    lines = []
+    for weight in (1.0, 0.25):
+        made = compose(tmp_path / str(weight), tiny_model_dir, "rl+sft", steps=1)
+        made.spec = made.spec.model_copy(update={"sft": made.spec.sft.model_copy(update={"weight": weight})})
+        made.run()
+        lines += made.run_dir.metrics.read()
+    whole, quarter = lines
+    assert quarter["grad_norm_rl"] == whole["grad_norm_rl"]
+    assert quarter["grad_norm_sft"] == pytest.approx(whole["grad_norm_sft"] / 4, rel=1e-6)
+    assert quarter["loss_sft"] == pytest.approx(whole["loss_sft"] / 4)
+    assert quarter["grad_cosine"] == pytest.approx(whole["grad_cosine"], abs=1e-6)
+
+
+def test_a_step_whose_rollouts_say_nothing_still_imitates(tmp_path: Path, tiny_model_dir: Path) -> None:
+    class HalfBroken(SpellTask):
+        num_judged = 0
+
+        def verify(self, example: Example, text: str) -> Outcome:
+            # Behind the gate every other attempt is lost, so that of a pair nothing can be compared.
+            self.num_judged += bool(made.notes.starts)
+            if self.num_judged % 2:
+                raise ValueError("no judgement")
+            return super().verify(example, text)
+
+    made = compose(tmp_path, tiny_model_dir, "rl+sft", steps=2, rollouts_per_prompt=2, prompts_per_step=1)
+    made.task = HalfBroken()
+    made.run()
+    for line in made.run_dir.metrics.read():
+        assert line["num_scored_tokens"] == 0
+        assert line["loss_sft"] == line["loss"] > 0.0
+        assert not {"loss_rl", "grad_norm_rl", "grad_cosine"} & line.keys()
+    assert made.notes.causes("tripwire").count("empty_step") == 2
+    assert made.run_dir.is_finished
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_equal_runs_are_equal_and_the_seed_orders_the_rows(
+    tmp_path: Path, tiny_model_dir: Path, terms: str
+) -> None:
+    curves = []
+    for name, seed in (("first", 5), ("again", 5), ("other", 6)):
+        made = compose(tmp_path / name, tiny_model_dir, terms)
+        made.spec = made.spec.model_copy(update={"seed": seed})
+        made.run()
+        curves.append(read_curve(made.run_dir.path))
+    first, again, other = curves
+    assert first == again
+    assert first.weights != other.weights
+
+
+def resume(made: Composition, **parts: Any) -> Composition:
+    run_dir = RunDir.open(made.run_dir.path)
+    run_dir.acquire()
+    return replace(made, run_dir=run_dir, notes=type(made.notes)(), **parts)
+
+
+async def die(step: int) -> EvalSummary:
+    if step > 0:
+        raise ConnectionError("the machine went away")
+    return EvalSummary(
+        step=0, num_examples=1, greedy_accuracy=0.0, greedy_low=0.0, greedy_high=1.0, sampled_accuracy=None
+    )
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_a_run_taken_up_again_gives_the_curve_of_an_uninterrupted_one(
+    tmp_path: Path, tiny_model_dir: Path, terms: str
+) -> None:
+    sizes: dict[str, Any] = {"steps": 5, "checkpoint_every": 2}
+    whole = compose(tmp_path / "whole", tiny_model_dir, terms, **sizes)
+    whole.run()
+    half = compose(tmp_path / "half", tiny_model_dir, terms, **sizes)
+    calm = half.spec
+    half.spec = calm.model_copy(update={"eval": calm.eval.model_copy(update={"every": 3})})
+    half.evaluate = die
+    with pytest.raises(ConnectionError):
+        half.run()
+    assert half.run_dir.checkpoint_steps() == [2]
+    resume(half, spec=calm, evaluate=None).run()
+    assert read_curve(half.run_dir.path) == read_curve(whole.run_dir.path)
+
+
+def test_other_demonstrations_are_refused_on_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, "sft", steps=5, checkpoint_every=2)
+    made.spec = made.spec.model_copy(update={"eval": made.spec.eval.model_copy(update={"every": 3})})
+    made.evaluate = die
+    with pytest.raises(ConnectionError):
+        made.run()
+    changed = imitate(tmp_path, tiny_model_dir, [*gold_rows(range(1, NUM_TRAIN)), *gold_rows([0])])
+    with pytest.raises(CheckRefused, match=r"imitated demonstrations .* until step 2 and would go on with"):
+        resume(made, demonstrations=changed, evaluate=None).run()
+
+
+def test_fewer_demonstrations_than_a_step_takes_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, "sft", rows=gold_rows(range(3)))
+    with pytest.raises(DataError, match=r"sft.rows_per_step=4 and there are 3 demonstrations"):
+        made.run()
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        # The held-out example 12, word for word.
+        {"prompt": f"#{NUM_TRAIN}", "completion": GOLD},
+        {"prompt": f"#{NUM_TRAIN}", "completion": GOLD, "train_on": "all"},
+        # Asked otherwise, and named.
+        {"prompt": "Spell.", "completion": GOLD, "problem": " held  out "},
+    ],
+)
+def test_what_is_evaluated_on_is_not_imitated(
+    tmp_path: Path, tiny_model_dir: Path, leak: dict[str, str]
+) -> None:
+    class Named(SpellTask):
+        def examples(self, split: Split) -> Any:
+            found = super().examples(split)
+            name = "held out" if split is Split.HELD_OUT else "other"
+            return [replace(one, fields={**one.fields, "text": name}) for one in found]
+
+    made = compose(tmp_path, tiny_model_dir, "sft", rows=[*gold_rows(), leak])
+    made.task = Named()
+    with pytest.raises(CheckRefused, match=r"demonstrations: \d+ of the held-out examples are imitated"):
+        made.run()
+    # Accepted by name and reason, it is trained.
+    spec = made.spec.model_copy(
+        update={
+            "train": made.spec.train.model_copy(
+                update={"accept": "weights: a test; demonstrations: a test of memory", "steps": 1}
+            )
+        }
+    )
+    resume(made, spec=spec).run()
+
+
+def test_a_source_of_nan_counts_as_refused_and_ends_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, "sft", steps=9, checkpoint_every=9)
+
+    def poison(roles: Roles) -> Roles:
+        with torch.no_grad():
+            next(iter(dict(roles.learner.model.named_parameters()).values())).view(-1)[:] = torch.nan
+        return roles
+
+    made.spec = made.spec.model_copy(
+        update={
+            "train": made.spec.train.model_copy(
+                update={"accept": "weights: t; parity: t; terminator: t; verifier: t"}
+            )
+        }
+    )
+    with pytest.raises(RunStopped, match="number 3 in a row without an update"):
+        made.run(poison)
+    assert made.notes.causes("tripwire").count("non_finite") == 3
+
+
+def test_a_builder_that_drops_the_terminator_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TOK-4 for rows without one: the gate looks at what the loss is computed on."""
+    builder = terms_module.pack_demonstrations
+
+    def drop(members: Sequence[Demonstration]) -> list[PackedGroup]:
+        shorter = [
+            replace(one, reply_ids=one.reply_ids[:-1], is_trained=one.is_trained[:-1]) for one in members
+        ]
+        return builder(shorter)
+
+    monkeypatch.setattr(gate_module, "pack_demonstrations", drop)
+    made = compose(tmp_path, tiny_model_dir, "sft")
+    with pytest.raises(CheckRefused, match="12 of 12 demonstrations do not teach one terminator"):
+        made.run()
+
+
+def test_terms_are_told_apart_only_where_there_are_several(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, "sft", steps=1)
+    roles = made.run()
+    assert made.demonstrations is not None
+    report = roles.learner.step_terms([terms_module.sft_term(made.demonstrations.members, 1.0)])
+    assert not OF_TERMS & measure_update(report).keys()
+    mixed = measure_update(report, is_mixed=True)
+    assert (mixed["loss_sft"], mixed["grad_norm_sft"]) == (report.loss, report.grad_norm)
+    assert np.isfinite(report.loss)
+    asyncio.run(roles.engine.close())
