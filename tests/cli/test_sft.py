@@ -43,7 +43,8 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     losses = [line["loss"] for line in record.metrics.read()]
     assert losses[1] < losses[0]
     assert "8 demonstrations from" in ended.err
-    assert "Gradient norm" in (path / "report.html").read_text()
+    assert "step 2/2  loss " in ended.err
+    assert "Cross-entropy of demonstrations" in (path / "report.html").read_text()
     # And a finished run says so.
     assert run("sft", "sft.toml", f"output.dir={path}").code == 76
 

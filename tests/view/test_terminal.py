@@ -138,3 +138,14 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_does_not() -> None:
 def test_both_forms_keep_the_protocol() -> None:
     forms: list[Progress] = [plain()[0], rich()[0]]
     assert len(forms) == 2
+
+
+def test_a_run_that_only_imitates_shows_its_loss_in_place_of_rewards() -> None:
+    lines = StepLines(3)
+    columns = dict(lines.columns(1, {"num_sft_tokens": 16.0, "loss": 1.25, "seconds_step": 2.0}))
+    assert list(columns) == ["step", "loss", "tokens/s", "took", "left"]
+    assert columns["loss"] == " 1.2500"
+    # Beside rollouts the rewards stay: the sum of both losses says little.
+    mixed = dict(lines.columns(2, {"num_sft_tokens": 16.0, "loss": 1.25, "reward_mean": 0.5}))
+    assert "loss" not in mixed
+    assert mixed["reward"] == " 0.500"

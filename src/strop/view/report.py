@@ -156,6 +156,15 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         ("seconds_step", "Step time (seconds)", False),
         ("scored_tokens_per_s", "Scored tokens per second", False),
     ]
+    if any("num_sft_tokens" in line for line in metrics):
+        # Of a mixed run its two terms, of one that only imitates the one that it has.
+        loss = "loss_sft" if any("loss_sft" in line for line in metrics) else "loss"
+        wanted += [
+            (loss, "Cross-entropy of demonstrations (weighted nats per token)", False),
+            ("grad_norm_rl", "Gradient norm of the rollouts", False),
+            ("grad_norm_sft", "Gradient norm of the demonstrations", False),
+            ("grad_cosine", "Cosine between the two gradients", False),
+        ]
     charts = [
         build_chart(
             key.replace("_", "-"),

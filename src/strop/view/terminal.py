@@ -72,11 +72,16 @@ class StepLines:
         if seconds is not None:
             self._last_seconds.append(seconds)
         width = len(str(self._num_steps))
-        return [
-            ("step", f"{step:{width}d}/{self._num_steps}"),
+        # A run that only imitates has no reward; its loss says how it goes, that of a policy says nothing.
+        is_imitation = "num_sft_tokens" in metrics and "reward_mean" not in metrics
+        rewards = [
             ("reward", _shown(metrics.get("reward_mean"), "{:6.3f}")),
             ("accuracy", _shown(metrics.get("accuracy"), "{:6.1%}")),
             ("zero-variance", _shown(metrics.get("zero_variance_frac"), "{:4.0%}")),
+        ]
+        return [
+            ("step", f"{step:{width}d}/{self._num_steps}"),
+            *([("loss", _shown(metrics.get("loss"), "{:7.4f}"))] if is_imitation else rewards),
             ("tokens/s", _shown(metrics.get("scored_tokens_per_s"), "{:6,.0f}")),
             ("took", _shown(seconds, "{:5.1f} s")),
             ("left", self._describe_left(self._num_steps - step)),
