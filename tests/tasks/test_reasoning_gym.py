@@ -123,3 +123,19 @@ def test_too_few_different_questions_are_refused() -> None:
 def test_foreign_example_is_refused() -> None:
     with pytest.raises(DataError, match="build the task from the spec"):
         rg("chain_sum").verify(make_example("reasoning-gym", {"question": "?"}, "1"), "1")
+
+
+def test_what_a_generator_prints_stays_off_standard_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = rg("chain_sum")
+    package = pytest.importorskip("reasoning_gym")
+    create = package.create_dataset
+
+    def create_loudly(*names: Any, **settings: Any) -> Any:
+        print("....")
+        return create(*names, **settings)
+
+    monkeypatch.setattr(package, "create_dataset", create_loudly)
+    assert task.examples(Split.TRAIN)
+    assert capsys.readouterr().out == ""

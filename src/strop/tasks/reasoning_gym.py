@@ -14,8 +14,9 @@ import dataclasses
 import hashlib
 import random
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cached_property
 from importlib.metadata import version as package_version
 from typing import Any
@@ -228,7 +229,9 @@ def _private_random_state(stream_name: str) -> Iterator[None]:
     random.seed(seed)
     np.random.seed(seed)
     try:
-        yield
+        # Standard output is for what was asked for; some of the generators print.
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
