@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ def test_what_a_generator_prints_stays_off_standard_output(
     create = package.create_dataset
 
     def create_loudly(*names: Any, **settings: Any) -> Any:
-        print("....")
+        sys.stdout.write("....")
         return create(*names, **settings)
 
     monkeypatch.setattr(package, "create_dataset", create_loudly)
