@@ -1,7 +1,7 @@
 """How fast programs are judged in fresh sandboxes: `python -m benchmarks.code_judge [--seconds 20]`.
 
-Two figures: MBPP-size judgements per second with one judging process a core, each judgement in a sandbox of
-its own, and the wall time of one problem with 1,440 tests. Prints JSON.
+Two figures: MBPP-size judgements per second with one judging process a core, each judgement in a sandbox
+of its own, and the wall time of one problem with 1,440 tests. Prints JSON.
 """
 
 from __future__ import annotations

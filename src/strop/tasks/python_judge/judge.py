@@ -33,13 +33,19 @@ def judge_python(job: JudgeJob, *, min_isolation: str = "namespace") -> JudgeVer
     it, failed.
     """
     judging = partial(asyncio.run, _judge(job, IsolationLevel[min_isolation.upper()]))
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _is_loop_running():
         return judging()
     # A task's `verify` is synchronous, and some callers of it are not.
     with ThreadPoolExecutor(max_workers=1) as executor:
         return executor.submit(judging).result()
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
