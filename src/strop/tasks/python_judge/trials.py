@@ -12,19 +12,25 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
-from typing import Any
 
 from strop.tasks.python_judge.channel import Caught, describe
 from strop.tasks.python_judge.remote import (
     FROM_CANDIDATE,
+    Alarm,
     CandidateEnded,
     JudgeFault,
     Session,
     TimeUp,
 )
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
+    from typing import Any
+
+    RunTest = Callable[[Session, Any, float], None]
+    """Runs one test until an instant; raises AssertionError where the answer is wrong."""
 
 PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
 _REL_TOLERANCE = 1e-6
@@ -33,8 +39,6 @@ _OUTPUT_FACTOR = 4
 _MAX_ERROR_BYTES = 400
 _NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _INTEGER = re.compile(rb"[+-]?\d+")
-RunTest = Callable[[Session, Any, float], None]
-"""Runs one test until an instant; raises AssertionError where the answer is wrong."""
 
 
 class WrongAnswer(AssertionError):
@@ -120,12 +124,17 @@ def _as_text(value: Any) -> bytes:
 
 def _run_program(session: Session, test: tuple[bytes, bytes], until: float) -> None:
     given, expected = test
-    with _open_files(given) as files:
+    files: list[int] = []
+    try:
+        _open_files(files, given)
         status = session.load(until).ask({"op": "run"}, files)
         if type(status) is not int:
             raise CandidateEnded("a status that is no number")
         output, num_bytes = _read_back(files[1], _OUTPUT_FACTOR * len(expected) + _SPARE_OUTPUT_BYTES)
         errors, _ = _read_back(files[2], _MAX_ERROR_BYTES)
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
     if status:
         code = os.waitstatus_to_exitcode(status)
         raise ProgramFailed(f"exit code {code}; {errors.decode(errors='replace')}")
@@ -139,23 +148,19 @@ class ProgramFailed(Exception):
     """Raised where a program did not exit with 0."""
 
 
-@contextmanager
-def _open_files(given: bytes) -> Iterator[list[int]]:
-    """Open the input, output and errors of a program: files without a name, which end with it."""
-    files: list[int] = []
+def _open_files(files: list[int], given: bytes) -> None:
+    """Open the input, output and errors of a program: files without a name. The caller closes them.
+
+    Raises: JudgeFault if there are none to be had.
+    """
     try:
-        try:
-            for name in ("input", "output", "errors"):
-                files.append(os.memfd_create(name))  # noqa: PERF401  what was opened must be closed
-            with open(files[0], "wb", closefd=False) as file:
-                file.write(given)
-            os.lseek(files[0], 0, os.SEEK_SET)
-        except OSError as error:
-            raise JudgeFault(f"no files for a program ({error})") from error
-        yield files
-    finally:
-        for descriptor in files:
-            os.close(descriptor)
+        for name in ("input", "output", "errors"):
+            files.append(os.memfd_create(name))  # noqa: PERF401  what was opened must be closed
+        with open(files[0], "wb", closefd=False) as file:
+            file.write(given)
+        os.lseek(files[0], 0, os.SEEK_SET)
+    except OSError as error:
+        raise JudgeFault(f"no files for a program ({error})") from error
 
 
 def _read_back(descriptor: int, max_bytes: int) -> tuple[bytes, int]:
@@ -176,7 +181,7 @@ def _run_one(session: Session, test: Any, run: RunTest, test_s: float) -> tuple[
     if now >= session.until:
         return TIMED_OUT, "the time for all tests was used up"
     until = min(session.until, now + test_s)
-    with Caught() as caught, session.limit(until):
+    with Caught() as caught, Alarm(until):
         run(session, test, until)
     error = caught.error
     if error is None:

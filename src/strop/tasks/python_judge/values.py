@@ -12,7 +12,10 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
+    from typing import Any
 
 _MAX_JSON_INT = 1 << 53
 _MAX_JSON_DIGITS = 20
