@@ -54,6 +54,10 @@ HONEST = {
         "def f(x): return {1: (x, {x}), None: [True, 1.5, b'a']}",
         "assert f(2) == {1: (2, {2}), None: [True, 1.5, b'a']}",
     ),
+    "emptiness": (
+        "from collections import deque\ndef f(n): return deque(range(n))",
+        "assert f(1) and not f(0)",
+    ),
     "true": ("def f(): return True", "assert f() is True"),
     "counter": (
         "from collections import Counter\ndef f(s): return Counter(s)",
@@ -241,6 +245,15 @@ def test_a_program_finds_no_expected_value() -> None:
     assert counts(verdict) == (0, 1, 0, 0)
     # It would have found it, had it been there.
     assert judged(FIND_EXPECTED + "kept = ['secret-4711']", "assert f(1) == 'secret-4711'").is_right
+
+
+def test_a_program_has_no_descriptor_of_its_judge() -> None:
+    source = (
+        "import os\nhere = '/proc/self/fd'\n"
+        "def f(): return [os.readlink(f'{here}/{n}') for n in os.listdir(here)[:-1]]"
+    )
+    # Its own connection is the one beside the three empty ones; the last listed was the listing itself.
+    assert judged(source, "assert [name[:7] for name in f()] == ['/dev/nu'] * 3 + ['socket:']").is_right
 
 
 def test_a_forged_reply_is_a_value_at_most() -> None:
