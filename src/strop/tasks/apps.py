@@ -43,7 +43,11 @@ class Apps:
 
     def __init__(self, spec: AppsSpec) -> None:
         self._spec = spec
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, verify_limit_s=_MAX_WALL_S + SPARE_VERIFY_S)
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS,
+            verify_limit_s=_MAX_WALL_S + SPARE_VERIFY_S,
+            verify_keeps_time=True,
+        )
         self.limits = limit_reply(limits, spec.max_reply_tokens)
 
     @cached_property

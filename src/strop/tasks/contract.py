@@ -30,6 +30,9 @@ class TaskLimits:
     verify_limit_s: float | None = None
     """Wall time of one judgement, kept by killing the process that it runs in. None: the verifier's time
     is bounded by the text, and it runs in the caller's process."""
+    verify_keeps_time: bool = False
+    """Whether the verifier ends in time by itself, as one whose work a sandbox ends. Then a slow judgement
+    keeps its place, and no more run at once than there are cores: their own limits are wall time too."""
 
     @property
     def own_reply_tokens(self) -> int:

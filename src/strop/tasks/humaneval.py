@@ -41,7 +41,9 @@ class HumanEval:
 
     def __init__(self, spec: HumanEvalSpec) -> None:
         self._spec = spec
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, verify_limit_s=WALL_S + SPARE_VERIFY_S)
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS, verify_limit_s=WALL_S + SPARE_VERIFY_S, verify_keeps_time=True
+        )
         self.limits = limit_reply(limits, spec.max_reply_tokens)
 
     @cached_property

@@ -40,6 +40,7 @@ class Mbpp:
             max_reply_tokens=_MAX_REPLY_TOKENS,
             stop_strings=_STOP_STRINGS,
             verify_limit_s=WALL_S + SPARE_VERIFY_S,
+            verify_keeps_time=True,
         )
         self.limits = limit_reply(limits, spec.max_reply_tokens)
 

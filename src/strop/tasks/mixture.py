@@ -54,6 +54,7 @@ class Mixture:
             max_reward=max(limit.max_reward for limit in limits),
             chance=max(limit.chance for limit in limits),
             verify_limit_s=max(verify_limits_s, default=None),
+            verify_keeps_time=any(limit.verify_keeps_time for limit in limits),
         )
         """The widest of the parts'; an example's own are `limits_of`."""
 

@@ -177,6 +177,22 @@ def test_a_hung_call_does_not_hold_up_the_others() -> None:
     assert seconds < 5.0
 
 
+def test_where_none_may_be_aside_no_more_run_at_once_than_there_are_workers() -> None:
+    def most_at_once(max_slow: int) -> int:
+        async def run() -> int:
+            workers = WorkerPool(make_handler, num_workers=2, limit_s=60.0, max_slow=max_slow)
+            try:
+                replies = await call_all([{"sleep": 0.3, "number": number} for number in range(6)], workers)
+                return len({reply["pid"] for reply in replies})
+            finally:
+                await workers.close()
+
+        return asyncio.run(run())
+
+    # Six slow calls by two workers in turn; or each gives up its place, and its worker is not used again.
+    assert (most_at_once(0), most_at_once(16)) == (2, 6)
+
+
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_cancelled_call_does_not_answer_the_next(is_warm: bool) -> None:
     async def work(workers: WorkerPool) -> Any:

@@ -17,7 +17,7 @@ from strop.hardware import describe_machine
 from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.tasks.contract import Task
 from strop.tasks.judging.nursery import Handler
-from strop.tasks.judging.pool import CallFailure, WorkerPool
+from strop.tasks.judging.pool import MAX_SLOW, CallFailure, WorkerPool
 
 
 class Judge(Protocol):
@@ -52,9 +52,12 @@ class InlineJudge:
 class WorkerJudge:
     """Calls the task's verifier in processes that are killed at its limit."""
 
-    def __init__(self, make_task: Callable[[], Task], *, limit_s: float, num_workers: int) -> None:
-        make_handler = partial(_make_handler, make_task)
-        self.pool = WorkerPool(make_handler, num_workers=num_workers, limit_s=limit_s)
+    def __init__(
+        self, make_task: Callable[[], Task], *, limit_s: float, num_workers: int, max_slow: int = MAX_SLOW
+    ) -> None:
+        self.pool = WorkerPool(
+            partial(_make_handler, make_task), num_workers=num_workers, limit_s=limit_s, max_slow=max_slow
+        )
 
     async def judge(self, example: Example, text: str) -> Outcome:
         """Have the reply judged. A time-out, a crash and an exception give an outcome without a score."""
@@ -110,7 +113,12 @@ def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:
     limit_s = task.limits.verify_limit_s
     if limit_s is None:
         return InlineJudge(task)
-    return WorkerJudge(make_task, limit_s=limit_s, num_workers=describe_machine().num_logical_cpus)
+    return WorkerJudge(
+        make_task,
+        limit_s=limit_s,
+        num_workers=describe_machine().num_logical_cpus,
+        max_slow=0 if task.limits.verify_keeps_time else MAX_SLOW,
+    )
 
 
 def _make_handler(make_task: Callable[[], Task]) -> Handler:

@@ -30,7 +30,7 @@ from strop.tasks.judging.frames import pack, read_frame
 
 SLOW_AFTER_S = 0.05
 MAX_SLOW = 16
-"""Calls that may be aside at once; beyond them, others wait."""
+"""Calls that may be aside at once, where nothing else is said; beyond them, others wait."""
 _SLOW_NICENESS = 10
 _BUILD_LIMIT_S = 600.0
 _MAX_CALLS = 1000
@@ -65,7 +65,8 @@ class WorkerPool:
     """Runs `make_handler()(payload)` in up to `num_workers` processes at once.
 
     `make_handler` is called once, in the process that the workers are forked from; it must be
-    picklable. Units: `limit_s` is the wall time of one call. Usable from one event loop.
+    picklable. Units: `limit_s` is the wall time of one call. `max_slow` calls may be aside at once.
+    Usable from one event loop.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class WorkerPool:
         num_workers: int,
         limit_s: float,
         max_bytes: int = 1 << 32,
+        max_slow: int = MAX_SLOW,
         log_path: Path | None = None,
     ) -> None:
         self._make_handler = make_handler
         self._limit_s = limit_s
         self._max_bytes = max_bytes
         self._log_path = log_path
-        self._places = _Places(num_workers)
+        self._places = _Places(num_workers, max_slow)
         self._starting = asyncio.Lock()
         self._starts: set[asyncio.Task[_Worker]] = set()
         self._nonces = itertools.count()
@@ -255,8 +257,9 @@ class _Place:
 class _Places:
     """Lets a number of calls run at once, and slow ones beside them."""
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: int, max_aside: int) -> None:
         self._free = asyncio.Semaphore(num_places)
+        self._max_aside = max_aside
         self._num_aside = 0
 
     async def take(self) -> _Place:
@@ -265,7 +268,7 @@ class _Places:
 
     def move_aside(self, place: _Place, pid: int) -> None:
         """Give a slow call's place to the next one, and let the slow one step back."""
-        if self._num_aside >= MAX_SLOW:
+        if self._num_aside >= self._max_aside:
             return
         place.is_aside = True
         self._num_aside += 1
