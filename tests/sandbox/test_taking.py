@@ -201,6 +201,9 @@ def test_7_a_background_child_holds_nobody_up(backend: str) -> None:
 
 @on_every_backend
 def test_8_endless_output_ends_at_the_cap_and_costs_no_memory(backend: str) -> None:
+    # Of other tests, and no business of this one.
+    before = set(find_descendants(os.getpid()))
+
     async def work(sandbox: Sandbox) -> None:
         script = "yes a-line-of-some-length & yes another >&2"
         result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
@@ -208,8 +211,10 @@ def test_8_endless_output_ends_at_the_cap_and_costs_no_memory(backend: str) -> N
         assert result.stdout_total + result.stderr_total > 8 * MIB
         assert len(result.stdout) <= 128 * 1024
         assert result.truncated
-        assert result.stdout.startswith(b"a-line-of-some-length\n" * 100)
-        peaks = [_peak_bytes(pid) for pid in find_descendants(os.getpid())]
+        # The other stream may have reached the cap first.
+        head = b"a-line-of-some-length\n" * 100
+        assert head.startswith(result.stdout[: len(head)])
+        peaks = [_peak_bytes(pid) for pid in find_descendants(os.getpid()) if pid not in before]
         assert max(peaks) < 64 * MIB
 
     in_sandbox(backend, work, limits=Limits(flood_bytes=8 * MIB))

@@ -64,7 +64,17 @@ def test_a_run_of_demonstrations_learns_them(tmp_path: Path, tiny_model_dir: Pat
     assert list((made.run_dir.path / "rollouts").iterdir()) == []
     assert made.notes.causes("tripwire") == []
     assert made.notes.causes("gate") == [
-        *("prompt", "weights", "verifier", "schedule", "room", "demonstrations", "terminator", "parity")
+        *(
+            "prompt",
+            "weights",
+            "verifier",
+            "audit",
+            "schedule",
+            "room",
+            "demonstrations",
+            "terminator",
+            "parity",
+        )
     ]
     (check,) = [event for event in made.notes.events if event.cause == "demonstrations"]
     # 12 steps of 4 rows are 4 passes over 12.
@@ -218,7 +228,10 @@ def test_what_is_evaluated_on_is_not_imitated(
     spec = made.spec.model_copy(
         update={
             "train": made.spec.train.model_copy(
-                update={"accept": "weights: a test; demonstrations: a test of memory", "steps": 1}
+                update={
+                    "accept": "weights: a test; audit: a test; demonstrations: a test of memory",
+                    "steps": 1,
+                }
             )
         }
     )
@@ -236,7 +249,7 @@ def test_a_source_of_nan_counts_as_refused_and_ends_the_run(tmp_path: Path, tiny
     made.spec = made.spec.model_copy(
         update={
             "train": made.spec.train.model_copy(
-                update={"accept": "weights: t; parity: t; terminator: t; verifier: t"}
+                update={"accept": "weights: t; parity: t; terminator: t; verifier: t; audit: t"}
             )
         }
     )
