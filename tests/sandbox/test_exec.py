@@ -261,8 +261,9 @@ def test_the_death_of_the_keeper_loses_its_sandboxes_and_the_next_has_a_new_one(
         command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7203"], wall_limit_s=60))
         pid, *_ = await appearance_of("7203")
         # The keeper is the one of its ancestors that this process started; other tests have children too.
-        while _parent(pid) != os.getpid():
-            pid = _parent(pid)
+        while (parent := _parent(pid)) != os.getpid():
+            assert parent
+            pid = parent
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(SandboxLost):
             await command
