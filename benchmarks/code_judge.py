@@ -13,7 +13,7 @@ import os
 import time
 from functools import partial
 
-from strop.tasks.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 
 _SMALL = JudgeJob(
     source=(

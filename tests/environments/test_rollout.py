@@ -39,7 +39,7 @@ from strop.rollout import (
 )
 from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
-from strop.tasks.arithmetic import Arithmetic
+from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -10,7 +10,7 @@ from strop.engine import GenerationRequest
 from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.rollout import Example, Outcome
 from strop.spec.task import ArithmeticSpec
-from strop.tasks.arithmetic import Arithmetic
+from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -24,7 +24,7 @@ from strop.evaluate.lm_eval import (
 )
 from strop.rollout import Split
 from strop.spec.task import Gsm8kSpec
-from strop.tasks.gsm8k import Gsm8k
+from strop.tasks.mathematics.gsm8k import Gsm8k
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 NUM_TEST = 3

@@ -10,8 +10,8 @@ import pytest
 
 from strop.rollout import Split
 from strop.spec import AppsSpec
-from strop.tasks.apps import Apps
-from strop.tasks.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.code.apps import Apps
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.sandboxed import best_level
 

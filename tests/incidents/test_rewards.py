@@ -29,9 +29,9 @@ from strop.rollout import (
 from strop.spec import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec
 from strop.tasks import Task, build_task
 from strop.tasks.answers import last_number, parse_number
-from strop.tasks.arithmetic import Arithmetic
-from strop.tasks.gsm8k import Gsm8k
-from strop.tasks.reasoning_gym import ReasoningGym
+from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated.reasoning_gym import ReasoningGym
+from strop.tasks.mathematics.gsm8k import Gsm8k
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.tiny_run import (

@@ -15,7 +15,7 @@ from strop.record import EventKind, RunDir, list_runs
 from strop.rollout import Example, Outcome
 from strop.spec import load_spec
 from strop.store import get_model
-from strop.tasks.reverse_text import ReverseText
+from strop.tasks.generated.reverse_text import ReverseText
 from tests.fixtures.tiny_run import Notes
 
 RUN_FILE = """

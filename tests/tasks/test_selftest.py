@@ -9,7 +9,7 @@ from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec import ArithmeticSpec, ReverseTextSpec
 from strop.spec.schema import find_settings
 from strop.tasks import build_task
-from strop.tasks.arithmetic import Arithmetic
+from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.registry import TASK_SUMMARIES
 from tests.fixtures.judging import run_self_test
 

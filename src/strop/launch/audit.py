@@ -12,8 +12,8 @@ from strop.rollout import Split
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.audit import AuditReport, AuditSettings, run_audit, stored_audit_path, write_audit
+from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import open_judge
-from strop.tasks.reasoning_gym import list_datasets
 
 _GENERATED = ("arithmetic", "reverse-text")
 """Built-in tasks that make their own examples."""

@@ -36,7 +36,7 @@ from strop.store import follow_store
 from strop.store.data_files import find_data
 from strop.store.model_files import check_model_dir
 from strop.tasks import Task, build_task, render_prompt, resolve_prompt_format
-from strop.tasks.rows import is_path
+from strop.tasks.rows.layout import is_path
 from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Demonstrations
 from strop.train.sft_source import count_imitated_positions, read_demonstrations

@@ -26,7 +26,7 @@ from strop.store.policy import URI_VARIABLE, SourcePolicy
 from strop.store.record_store import RecordStore, describe_files
 from strop.store.uris import is_remote, join_uri
 from strop.tasks import build_task
-from strop.tasks.rows import is_path
+from strop.tasks.rows.layout import is_path
 
 _DIGEST_CHARACTERS = 8
 

@@ -13,9 +13,9 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import MmluSpec
 from strop.tasks.contract import TaskLimits
-from strop.tasks.row_examples import RowReading, require_texts
-from strop.tasks.row_task import RowTask
-from strop.tasks.rows import DataLayout, Row
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, require_texts
+from strop.tasks.rows.row_task import RowTask
 from strop.tasks.thinking import text_after_thinking
 
 _LETTERS = "ABCD"

@@ -29,23 +29,23 @@ from strop.spec.task import (
     RlvrIfevalSpec,
     TaskSpec,
 )
-from strop.tasks.aime import Aime
-from strop.tasks.apps import Apps
-from strop.tasks.arithmetic import Arithmetic
+from strop.tasks.code.apps import Apps
+from strop.tasks.code.humaneval import HumanEval
+from strop.tasks.code.mbpp import Mbpp
 from strop.tasks.contract import Task
 from strop.tasks.curriculum import Curriculum
-from strop.tasks.deepscaler import Deepscaler
-from strop.tasks.gsm8k import Gsm8k
-from strop.tasks.hendrycks_math import HendrycksMath
-from strop.tasks.humaneval import HumanEval
+from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated.reasoning_gym import ReasoningGym
+from strop.tasks.generated.reverse_text import ReverseText
 from strop.tasks.instructions import InstructionTask
-from strop.tasks.math500 import Math500
-from strop.tasks.math_symbolic import warm_up
-from strop.tasks.mbpp import Mbpp
+from strop.tasks.mathematics.aime import Aime
+from strop.tasks.mathematics.deepscaler import Deepscaler
+from strop.tasks.mathematics.gsm8k import Gsm8k
+from strop.tasks.mathematics.hendrycks_math import HendrycksMath
+from strop.tasks.mathematics.math500 import Math500
+from strop.tasks.mathematics.symbolic import warm_up
 from strop.tasks.mixture import Mixture
 from strop.tasks.mmlu import Mmlu
-from strop.tasks.reasoning_gym import ReasoningGym
-from strop.tasks.reverse_text import ReverseText
 
 TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
     {

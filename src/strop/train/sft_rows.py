@@ -32,7 +32,7 @@ from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import FinishReason, IntArray, Message
 from strop.spec.sft import SftSpec
 from strop.tasks.prompt import render_prompt
-from strop.tasks.rows import Row, read_rows
+from strop.tasks.rows.layout import Row, read_rows
 from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Candidate, Demonstration, Demonstrations, Framing, Sieve, require_some
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
 from strop.spec.task import ArithmeticSpec, ReasoningGymSpec
 from strop.tasks import Task, build_task, build_warm_task
-from strop.tasks.arithmetic import Arithmetic
+from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.judging import InlineJudge, Judge, TimedJudge, WorkerJudge, open_judge
 from strop.tasks.judging.judge import outcome_from_json, outcome_to_json
 

@@ -14,8 +14,8 @@ from typing import Any
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, make_example
 from strop.tasks.instructions.checkers import Checkers
-from strop.tasks.row_examples import require_texts
-from strop.tasks.rows import Row
+from strop.tasks.rows.layout import Row
+from strop.tasks.rows.reading import require_texts
 
 Call = tuple[object, Mapping[str, Any]]
 """An instruction's id and its arguments, None where one is not given."""

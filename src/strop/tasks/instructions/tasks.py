@@ -30,8 +30,8 @@ from strop.tasks.instructions.replies import (
     write_replies,
 )
 from strop.tasks.instructions.rlvr import RLVR
-from strop.tasks.row_examples import RowReading, SplitExamples, read_examples
-from strop.tasks.rows import DataLayout, Row
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
 from strop.tasks.version import hash_version, limit_reply
 
 _PROMPT = "{prompt}"

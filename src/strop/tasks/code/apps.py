@@ -1,0 +1,185 @@
+"""Programming contests in the schema of APPS: whole programs, or functions of a given name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.task import AppsSpec
+from strop.tasks.code.extraction import compiles, defines, extract_python
+from strop.tasks.code.outcome import SPARE_VERIFY_S, fence, judged_outcome, no_code_outcome
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.contract import TaskLimits
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.version import hash_version, limit_reply
+
+_MAX_REPLY_TOKENS = 2048
+_MIN_TESTS = 2
+_MAX_TESTS_BYTES = 8 << 20
+"""Larger tests do not pass between a pool and its workers; a handful of problems has such."""
+_TEST_S = 3.0
+_BASE_WALL_S = 5.0
+_MAX_WALL_S = 60.0
+_PROMPT = "{question}{starter}\n\n{trailer} Answer with one fenced block of Python code."
+_STARTER = "\n\nBegin with this code:\n\n```python\n{starter}\n```"
+_STDIN = "Write a program that reads from standard input and writes to standard output."
+_FUNCTION = "Write a function `{name}`; it is called with the arguments, and returns the result."
+_VERIFIER = "python-io-1"
+
+
+class Apps:
+    """Right if every test passes; `tests_passed_frac` says how many did.
+
+    How an item is tested follows from the item: those with `fn_name` are called, all others are programs.
+    Items with fewer than two tests, or with more than 8 MiB of them, are left out: `num_dropped`.
+    """
+
+    name = "apps"
+
+    def __init__(self, spec: AppsSpec) -> None:
+        self._spec = spec
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS,
+            verify_limit_s=_MAX_WALL_S + SPARE_VERIFY_S,
+            verify_keeps_time=True,
+        )
+        self.limits = limit_reply(limits, spec.max_reply_tokens)
+
+    @cached_property
+    def version(self) -> str:
+        """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
+        prompt = "".join((_PROMPT, _STARTER, _STDIN, _FUNCTION))
+        return hash_version(self.name, prompt, _VERIFIER, self.limits, self._spec, self._splits.digest)
+
+    @property
+    def num_dropped(self) -> int:
+        """Items of both splits that were left out; reads the data."""
+        self._splits  # noqa: B018  reading is what counts them
+        return self._num_dropped
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the problems of a split, in the order of the data.
+
+        Raises: DataError if the data is missing, empty or malformed, or a problem is in both splits.
+        """
+        return self._splits.of(split)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the problem, its starter code, and how the code is tested."""
+        fields = example.fields
+        starter = _STARTER.format(starter=fields["starter_code"]) if fields["starter_code"] else ""
+        trailer = _FUNCTION.format(name=fields["fn_name"]) if fields["fn_name"] else _STDIN
+        content = _PROMPT.format(question=fields["question"], starter=starter, trailer=trailer)
+        return (Message(role="user", content=content),)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Run all tests over the reply's code.
+
+        Raises: SandboxError if this host has no sandbox of the wanted level, or the judge in it failed.
+        """
+        fields = example.fields
+        name = fields["fn_name"]
+        code = extract_python(text, entry_point=name)
+        if code is None or not (defines(code, name) if name else compiles(code)):
+            return no_code_outcome(code)
+        job = JudgeJob(
+            source=code,
+            mode=JudgeMode.CALLS if name else JudgeMode.PROGRAMS,
+            names=(name,) if name else (),
+            input_output=fields["input_output"],
+            num_tests=fields["num_tests"],
+            wall_s=min(_MAX_WALL_S, _BASE_WALL_S + fields["num_tests"]),
+            test_s=_TEST_S,
+        )
+        return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the first reference solution, where the item has one."""
+        return () if example.answer is None else (fence(example.answer),)
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        every = read_examples(_READING, self._spec.source)
+        train = [example for example in every.train if self._is_wanted(example)]
+        held_out = [example for example in every.held_out if self._is_wanted(example)]
+        return SplitExamples(
+            train=tuple(train[: self._spec.num_train]), held_out=tuple(held_out[: self._spec.num_held_out])
+        )
+
+    _num_dropped = 0
+
+    def _is_wanted(self, example: Example) -> bool:
+        fields = example.fields
+        if self._spec.difficulty not in {None, fields["difficulty"]}:
+            return False
+        is_usable = fields["num_tests"] >= _MIN_TESTS and len(fields["input_output"]) <= _MAX_TESTS_BYTES
+        self._num_dropped += not is_usable
+        return is_usable
+
+
+def _to_example(row: Row) -> Example:
+    (question,) = require_texts(row, "question")
+    input_output = _text(row, "input_output")
+    tests = _parse(row, "input_output", input_output, {})
+    solutions = _parse(row, "solutions", _text(row, "solutions"), [])
+    if not isinstance(tests, dict):
+        raise _malformed(row, "input_output", "a table")
+    inputs, outputs, fn_name = tests.get("inputs", []), tests.get("outputs", []), tests.get("fn_name")
+    is_sound = (
+        isinstance(inputs, list)
+        and isinstance(outputs, list)
+        and len(inputs) == len(outputs)
+        and isinstance(fn_name, str | None)
+        and (fn_name is None or all(isinstance(arguments, list) for arguments in inputs))
+        and isinstance(solutions, list)
+        and all(isinstance(solution, str) for solution in solutions)
+    )
+    if not is_sound:
+        raise _malformed(row, "input_output or solutions", "lists that belong together")
+    fields = {
+        "question": question,
+        "starter_code": _text(row, "starter_code"),
+        "difficulty": _text(row, "difficulty"),
+        "fn_name": fn_name,
+        "num_tests": len(inputs),
+        "input_output": input_output,
+    }
+    return make_example("apps", fields, solutions[0] if solutions else None)
+
+
+def _text(row: Row, column: str) -> str:
+    """Return a column that may be missing or empty."""
+    value = row.values.get(column)
+    if value is not None and not isinstance(value, str):
+        raise _malformed(row, column, "a text")
+    return value or ""
+
+
+def _parse(row: Row, column: str, text: str, empty: Any) -> Any:
+    try:
+        # Some tests hold numbers of more digits than Python reads by default; the judge reads them.
+        return json.loads(text, parse_int=len) if text.strip() else empty
+    except (ValueError, RecursionError) as error:
+        raise _malformed(row, column, f"JSON ({error})") from error
+
+
+def _malformed(row: Row, columns: str, allowed: str) -> DataError:
+    return DataError(
+        explain_refusal(
+            f"{row.place}: {columns} is not in the schema of APPS",
+            allowed=f"`inputs` and `outputs` of equal length, `solutions` a list of texts; here: {allowed}",
+            next_step="mend or remove the row",
+        )
+    )
+
+
+_READING = RowReading(
+    layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",)),
+    to_example=_to_example,
+    question=lambda example: str(example.fields["question"]),
+)

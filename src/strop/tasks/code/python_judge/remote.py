@@ -1,0 +1,294 @@
+"""The runner's side of a candidate: its processes, and stand-ins for its objects.
+
+A value that the candidate returns is built anew here from plain types; what has no plain form is a
+`Remote`, which can be called, iterated, indexed, read and written to, and which equals nothing but itself.
+So no method of the candidate's ever runs in the process that decides.
+Runs in the sandbox, where only the standard library is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from strop.tasks.code.python_judge.candidate import CALLS, END, PROGRAMS, STATUS
+from strop.tasks.code.python_judge.channel import Caught, Channel, ChannelEnded, describe
+from strop.tasks.code.python_judge.values import decode, encode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
+    from typing import Any
+
+_GRACE_S = 0.2
+"""How much later than the connection's limit the alarm rings, for what runs in this process."""
+_NURSERY_LIMIT_S = 5.0
+
+
+class TimeUp(BaseException):
+    """Raised where a test's time is used up. No Exception, because a test may catch those."""
+
+
+class CandidateEnded(Exception):
+    """Raised where the candidate's process ended, or said what no honest one says."""
+
+
+class LoadFailed(Exception):
+    """Raised where the candidate's source cannot be run, or lacks the tested name."""
+
+
+class JudgeFault(Exception):
+    """Raised where the judge itself cannot go on; there is no verdict then."""
+
+
+class Source:
+    """What the candidate's process is to load. No data class: their module takes 10 ms to import."""
+
+    def __init__(self, text: str, *, imports: Sequence[str], names: Sequence[str], in_class: bool) -> None:
+        self.text = text
+        self.imports = imports
+        """Import statements that the tests bring along; the candidate's code may lean on them."""
+        self.names = names
+        """Tested names, the entry point first; empty for a program."""
+        self.in_class = in_class
+        """Whether a name may be a method of a class Solution."""
+
+
+class Alarm:
+    """Raises TimeUp in its block, a little after `until`, if that is still busy in this process."""
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+        self._is_armed = False
+
+    def __enter__(self) -> None:
+        self._is_armed = True
+        signal.signal(signal.SIGALRM, self._ring)
+        # It rings again, because a test may catch everything.
+        left_s = max(0.001, self._until - time.monotonic() + _GRACE_S)
+        signal.setitimer(signal.ITIMER_REAL, left_s, _GRACE_S)
+
+    def __exit__(self, *_: object) -> None:
+        self._is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def _ring(self, *_: object) -> None:
+        if self._is_armed:
+            raise TimeUp
+
+
+class Link:
+    """A connection to one process of the candidate."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.until = 0.0
+        """When the running test must be over."""
+
+    def ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Any:
+        """Send a request and return the value of its reply, still encoded.
+
+        Raises: TimeUp; CandidateEnded; the exception that the candidate raised.
+        """
+        try:
+            self._channel.send(message, until=self.until)
+            if descriptors:
+                socket.send_fds(self._channel.connection, [b"F"], list(descriptors))
+            reply = self._channel.receive(until=self.until)
+        except TimeoutError as error:
+            raise TimeUp from error
+        except (ChannelEnded, OSError) as error:
+            raise CandidateEnded(str(error)) from error
+        if not isinstance(reply, dict) or not ("value" in reply or "raised" in reply):
+            raise CandidateEnded("a reply in no known form")
+        if "raised" in reply:
+            raise _rebuild(reply["raised"], reply.get("text"))
+        return reply["value"]
+
+    def operate(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
+        """Have something done with an object of the candidate's, and return the result.
+
+        Raises: like `ask`; TypeError if an argument can not be passed.
+        """
+        forms = {
+            "args": [encode(argument, self._refer) for argument in arguments],
+            "keywords": encode(keywords, self._refer),
+        }
+        value = self.ask({"op": operation, "target": target, **forms})
+        try:
+            return decode(value, lambda reference: Remote(self, reference))
+        except (ValueError, RecursionError) as error:
+            raise CandidateEnded(f"a value in no known form ({type(error).__name__})") from error
+
+    def close(self) -> None:
+        """Close the connection; what still holds a `Remote` meets its end."""
+        self._channel.connection.close()
+
+    def _refer(self, value: Any) -> Any:
+        if isinstance(value, Remote) and value._link is self:
+            return {"t": "ref", "v": value._reference}
+        raise TypeError(f"a test passes a {type(value).__name__}, which has no plain form")
+
+
+class Remote:
+    """Stands for an object of the candidate's; equal to nothing but itself, whatever that object says."""
+
+    __slots__ = ("_link", "_reference")
+    _link: Link
+    _reference: int
+
+    def __init__(self, link: Link, reference: int) -> None:
+        object.__setattr__(self, "_link", link)
+        object.__setattr__(self, "_reference", reference)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the candidate's object."""
+        return self._link.operate("call", self._reference, *arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._link.operate("get", self._reference, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._link.operate("set", self._reference, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._link.operate("iterate", self._reference)
+        if not isinstance(iterator, Remote):
+            raise CandidateEnded("an iterator that is a plain value")
+        return iterator
+
+    def __next__(self) -> Any:
+        return self._link.operate("next", self._reference)
+
+    def __len__(self) -> int:
+        return int(self._link.operate("length", self._reference))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._link.operate("item", self._reference, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._link.operate("put", self._reference, key, value)
+
+    def __contains__(self, value: Any) -> bool:
+        return self._link.operate("contains", self._reference, value) is True
+
+    def __bool__(self) -> bool:
+        return self._link.operate("truth", self._reference) is True
+
+    def __str__(self) -> str:
+        return str(self._link.operate("text", self._reference))
+
+    def __repr__(self) -> str:
+        return "<an object of the candidate>"
+
+
+class Session:
+    """One candidate under one time limit, in a process that is replaced where it ends or hangs."""
+
+    def __init__(
+        self, nursery: socket.socket, source: Source, limits: Mapping[str, Any], *, is_program: bool
+    ) -> None:
+        self._nursery = nursery
+        self._source = source
+        self._limits = limits
+        self._order = PROGRAMS if is_program else CALLS
+        self._link: Link | None = None
+        self._load_error: LoadFailed | None = None
+        self._has_run = False
+        self.has_loaded = False
+        self.objects: dict[str, Remote] = {}
+        """The candidate's objects of the tested names, while it is loaded."""
+        self.until = time.monotonic() + float(limits["wall_s"])
+
+    def load(self, until: float) -> Link:
+        """Return a link to a process that has loaded the source; it must be over by `until`.
+
+        Raises: TimeUp; LoadFailed, always again once it did.
+        """
+        if self._load_error is not None:
+            raise self._load_error
+        if self._link is None:
+            self._link = self._spawn(until)
+            self._has_run = True
+            with Caught() as caught:
+                self._load(self._link)
+            if isinstance(caught.error, TimeUp):
+                raise caught.error
+            if caught.error is not None:
+                self._load_error = LoadFailed(describe(caught.error))
+                raise self._load_error
+            self.has_loaded = True
+        self._link.until = until
+        return self._link
+
+    def drop(self) -> None:
+        """End the candidate's process; the next test gets a fresh one."""
+        self.objects = {}
+        if self._link is None:
+            return
+        self._link.close()
+        self._link = None
+        with Caught():
+            # A candidate may have killed the nursery. Then it has no next process, and nothing to wait for.
+            self._order_nursery(END)
+            self._nursery.recv(STATUS.size, socket.MSG_WAITALL)
+
+    def _spawn(self, until: float) -> Link:
+        """Return a link to a fresh process that has taken on its limits and seen no source yet."""
+        ours, theirs = socket.socketpair()
+        link = Link(Channel(ours))
+        link.until = until
+        try:
+            with theirs:
+                self._order_nursery(self._order, theirs.fileno())
+            link.ask({"limits": dict(self._limits)})
+        except (OSError, CandidateEnded) as error:
+            if not self._has_run:
+                raise JudgeFault(f"no process for the candidate ({error})") from error
+            raise LoadFailed(f"the candidate ended what its processes come from ({error})") from error
+        return link
+
+    def _load(self, link: Link) -> None:
+        source = self._source
+        reply = link.ask(
+            {
+                "op": "load",
+                "source": source.text,
+                "imports": list(source.imports),
+                "names": list(source.names),
+                "in_class": source.in_class,
+            }
+        )
+        if not source.names:
+            return
+        references = reply if isinstance(reply, dict) else {}
+        for name in source.names:
+            found = references.get(name)
+            if isinstance(found, dict) and type(found.get("v")) is int:
+                self.objects[name] = Remote(link, found["v"])
+        if source.names[0] not in self.objects:
+            raise CandidateEnded(f"{source.names[0]} is not defined")
+
+    def _order_nursery(self, order: bytes, *descriptors: int) -> None:
+        self._nursery.settimeout(_NURSERY_LIMIT_S)
+        socket.send_fds(self._nursery, [order], list(descriptors))
+
+
+def _rebuild(names: Any, text: Any) -> Exception:
+    """Return an exception of the first built-in class that an honest candidate could have raised."""
+    for name in names if isinstance(names, list) else []:
+        kind = getattr(builtins, name, None) if isinstance(name, str) else None
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with Caught():
+                error = kind(str(text)[:1000])
+                error.add_note(FROM_CANDIDATE)
+                return error
+    return CandidateEnded(f"{names!s:.100} {text!s:.300}")
+
+
+FROM_CANDIDATE = "raised by the candidate"
+"""Note on an exception that came over the connection: an assertion of its own is not the test's."""

@@ -1,0 +1,81 @@
+"""The judge inside the sandbox: reads one job on standard input, writes one verdict on standard output.
+
+It is the parent of all that the candidate is, runs the tests itself, and shows the candidate nothing: not
+its memory, not its descriptors, not the tests. What ends this process is seen from outside as a missing
+verdict, which is never a pass. Linux only.
+Runs in the sandbox, where only the standard library is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+from strop.tasks.code.python_judge.candidate import start_nursery
+from strop.tasks.code.python_judge.remote import Session, Source
+from strop.tasks.code.python_judge.trials import PASSED, run_calls, run_programs, run_statements
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
+    from typing import Any
+
+STARTED = "started"
+_PR_SET_DUMPABLE = 4
+_MODES = {"statements": run_statements, "calls": run_calls, "programs": run_programs}
+
+
+def main() -> None:
+    """Judge one job."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def set_process_option(option: int, value: int) -> None:
+        prctl(option, value, 0, 0, 0)
+
+    # From here on, /proc/<this>/fd and /proc/<this>/mem are closed to other processes of this user.
+    set_process_option(_PR_SET_DUMPABLE, 0)
+    # An interrupt from the candidate must end this process as a signal does, not as an error of its own.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.set_int_max_str_digits(0)
+    nursery = start_nursery(set_process_option)
+    job = json.loads(_read_all(0))
+    _write(f"{STARTED} {job['nonce']}\n")
+    _write(json.dumps({"nonce": job["nonce"], **judge(nursery, job)}) + "\n")
+    # All is said; taking the interpreter down in order takes a tenth of a short judgement.
+    os._exit(0)
+
+
+def judge(nursery: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Run all tests of a job and count what became of them."""
+    source = Source(
+        job["source"], imports=job["imports"], names=job["names"], in_class=job["mode"] == "calls"
+    )
+    session = Session(nursery, source, job["limits"], is_program=job["mode"] == "programs")
+    results = _MODES[job["mode"]](session, job)
+    session.drop()
+    first = next(((index, why) for index, (status, why) in enumerate(results) if status != PASSED), None)
+    counts: dict[str, int] = {}
+    for status, _ in results:
+        counts[status] = counts.get(status, 0) + 1
+    return {
+        "counts": counts,
+        "total": len(results),
+        "has_loaded": session.has_loaded,
+        "first_index": None if first is None else first[0],
+        "cause": "" if first is None else first[1],
+    }
+
+
+def _read_all(descriptor: int) -> bytes:
+    parts = []
+    while part := os.read(descriptor, 1 << 20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _write(text: str) -> None:
+    data = text.encode()
+    while data:
+        data = data[os.write(1, data) :]

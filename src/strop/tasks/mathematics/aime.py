@@ -1,0 +1,116 @@
+"""Problems of the American Invitational Mathematics Examination, for evaluation only.
+
+Every answer is a whole number from 0 to 999, written with three digits in the examination: 025 is 25.
+The published sets differ in the case of their columns and in the type of the answer; both are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Outcome, make_example
+from strop.spec.task import AimeSpec
+from strop.tasks.contract import TaskLimits
+from strop.tasks.mathematics.answers import AnswerForm, find_answer, judged_text, last_formula
+from strop.tasks.mathematics.boxed_math import problem_text
+from strop.tasks.mathematics.normal_form import normal_form, without_name
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, require_texts
+from strop.tasks.rows.row_task import RowTask
+
+_PROMPT = (
+    "{problem}\n\nReason step by step, and give the final answer, a whole number from 0 to 999, in"
+    " \\boxed{{}}."
+)
+_VERIFIER = "integer-1"
+_MAX_REPLY_TOKENS = 32768
+_STOP_STRINGS = ("Question:",)
+_MAX_ANSWER = 999
+_INTEGER = re.compile(r"(?<![\w.,])-?[0-9]{1,30}(?![\w]|[.,][0-9])")
+_DATA: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "2024": ("Maxwell-Jia/AIME_2024", "aime_2024_problems.parquet"),
+        "2025": ("math-ai/aime25", "test.jsonl"),
+        "2022-2024": ("AI-MO/aimo-validation-aime", "data/train-00000-of-00001.parquet"),
+    }
+)
+"""By year: the hub's data set and its file."""
+
+
+class Aime(RowTask):
+    """Right if the reply's whole number is the answer.
+
+    Read is the last box, else the last formula, else the last whole number. `format_ok`: that number is
+    in [0, 999]. With 30 problems one is worth 3.3 points: sample many times.
+    """
+
+    def __init__(self, spec: AimeSpec) -> None:
+        source, file = _DATA[spec.year]
+        reading = RowReading(
+            layout=DataLayout(train=(), held_out=(file,)),
+            to_example=_to_example,
+            question=problem_text,
+        )
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, stop_strings=_STOP_STRINGS)
+        super().__init__(
+            spec, reading, limits, source=spec.source or source, prompt=_PROMPT, verifier=_VERIFIER
+        )
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Compare whole numbers."""
+        judged = judged_text(text, _STOP_STRINGS)
+        extracted = None if judged is None else _find(judged)
+        value = None if extracted is None else _to_integer(extracted)
+        is_correct = value is not None and str(value) == example.answer
+        return Outcome(
+            parts={"correct": float(is_correct)},
+            is_correct=is_correct,
+            format_ok=value is not None and 0 <= value <= _MAX_ANSWER,
+            extracted=extracted,
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the answer in a box, with three digits, in a formula, and alone."""
+        answer = example.answer or ""
+        return f"\\boxed{{{answer}}}", f"\\boxed{{{answer:0>3}}}", f"It is ${answer}$.", f"So it is {answer}."
+
+
+def _find(text: str) -> str | None:
+    found = find_answer(text)
+    if found is not None and found.form is AnswerForm.BOX:
+        return found.text
+    if "\\boxed" in text:
+        # An empty or unfinished box: nothing else was meant as the answer.
+        return None
+    formula = last_formula(text)
+    if formula is not None and _to_integer(formula) is not None:
+        return formula
+    integers: list[str] = _INTEGER.findall(text)
+    return integers[-1] if integers else None
+
+
+def _to_integer(answer: str) -> int | None:
+    if len(answer) > 100:
+        return None
+    form = normal_form(answer)
+    form = without_name(form) or form
+    return int(form) if re.fullmatch(r"-?[0-9]{1,30}", form) else None
+
+
+def _to_example(row: Row) -> Example:
+    values = {column.lower(): value for column, value in row.values.items()}
+    if type(values.get("answer")) is int:
+        values["answer"] = str(values["answer"])
+    problem, answer = require_texts(Row(values=values, place=row.place), "problem", "answer")
+    if not re.fullmatch(r"[0-9]{1,3}", answer.strip()):
+        raise DataError(
+            explain_refusal(
+                f"the answer in {row.place} is {answer!r}",
+                allowed=f"a whole number from 0 to {_MAX_ANSWER}",
+                next_step="mend or remove the row",
+            )
+        )
+    return make_example("aime", {"problem": problem}, str(int(answer)))

@@ -1,0 +1,164 @@
+r"""One spelling for answers that are written differently and mean the same.
+
+The rules, in the order in which they are applied. None of them removes or adds a sign.
+ 1. Unicode signs become ASCII or LaTeX: U+2212 is '-', U+03C0 is '\pi', U+00D7 is '\times';
+ 2. spacing and sizing commands go: '\,', '\!', '\quad', '\left', '\right', '\displaystyle';
+ 3. formula delimiters, a box around the whole, surrounding white space and closing punctuation go, but
+    not a factorial's '!';
+ 4. '\dfrac', '\tfrac', '\cfrac' are '\frac', '\leq' is '\le', '\geq' is '\ge', '\neq' is '\ne';
+ 5. '\frac12' is '\frac{1}{2}', '\sqrt3' is '\sqrt{3}', '3 1/2' is '3\frac{1}{2}';
+ 6. ' and ' and ' or ' between answers are commas;
+ 7. degrees ('^\circ', 'degrees'), percent ('%', 'percent') and money ('\$') go: '50\%' is '50';
+ 8. words behind a number are its unit and go, as '\text{ cm}', '\mathrm{cm}^2' or plain: '5 apples' is '5'.
+    Words that make another number of it stay: 'million', 'halves', 'dozen', 'squared', 'mod', ...;
+ 9. '\text{..}', '\mbox{..}', '\mathrm{..}', '\textbf{..}' and such become what stands in them;
+10. thousands separators go ('1,234', '1{,}234', '1\,234', '1 234'), outside of brackets only, because
+    '(1,234)' is a pair;
+11. white space goes, but for one space between a command and a letter ('\pi r') and between digits;
+12. '^{2}' is '^2' and '_{n}' is '_n' where one character stands in braces; 'a/b' of two whole numbers is
+    '\frac{a}{b}'; '.5' is '0.5'; '5.' and '+5' are '5';
+13. one word alone has no case: 'Even' is 'even'. A single letter keeps its case.
+Not done: zeros, fractions and roots are neither reduced nor evaluated; that is `math_numbers` and
+`symbolic`.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNICODE = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u00d7": r"\times ",
+        "\u00b7": r"\cdot ",
+        "\u22c5": r"\cdot ",
+        "\u00f7": "/",
+        "\u03c0": r"\pi ",
+        "\u221e": r"\infty ",
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
+        "\u2260": r"\ne ",
+        "\u00b0": r"^\circ ",
+        "\u222a": r"\cup ",
+        "\u00b2": "^2",
+        "\u00b3": "^3",
+        "\u00a0": " ",
+        "~": " ",
+    }
+)
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_CLOSING = ".,;:? \t\r\n"
+_SPACING = re.compile(
+    r"(?<!\\)\\[,!;: ]|\\(?:quad|qquad|left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])"
+)
+_SEPARATED_DIGITS = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\}|\\!,|,\\!)+(?=[0-9]{3}(?![0-9]))")
+_SYNONYMS = (
+    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\leq(?:slant)?(?![a-zA-Z])"), r"\\le"),
+    (re.compile(r"\\geq(?:slant)?(?![a-zA-Z])"), r"\\ge"),
+    (re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
+    (re.compile(r"\\(?:lbrace)(?![a-zA-Z])"), r"\\{"),
+    (re.compile(r"\\(?:rbrace)(?![a-zA-Z])"), r"\\}"),
+    (re.compile(r"(?<![0-9./])([0-9]+)\s+([0-9]+)/([0-9]+)(?![0-9./])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"\\frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*([0-9a-zA-Z])\s*\{"), r"\\frac{\1}{"),
+    (re.compile(r"(\\frac\{[^{}]*\})\s*([0-9a-zA-Z])"), r"\1{\2}"),
+    (re.compile(r"\\sqrt\s*([0-9a-zA-Z])"), r"\\sqrt{\1}"),
+    (re.compile(r"(?:,\s*)?(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))"), ","),
+    (re.compile(r"\^\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|\\?%|\\\$|\$"), ""),
+)
+_NO_UNIT = (
+    r"(?![^}]*\b(?:and|or|to|of|hundreds?|thousands?|millions?|billions?|trillions?|dozens?|hal(?:f|ves)|thirds?"
+    r"|quarters?|fourths?|fifths?|sixths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|squared|cubed|pi|root"
+    r"|roots|base|mod|modulo|plus|minus|times|over|divided|factorial|more|less|not|sin|cos|tan|log|sqrt)\b)"
+)
+_UNIT = r"(?:[a-zA-Z]{3,}|(?:mm|cm|dm|km|in|ft|yd|mi|kg|mg|lb|oz|ml|hr|am|pm)(?![a-zA-Z]))"
+_POWER = r"(?:\^\{?[23]\}?)?"
+_PLAIN_UNIT = re.compile(
+    # Behind digits without a space only what cannot be variables.
+    rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*|(?:mm|cm|km|kg|mph)){_POWER}$"
+)
+_TEXT_COMMAND = r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit|operatorname|mathit|textsf|bold|bf|rm)"
+_TEXT_UNIT = re.compile(rf"(?<=[0-9}})])\s*{_TEXT_COMMAND}\s*\{{{_NO_UNIT}[a-zA-Z./ ]*\}}{_POWER}$")
+_TEXT = re.compile(_TEXT_COMMAND + r"\s*\{([^{}]*)\}")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:[, ][0-9]{3})+(?![0-9]|,[0-9])")
+_WHITE = re.compile(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])|(?<=[0-9])(\s)\s*(?=[0-9])|\s+")
+_TIDY = (
+    (re.compile(r"([\^_])\{([0-9a-zA-Z])\}"), r"\1\2"),
+    (re.compile(r"(?<![0-9a-zA-Z./})])([0-9]+)/([0-9]+)(?![0-9a-zA-Z./^])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?<![0-9.])\.(?=[0-9])"), "0."),
+    (re.compile(r"(?<=[0-9])\.(?![0-9])"), ""),
+    (re.compile(r"^\+"), ""),
+)
+
+
+def normal_form(answer: str) -> str:
+    """Return the one spelling of an answer; empty where nothing is left of it."""
+    text = _SEPARATED_DIGITS.sub("", answer.translate(_UNICODE))
+    # Before closing punctuation goes, which is part of '\\,' and '\\;'.
+    text = _strip_wrappers(_SPACING.sub(" ", text))
+    for pattern, replacement in _SYNONYMS:
+        text = pattern.sub(replacement, text)
+    text = _TEXT_UNIT.sub("", text.strip())
+    text = _PLAIN_UNIT.sub("", text.rstrip(_CLOSING))
+    text = _TEXT.sub(r" \1 ", text).strip().rstrip(_CLOSING)
+    text = _join_thousands(text)
+    text = _WHITE.sub(_keep_boundary, text)
+    for pattern, replacement in _TIDY:
+        text = pattern.sub(replacement, text)
+    return text.lower() if len(text) > 1 and text.isalpha() else text
+
+
+def without_name(form: str) -> str | None:
+    """Return what follows 'x=' or 'f(x)=' in a normal form, or None where no name is given."""
+    match = _NAMED.match(form)
+    return None if match is None else form[match.end() :]
+
+
+_NAMED = re.compile(r"(?:\\?[a-zA-Z]+(?:_[0-9a-zA-Z])?(?:\([a-zA-Z]\))?)(?:=|\\in(?![a-zA-Z]))(?=[^=]+$)")
+
+
+def _strip_wrappers(text: str) -> str:
+    while True:
+        stripped = text.strip().rstrip(_CLOSING)
+        for opening, closing in _DELIMITERS:
+            inner = stripped[len(opening) : -len(closing)]
+            if stripped == opening + inner + closing and closing not in inner:
+                stripped = inner
+                break
+        boxed = re.fullmatch(r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}", stripped)
+        if boxed is not None:
+            stripped = boxed.group(1)
+        if stripped == text:
+            return text
+        text = stripped
+
+
+def _join_thousands(text: str) -> str:
+    """Join grouped digits that stand outside of all brackets."""
+    if not ("," in text or " " in text):
+        return text
+    depth, parts, start = 0, [], 0
+    for index, character in enumerate(text):
+        if character in "([{":
+            if depth == 0:
+                parts.append(_THOUSANDS.sub(_join_digits, text[start:index]))
+                start = index
+            depth += 1
+        elif character in ")]}" and depth:
+            depth -= 1
+            if depth == 0:
+                parts.append(text[start : index + 1])
+                start = index + 1
+    tail = text[start:]
+    parts.append(tail if depth else _THOUSANDS.sub(_join_digits, tail))
+    return "".join(parts)
+
+
+def _keep_boundary(white: re.Match[str]) -> str:
+    command, digit_gap = white.groups()
+    return f"{command} " if command else " " * bool(digit_gap)
+
+
+def _join_digits(match: re.Match[str]) -> str:
+    return match.group().replace(",", "").replace(" ", "")

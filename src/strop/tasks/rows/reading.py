@@ -1,0 +1,125 @@
+"""From the rows of a data set to the examples of a task, in two splits that share no question."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Split
+from strop.tasks.rows.layout import DataLayout, Row, read_split_rows
+
+_MAX_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitExamples:
+    """All examples of a task, in the order of the data."""
+
+    train: tuple[Example, ...]
+    held_out: tuple[Example, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many rows are no examples, by reason. Questions that stand twice in a split are not counted."""
+
+    def of(self, split: Split) -> tuple[Example, ...]:
+        """Return the examples of one split."""
+        return self.train if split is Split.TRAIN else self.held_out
+
+    @property
+    def digest(self) -> str:
+        """Hash over all ids, which are hashes of content; for the task's version."""
+        ids = [example.example_id for example in (*self.train, *self.held_out)]
+        return hashlib.sha256("".join(ids).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowReading:
+    """How rows become examples."""
+
+    layout: DataLayout
+    to_example: Callable[[Row], Example]
+    """Raises DataError naming the row, where a column is missing or malformed."""
+    question: Callable[[Example], str]
+    """What is asked. Examples that ask the same, but for white space, are one example."""
+    why_left_out: Callable[[Row, Split], str | None] = lambda row, split: None
+    """Why a row is no example of a split, to be counted; None keeps it."""
+    drops_shared: bool = False
+    """Whether a training question that is held out too is left out and counted, rather than refused:
+    for published data whose makers did not keep their splits apart."""
+
+
+def read_examples(
+    reading: RowReading, source: str, *, num_train: int | None = None, num_held_out: int | None = None
+) -> SplitExamples:
+    """Read the examples of both splits, each question once; the numbers take from the first, None all.
+
+    Raises: DataError if a file is missing, empty or malformed, or a question is in both splits.
+    """
+    rows = read_split_rows(source, reading.layout, num_held_out=num_held_out)
+    left_out: Counter[str] = Counter()
+    held_out = _distinct(reading, _kept(reading, rows.held_out, Split.HELD_OUT, left_out))
+    train = _distinct(reading, _kept(reading, rows.train, Split.TRAIN, left_out))
+    shared = sorted(train.keys() & held_out.keys())
+    if reading.drops_shared:
+        left_out.update({"held out too": len(shared)} if shared else {})
+        train = {question: example for question, example in train.items() if question not in held_out}
+    train, held_out = _first(train, num_train), _first(held_out, num_held_out)
+    shared = sorted(train.keys() & held_out.keys())
+    if shared:
+        shown = "; ".join(repr(question[:60]) for question in shared[:_MAX_SHOWN])
+        raise DataError(
+            explain_refusal(
+                f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions"
+                f" too, for example {shown}",
+                allowed="no question in both splits: its score would measure memory",
+                next_step="remove these rows from one of the two files",
+            )
+        )
+    return SplitExamples(
+        train=tuple(train.values()), held_out=tuple(held_out.values()), left_out=dict(left_out)
+    )
+
+
+def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
+    """Return the values of columns that must hold text.
+
+    Raises: DataError naming the row, if one is absent, not a text, or empty.
+    """
+    values = tuple(row.values.get(column) for column in columns)
+    texts = tuple(value for value in values if isinstance(value, str) and value.strip())
+    if len(texts) < len(columns):
+        found = {key: type(value).__name__ for key, value in row.values.items()}
+        raise DataError(
+            explain_refusal(
+                f"{row.place} has columns {found}",
+                allowed=f"{' and '.join(columns)}, texts that are not empty",
+                next_step="mend or remove the row, or map the columns when the file is written",
+            )
+        )
+    return texts
+
+
+def _kept(reading: RowReading, rows: Sequence[Row], split: Split, left_out: Counter[str]) -> list[Row]:
+    """Return the rows that are examples, and count the others by reason."""
+    kept: list[Row] = []
+    for row in rows:
+        reason = reading.why_left_out(row, split)
+        if reason is None:
+            kept.append(row)
+        else:
+            left_out[reason] += 1
+    return kept
+
+
+def _distinct(reading: RowReading, rows: Sequence[Row]) -> dict[str, Example]:
+    by_question: dict[str, Example] = {}
+    for row in rows:
+        example = reading.to_example(row)
+        by_question.setdefault(" ".join(reading.question(example).split()), example)
+    return by_question
+
+
+def _first(examples: dict[str, Example], num_wanted: int | None) -> dict[str, Example]:
+    return dict(list(examples.items())[:num_wanted])

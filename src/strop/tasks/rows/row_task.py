@@ -1,0 +1,83 @@
+"""What tasks share whose problems are the rows of a published data set."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split
+from strop.spec.task import RowTaskSpec
+from strop.tasks.contract import TaskLimits
+from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
+from strop.tasks.version import hash_version, limit_reply
+
+
+class RowTask(ABC):
+    """A task whose examples are the rows of a data set; what is left is to ask and to judge."""
+
+    def __init__(
+        self,
+        spec: RowTaskSpec,
+        reading: RowReading,
+        limits: TaskLimits,
+        *,
+        source: str,
+        prompt: str,
+        verifier: str,
+    ) -> None:
+        self.name = spec.name
+        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        self._spec = spec
+        self._reading = reading
+        self._source = source
+        self._prompt = prompt
+        self._verifier = verifier
+
+    @cached_property
+    def version(self) -> str:
+        """Hash over settings, prompt, verifier, limits and the ids of all examples; reads the data."""
+        return hash_version(
+            self.name, self._prompt, self._verifier, self.limits, self._spec, self._splits.digest
+        )
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """How many rows of the data are no examples, by reason; reads the data."""
+        return self._splits.left_out
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the problems of a split, in the order of the data.
+
+        Raises: DataError if the data is missing, empty or malformed, a question is in both splits, or
+            the task is for evaluation only and training examples are asked for.
+        """
+        if split is Split.TRAIN and not self._reading.layout.train:
+            raise DataError(
+                explain_refusal(
+                    f"training examples of task {self.name}",
+                    allowed="held-out examples: the data set is for evaluation only",
+                    next_step="train on another task, and name this one in an evaluation",
+                )
+            )
+        return self._splits.of(split)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the problem and say how the answer is to be written."""
+        return (Message(role="user", content=self._prompt.format(**example.fields)),)
+
+    @abstractmethod
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Judge a reply; see the task."""
+
+    @abstractmethod
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return replies that deserve full marks, the asked-for form first."""
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        spec = self._spec
+        return read_examples(
+            self._reading, self._source, num_train=spec.num_train, num_held_out=spec.num_held_out
+        )

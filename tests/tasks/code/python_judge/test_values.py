@@ -1,0 +1,121 @@
+"""Tests of the values between candidate and judge."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.tasks.code.python_judge.values import MalformedValue, decode, dump, encode, parse
+
+_LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
+    st.complex_numbers(allow_nan=False), st.decimals(allow_nan=False), st.fractions(),
+)  # fmt: skip
+_HASHABLE = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=5)
+_VALUES = st.recursive(
+    _HASHABLE,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(_HASHABLE, inner, max_size=3),
+        st.sets(_HASHABLE, max_size=3),
+    ),
+    max_leaves=10,
+)
+
+
+def no_reference(value: Any) -> NoReturn:
+    raise TypeError(type(value).__name__)
+
+
+def travel(value: Any) -> Any:
+    return decode(parse(dump(encode(value, no_reference))), no_reference)
+
+
+def shape(value: Any) -> Any:
+    """A value with its types, so that 1, 1.0 and True differ."""
+    if isinstance(value, list | tuple):
+        return type(value), [shape(item) for item in value]
+    if isinstance(value, dict):
+        return dict, [(shape(key), shape(item)) for key, item in value.items()]
+    return type(value), value
+
+
+@given(_VALUES)
+def test_plain_values_arrive_as_they_are(value: Any) -> None:
+    assert shape(travel(value)) == shape(value)
+
+
+def test_values_by_hand() -> None:
+    assert travel(10**5000) == 10**5000
+    assert math.isnan(travel(math.nan))
+    assert str(travel(-0.0)) == "-0.0"
+    assert travel(range(1, 9, 2)) == range(1, 9, 2)
+    assert travel({1: int, (2,): None}) == {1: int, (2,): None}
+    assert travel(bytearray(b"\0")) == bytearray(b"\0")
+    assert (travel(Decimal("1.50")), travel(Fraction(1, 3))) == (Decimal("1.50"), Fraction(1, 3))
+    assert travel("\ud800") == "\ud800"
+
+
+class Sly(str):
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        return "sly"
+
+
+class SlyList(list[int]):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None
+
+
+def test_a_subclass_arrives_as_its_plain_type() -> None:
+    assert type(travel(Sly("a"))) is str
+    assert travel(Sly("a")) == "a" != travel(Sly("b"))
+    assert type(travel(SlyList([1]))) is list
+
+
+def test_other_objects_are_not_sent() -> None:
+    with pytest.raises(TypeError, match="object"):
+        travel([object()])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"t": "pickle", "v": "gASVBQ=="},
+        {"t": "type", "v": "Popen"},
+        {"t": "int", "v": 5},
+        {"t": "int", "v": "zz"},
+        {"t": "dict", "v": [[[], 1]]},
+        {"t": "dict", "v": [1]},
+        {"t": "set", "v": "ab"},
+        {"t": "range", "v": [1, 2, 3, 4]},
+        {"t": "ref", "v": "0"},
+        {"t": "Fraction", "v": [1, 0]},
+        {"t": ["set"], "v": []},
+        {},
+    ],
+)
+def test_malformed_values_are_refused(data: Any) -> None:
+    with pytest.raises(MalformedValue):
+        decode(data, no_reference)
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b"9" * 100, b""])
+def test_malformed_messages_are_refused(body: bytes) -> None:
+    with pytest.raises(MalformedValue):
+        parse(body)

@@ -1,0 +1,139 @@
+"""Tests of the apps task on rows in its schema, written for these tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import DataError
+from strop.rollout import Split
+from strop.spec import AppsSpec
+from strop.tasks.code.apps import Apps
+from tests.fixtures.judging import run_self_test
+from tests.fixtures.sandboxed import best_level
+
+
+def row(question: str, solution: str, tests: dict[str, Any], **more: Any) -> dict[str, Any]:
+    columns = {"question": question, "solutions": json.dumps([solution]), "input_output": json.dumps(tests)}
+    return {"id": 0, **columns, "difficulty": "interview", "url": "", "starter_code": "", **more}
+
+
+SUM = row(
+    "Add two numbers of one line.",
+    "print(sum(map(int, input().split())))",
+    {"inputs": ["1 2\n", "3 -3\n"], "outputs": ["3\n", "0\n"]},
+)
+SWAP = row(
+    "Return two values in the other order.",
+    "class Solution:\n    def swap(self, a, b):\n        return b, a",
+    {"fn_name": "swap", "inputs": [[1, 2], ["a", None]], "outputs": [[2, 1], [[None, "a"]]]},
+    starter_code="class Solution:\n    def swap(self, a, b):",
+)
+ONE_TEST = row("Say 1.", "print(1)", {"inputs": [""], "outputs": ["1"]})
+NO_TEST = {**row("Say 2.", "print(2)", {}), "input_output": "", "solutions": ""}
+EASY = row("Say 3.", "print(3)", {"inputs": ["", " "], "outputs": ["3", "3"]}, difficulty="introductory")
+
+
+def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> Apps:
+    rows = [SUM, SWAP, ONE_TEST, NO_TEST, EASY] if rows is None else rows
+    for stem, some in (
+        ("train", rows),
+        ("test", [row("Say 4.", "print(4)", {"inputs": ["", ""], "outputs": [4, 4]})]),
+    ):
+        (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), "utf-8")
+    return Apps(AppsSpec(name="apps", source=str(tmp_path), min_isolation=best_level(), **settings))
+
+
+def test_items_without_two_tests_are_dropped_and_counted(tmp_path: Path) -> None:
+    task = apps(tmp_path)
+    assert [e.fields["question"][:3] for e in task.examples(Split.TRAIN)] == ["Add", "Ret", "Say"]
+    assert task.num_dropped == 2
+
+
+def test_items_with_too_large_tests_are_dropped_and_counted(tmp_path: Path) -> None:
+    large = row("Say 5.", "print(5)", {"inputs": ["", "x" * (8 << 20)], "outputs": ["5", "5"]})
+    task = apps(tmp_path, [SUM, large])
+    assert (len(task.examples(Split.TRAIN)), task.num_dropped) == (1, 1)
+
+
+def test_numbers_of_items_count_usable_ones(tmp_path: Path) -> None:
+    task = apps(tmp_path, [ONE_TEST, SUM, SWAP], num_train=1)
+    assert [e.fields["question"][:3] for e in task.examples(Split.TRAIN)] == ["Add"]
+
+
+def test_difficulty_is_a_filter(tmp_path: Path) -> None:
+    task = apps(tmp_path, difficulty="introductory")
+    assert [e.fields["question"] for e in task.examples(Split.TRAIN)] == ["Say 3."]
+
+
+def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
+    task = apps(tmp_path)
+    assert run_self_test(task, task.examples(Split.TRAIN)) == []
+
+
+def test_prompts_state_how_the_code_is_tested(tmp_path: Path) -> None:
+    task = apps(tmp_path)
+    add, swap, _ = task.examples(Split.TRAIN)
+    assert "standard input" in task.render(add)[0].content
+    (message,) = task.render(swap)
+    assert "`swap`" in message.content
+    assert SWAP["starter_code"] in message.content
+    assert "standard input" not in message.content
+
+
+@pytest.mark.parametrize(
+    ("code", "passed", "format_ok"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", 2, True),
+        ("print(3)", 1, True),
+        ("print('3'", None, False),
+    ],
+)
+def test_programs(tmp_path: Path, code: str, passed: int | None, format_ok: bool) -> None:
+    task = apps(tmp_path)
+    outcome = task.verify(task.examples(Split.TRAIN)[0], f"```python\n{code}\n```")
+    assert (outcome.is_correct, outcome.format_ok) == (passed == 2, format_ok)
+    assert outcome.metrics.get("tests_passed") == passed
+
+
+@pytest.mark.parametrize(
+    ("code", "is_correct", "format_ok"),
+    [
+        ("def swap(a, b): return [b, a]", True, True),
+        ("class Solution:\n    def swap(self, a, b): return a, b", False, True),
+        ("class Solution:\n    def turn(self, a, b): return b, a", False, False),
+        ("a, b = input().split()\nprint(b, a)", False, False),
+    ],
+)
+def test_functions(tmp_path: Path, code: str, is_correct: bool, format_ok: bool) -> None:
+    task = apps(tmp_path)
+    outcome = task.verify(task.examples(Split.TRAIN)[1], f"```python\n{code}\n```")
+    assert (outcome.is_correct, outcome.format_ok) == (is_correct, format_ok)
+
+
+def test_tests_with_numbers_of_many_digits_are_read(tmp_path: Path) -> None:
+    number = "9" * 5000
+    tests = f'{{"fn_name": "inc", "inputs": [[1], [{number}]], "outputs": [2, 1{"0" * 5000}]}}'
+    long = {**row("Add 1.", "def inc(x): return x + 1", {}), "input_output": tests}
+    task = apps(tmp_path, [long])
+    (example,) = task.examples(Split.TRAIN)
+    assert task.verify(example, task.gold_replies(example)[0]).is_correct
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {**SUM, "input_output": "{"},
+        {**SUM, "input_output": "[]"},
+        {**SUM, "input_output": json.dumps({"inputs": ["1"], "outputs": []})},
+        {**SWAP, "input_output": json.dumps({"fn_name": "swap", "inputs": [1, 2], "outputs": [1, 2]})},
+        {**SUM, "solutions": "[1]"},
+        {**SUM, "starter_code": 5},
+    ],
+)
+def test_malformed_rows_are_refused(tmp_path: Path, broken: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"train.jsonl, row 2: .* not in the schema of APPS"):
+        apps(tmp_path, [SWAP | {"question": "Other."}, broken]).examples(Split.TRAIN)

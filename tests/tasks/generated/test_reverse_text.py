@@ -1,0 +1,93 @@
+"""Tests of the reverse-text task."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.errors import ConfigError
+from strop.rollout import Split, make_example
+from strop.spec import ReverseTextSpec
+from strop.tasks import build_task
+from strop.tasks.generated.reverse_text import WORDS, subsequence_ratio
+from tests.fixtures.judging import run_self_test
+
+TASK = build_task(ReverseTextSpec(name="reverse-text"))
+FOX = make_example("reverse-text", {"text": "fox"}, "xof")
+
+
+@pytest.mark.parametrize(
+    ("reply", "gold", "ratio"),
+    [
+        ("xof", "xof", 1.0),
+        ("", "", 1.0),
+        ("", "xof", 0.0),
+        ("fox", "xof", 1 / 3),  # longest common subsequence "o": 2 * 1 / (3 + 3)
+        ("xo", "xof", 0.8),  # "xo": 2 * 2 / (2 + 3)
+        ("x o f", "xof", 0.75),  # "xof": 2 * 3 / (5 + 3)
+        ("abc", "xyz", 0.0),
+    ],
+)
+def test_subsequence_ratio_by_hand(reply: str, gold: str, ratio: float) -> None:
+    assert subsequence_ratio(reply, gold) == pytest.approx(ratio)
+
+
+def longest_common_slow(left: str, right: str) -> int:
+    subsequences = {
+        "".join(left[i] for i in chosen)
+        for size in range(len(left) + 1)
+        for chosen in combinations(range(len(left)), size)
+    }
+
+    def holds(text: str) -> bool:
+        rest = iter(right)
+        return all(char in rest for char in text)
+
+    return max(len(text) for text in subsequences if holds(text))
+
+
+@given(st.text("abc", min_size=1, max_size=7), st.text("abc", min_size=2, max_size=7))
+def test_subsequence_ratio_equals_trying_all(reply: str, gold: str) -> None:
+    expected = 2 * longest_common_slow(reply[: 4 * len(gold)], gold) / (len(reply) + len(gold))
+    assert subsequence_ratio(reply, gold) == pytest.approx(expected)
+
+
+def test_verify() -> None:
+    exact = TASK.verify(FOX, "  xof\n")
+    assert (exact.reward, exact.is_correct, exact.format_ok) == (1.0, True, True)
+    below = TASK.verify(FOX, "Here:\nxof")
+    assert (below.reward, below.is_correct, below.format_ok) == (1.0, True, False)
+    close = TASK.verify(FOX, "xo")
+    assert close.reward == pytest.approx(0.8)
+    assert close.is_correct is False
+    assert TASK.verify(FOX, "").reward == 0.0
+
+
+def test_splits_are_disjoint_and_stable() -> None:
+    held_out, train = TASK.examples(Split.HELD_OUT), TASK.examples(Split.TRAIN)
+    assert (len(held_out), len(train)) == (100, 500)
+    assert len({example.fields["text"] for example in [*held_out, *train]}) == 600
+    larger = build_task(ReverseTextSpec(name="reverse-text", num_train=700))
+    assert larger.examples(Split.HELD_OUT) == held_out
+
+
+def test_no_word_reads_the_same_backwards() -> None:
+    assert not [word for word in WORDS if word == word[::-1]]
+
+
+def test_self_test_passes() -> None:
+    assert run_self_test(TASK, TASK.examples(Split.TRAIN)[:32]) == []
+
+
+def test_reply_limit_holds_the_longest_text() -> None:
+    # 32 tokens of preamble + 4 words of at most 8 letters and a space, a token a letter: 32 + 4 * 9.
+    assert TASK.limits.max_reply_tokens == 68
+
+
+def test_too_few_different_texts_are_refused() -> None:
+    task = build_task(ReverseTextSpec(name="reverse-text", max_words=1))
+    with pytest.raises(ConfigError, match=r"600 different texts of 1 to 1 words.*Next: raise task"):
+        task.examples(Split.TRAIN)

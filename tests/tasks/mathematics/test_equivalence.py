@@ -1,0 +1,314 @@
+"""Tests of equality of final answers: normal forms, numbers and symbols."""
+
+from __future__ import annotations
+
+import logging
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.errors import ConfigError
+from strop.tasks.mathematics import symbolic
+from strop.tasks.mathematics.equivalence import Strictness, answers_equal
+from strop.tasks.mathematics.normal_form import normal_form, without_name
+from strop.tasks.mathematics.numbers import compare_numbers, parse_exact
+from strop.tasks.mathematics.symbolic import is_bounded, require_math_verify
+
+STRICT, STANDARD, SYMBOLIC = Strictness.STRICT, Strictness.STANDARD, Strictness.SYMBOLIC
+needs_math_verify = pytest.mark.usefixtures("math_verify")
+
+
+@pytest.fixture
+def math_verify() -> None:
+    pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [
+        # Each rule of the module's list, by number.
+        ("\u22125\u03c0", r"-5\pi"),  # 1
+        (r"\left( 1,\, 2 \right)", "(1,2)"),  # 2
+        (r" $\boxed{5}$. ", "5"),  # 3
+        ("5!", "5!"),
+        (r"\,", ""),
+        (r"\dfrac{1}{2} \leq x", r"\frac{1}{2}\le x"),  # 4
+        (r"\frac12", r"\frac{1}{2}"),  # 5
+        (r"\frac1{72}", r"\frac{1}{72}"),
+        (r"\sqrt3", r"\sqrt{3}"),
+        ("3 1/2", r"3\frac{1}{2}"),
+        (r"1 \text{ and } 2", "1,2"),  # 6
+        ("1 or 2", "1,2"),
+        (r"90^\circ", "90"),  # 7
+        (r"90^{\circ}", "90"),
+        ("90 degrees", "90"),
+        (r"50\%", "50"),
+        (r"\$18.90", "18.90"),
+        (r"5\text{ cm}", "5"),  # 8
+        (r"5\mathrm{cm}^2", "5"),
+        ("5 apples", "5"),
+        ("5 square inches", "5"),
+        (r"5\text{ million}", "5million"),
+        ("3 halves", "3halves"),
+        ("5 x", "5x"),
+        (r"\text{Evelyn}", "evelyn"),  # 9, 13
+        (r"\text{(A)}", "(A)"),
+        ("1,234", "1234"),  # 10
+        (r"1{,}234", "1234"),
+        (r"12\,345", "12345"),
+        ("-1 234 567", "-1234567"),
+        ("(1,234)", "(1,234)"),
+        ("100, 200", "100,200"),
+        (r"2 \pi r", r"2\pi r"),  # 11
+        ("3 4", "3 4"),
+        ("x^{2}+y_{1}", "x^2+y_1"),  # 12
+        ("-1/2", r"-\frac{1}{2}"),
+        (".5", "0.5"),
+        ("+5.", "5"),
+        ("x", "x"),  # 13
+        ("X", "X"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ],
+)
+def test_normal_form(answer: str, form: str) -> None:
+    assert normal_form(answer) == form
+
+
+@given(st.text(alphabet="\\frac{}12 ,.-+$%xtexand^_()", max_size=60))
+def test_a_normal_form_never_loses_or_gains_a_sign(answer: str) -> None:
+    assert normal_form(answer).count("-") == answer.count("-")
+
+
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        ("5", Fraction(5)),
+        ("-5", Fraction(-5)),
+        ("--5", Fraction(5)),
+        ("0.25", Fraction(1, 4)),
+        (r"\frac{1}{2}", Fraction(1, 2)),
+        (r"\frac{-1}{-2}", Fraction(1, 2)),
+        (r"-\frac{0.5}{2}", Fraction(-1, 4)),
+        (r"3\frac{1}{2}", Fraction(7, 2)),
+        (r"-3\frac{1}{2}", Fraction(-7, 2)),
+        ("1.5/3", Fraction(1, 2)),
+        (r"6.0\times10^{3}", Fraction(6000)),
+        ("2^10", Fraction(1024)),
+        ("10^{-2}", Fraction(1, 100)),
+        (r"\frac{1}{0}", None),
+        ("0^{-1}", None),
+        ("9^{999}", None),
+        ("5x", None),
+        ("1,2", None),
+        ("", None),
+    ],
+)
+def test_parse_exact(form: str, value: Fraction | None) -> None:
+    number = parse_exact(form)
+    assert (None if number is None else number.value) == value
+
+
+@pytest.mark.parametrize(
+    ("gold", "reply", "verdict"),
+    [
+        (r"\frac{1}{3}", "0.333333", True),  # 1/3 - 0.333333 = 1/3 * 1e-6
+        (r"\frac{1}{3}", "0.3333", False),
+        ("18", "18.00", True),
+        ("18", "18.000001", False),
+        ("1000000", "1000001.0", False),  # within 1e-6, and whole
+        ("(1,0.5)", r"(1,\frac{1}{2})", True),
+        ("(1,2)", "(2,1)", False),
+        ("(1,2)", "[1,2]", False),
+        ("[1,2)", "[1,2)", True),
+        ("1,2", "2,1", True),
+        (r"\{1,1\}", r"\{1,2\}", False),
+        ("1,2", "1", False),
+        ("1,2", "1,x", None),
+        ("x", "1", None),
+    ],
+)
+def test_compare_numbers(gold: str, reply: str, verdict: bool | None) -> None:
+    assert compare_numbers(gold, reply) is verdict
+    assert compare_numbers(reply, gold) is verdict
+
+
+@pytest.mark.parametrize(
+    ("gold", "reply", "least"),
+    [
+        ("5", "$5$", STRICT),
+        ("x=5", "5", STRICT),
+        ("5", "x = 5", STRICT),
+        ("f(x)=2x", "2x", STRICT),
+        (r"x \in [1,2]", "[1, 2]", STRICT),
+        ("Even", r"\text{even}", STRICT),
+        (r"\frac{1}{2}", "0.5", STANDARD),
+        ("1,2", "2 and 1", STANDARD),
+        ("x+1", "1+x", SYMBOLIC),
+        ("x^2-1", "(x-1)(x+1)", SYMBOLIC),
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", SYMBOLIC),
+        (r"\frac{3\pi}{2}", r"3\pi/2", SYMBOLIC),
+        (r"1\le x\le 2", "[1,2]", SYMBOLIC),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}", SYMBOLIC),
+    ],
+)
+@needs_math_verify
+def test_the_least_strictness_that_finds_two_answers_equal(gold: str, reply: str, least: Strictness) -> None:
+    order = list(Strictness)
+    verdicts = [answers_equal(gold, reply, strictness) for strictness in order]
+    assert verdicts == [order.index(strictness) >= order.index(least) for strictness in order]
+
+
+@pytest.mark.parametrize(
+    ("gold", "reply"),
+    [
+        # Near misses: sign, factor, off by one, neighbours in spelling.
+        ("5", "-5"),
+        ("-5", "5"),
+        ("5", "50"),
+        ("5", "6"),
+        ("100", "101"),
+        (r"\frac{1}{2}", r"\frac{1}{3}"),
+        (r"\frac{1}{2}", r"-\frac{1}{2}"),
+        ("x-1", "1-x"),
+        ("x+1", "x-1"),
+        ("2x", "x"),
+        ("x=2", "y=2"),
+        (r"\sqrt{2}", "2"),
+        (r"2\pi", r"\pi"),
+        ("(1,2)", "(2,1)"),
+        ("(1,2)", "[1,2]"),
+        ("12_5", "12_7"),
+        ("12_5", "12"),
+        ("10^{-7}", "0"),
+        ("11/2", "1 1/2"),
+        ("5", r"5\text{ million}"),
+        # Texts: no anagram, no part, no letter.
+        ("Evelyn", "nylevE"),
+        ("Evelyn", "E"),
+        ("Evelyn", "a"),
+        ("Evelyn", ""),
+        ("x", "X"),
+        # Several answers where one is right.
+        ("6", "6,-6"),
+        ("3", "3, 5"),
+    ],
+)
+@needs_math_verify
+def test_near_misses_are_wrong_in_every_strictness(gold: str, reply: str) -> None:
+    assert [answers_equal(gold, reply, strictness) for strictness in Strictness] == [False] * 3
+
+
+TEXTS = st.one_of(st.text(max_size=30), st.text(alphabet="\\frac{}12,.-+$xsqrt^()= ", max_size=30))
+
+
+@given(TEXTS, TEXTS)
+def test_no_text_is_an_error_and_numbers_are_symmetric(gold: str, reply: str) -> None:
+    assert answers_equal(gold, reply, STANDARD) == answers_equal(reply, gold, STANDARD)
+    assert answers_equal(gold, gold, STRICT) is bool(normal_form(gold))
+
+
+NUMBERS = st.builds(
+    lambda sign, spelled: sign + spelled,
+    st.sampled_from(["", "-"]),
+    st.one_of(
+        st.integers(0, 99).map(str),
+        st.builds("{}.{}".format, st.integers(0, 9), st.integers(0, 99)),
+        st.builds("\\frac{{{}}}{{{}}}".format, st.integers(0, 9), st.integers(1, 9)),
+        st.builds("{}/{}".format, st.integers(0, 9), st.integers(1, 9)),
+    ),
+)
+
+
+@given(NUMBERS, NUMBERS)
+def test_numbers_are_equal_when_their_values_are(first: str, second: str) -> None:
+    values = [parse_exact(normal_form(text)) for text in (first, second)]
+    assert values[0] is not None
+    assert values[1] is not None
+    # No two of these differ by less than 1/(9 * 100), so the tolerance plays no part.
+    is_same = values[0].value == values[1].value
+    assert answers_equal(first, second, STANDARD) is is_same
+
+
+@given(TEXTS)
+@needs_math_verify
+def test_symbols_raise_on_no_reply(reply: str) -> None:
+    assert answers_equal(r"x^2+\frac{1}{3}", reply, SYMBOLIC) in (True, False)
+
+
+@given(st.sampled_from(["x+1", r"\frac{x}{2}", r"2\sqrt{3}", r"3\pi", "x^2-1"]), st.integers(1, 9))
+@needs_math_verify
+def test_formulas_are_equal_to_themselves_written_otherwise_both_ways(formula: str, number: int) -> None:
+    other = f"{formula}+{number}-{number}"
+    assert answers_equal(formula, other, SYMBOLIC)
+    assert answers_equal(other, formula, SYMBOLIC)
+    assert not answers_equal(formula, f"{formula}+{number}", SYMBOLIC)
+
+
+HOSTILE = {
+    "tower": "9^{9^{9}}",
+    "chain": "9^9^9",
+    "exponent": "2^{1000000}",
+    "fractions": r"\frac{1}{" * 200 + "1" + "}" * 200,
+    "roots": r"\sqrt{" * 50 + "2" + "}" * 50,
+    "brackets": "(" * 100 + "1" + ")" * 100,
+    "digits": "9" * 1_000_000,
+    "factorial": "x+100000!",
+    "sum": r"\sum_{n=1}^{100000}\frac{1}{n^2}",
+    "binomial": r"\binom{100000}{50000}",
+    "regex bomb": "5 " + "abc" * 600 + "1",
+    "commas": "1," * 900,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@needs_math_verify
+def test_hostile_answers_never_reach_sympy(name: str) -> None:
+    require_math_verify()
+    assert not is_bounded(normal_form(HOSTILE[name][:2000]))
+    started_at = time.perf_counter()
+    assert not answers_equal("x+1", HOSTILE[name], SYMBOLIC)
+    assert time.perf_counter() - started_at < 1
+
+
+@pytest.mark.parametrize(
+    "form", [r"\frac{a+b}{c}", r"(-\infty,2]\cup[3,4)", r"\sin^2x", r"2^{10}x", r"e^{2\pi i}"]
+)
+def test_formulas_of_the_data_are_bounded(form: str) -> None:
+    assert is_bounded(form)
+
+
+def test_a_name_is_what_stands_before_one_equals_sign() -> None:
+    assert without_name("x=5") == "5"
+    assert without_name("f(x)=2x") == "2x"
+    assert without_name("x=y=5") is None
+    assert without_name("2x=4") is None
+
+
+@needs_math_verify
+def test_the_library_is_silent_about_its_time_limits(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        symbolic.warm_up()
+    assert caplog.records == []
+
+
+@needs_math_verify
+def test_a_gold_answer_that_the_library_chokes_on_is_no_wrong_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choke(text: str, *args: object, raise_on_error: bool, **kwargs: object) -> list[object]:
+        if raise_on_error:
+            raise RecursionError(text)
+        return []
+
+    monkeypatch.setattr(require_math_verify(), "parse", choke)
+    with pytest.raises(RecursionError):
+        answers_equal("x+111", "x+112", SYMBOLIC)
+
+
+def test_without_the_library_symbols_are_refused_and_numbers_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    require_math_verify.cache_clear()
+    assert answers_equal("1/2", "0.5", SYMBOLIC)
+    with pytest.raises(ConfigError, match=r"task\.strictness=symbolic, but math-verify .* Next: pip install"):
+        answers_equal("x+113", "113+x", SYMBOLIC)

@@ -1,0 +1,278 @@
+"""Tests of the gsm8k task and its data, in the real schema, on rows written for these tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from strop.errors import DataError
+from strop.rollout import Split, make_example
+from strop.spec import Gsm8kSpec
+from strop.tasks import Task, build_task
+from strop.tasks.mathematics.gsm8k import Gsm8k
+from tests.fixtures.judging import run_self_test
+
+Mode = Literal["auto", "strict", "hash", "flex"]
+MODES: tuple[Mode, ...] = ("auto", "strict", "hash", "flex")
+Rows = Sequence[dict[str, object]]
+
+TRAIN: Rows = [
+    {"question": "Ida has 3 hens and buys 4. How many has she?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
+    {"question": "A shed costs $1,200. Two cost?", "answer": "2 x 1200 = 2400\n#### 2,400"},
+    {"question": "It was 2 degrees and fell by 7. Now?", "answer": "2 - 7 = -5\n#### -5"},
+]
+TEST: Rows = [{"question": "Half of 9 liters?", "answer": "9 / 2 = 4.5\n#### 4.5"}]
+
+
+def write_jsonl(path: Path, rows: Rows) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: Rows) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def gsm8k(source: Path | str, num_train: int | None = None, num_held_out: int | None = None) -> Task:
+    return build_task(
+        Gsm8kSpec(name="gsm8k", source=str(source), num_train=num_train, num_held_out=num_held_out)
+    )
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    write_jsonl(tmp_path / "train.jsonl", TRAIN)
+    write_jsonl(tmp_path / "test.jsonl", TEST)
+    return gsm8k(tmp_path)
+
+
+def test_reads_jsonl(task: Task) -> None:
+    assert [example.answer for example in task.examples(Split.TRAIN)] == ["7", "2400", "-5"]
+    assert [example.answer for example in task.examples(Split.HELD_OUT)] == ["4.5"]
+
+
+@pytest.mark.parametrize("folder", ["", "main", "data"])
+def test_reads_parquet_shards(tmp_path: Path, folder: str) -> None:
+    write_parquet(tmp_path / folder / "train-00000-of-00002.parquet", TRAIN[:2])
+    write_parquet(tmp_path / folder / "train-00001-of-00002.parquet", TRAIN[2:])
+    write_parquet(tmp_path / folder / "test-00000-of-00001.parquet", TEST)
+    assert [e.answer for e in gsm8k(tmp_path).examples(Split.TRAIN)] == ["7", "2400", "-5"]
+
+
+def test_format_of_the_file_changes_neither_ids_nor_version(tmp_path: Path, task: Task) -> None:
+    write_parquet(tmp_path / "p" / "train.parquet", TRAIN)
+    write_parquet(tmp_path / "p" / "test.parquet", TEST)
+    other = gsm8k(tmp_path / "p")
+    assert other.version == task.version
+    assert [e.example_id for e in other.examples(Split.TRAIN)] == [
+        e.example_id for e in task.examples(Split.TRAIN)
+    ]
+
+
+def test_numbers_of_examples_are_limits(tmp_path: Path, task: Task) -> None:
+    assert len(gsm8k(tmp_path, num_train=2).examples(Split.TRAIN)) == 2
+    assert gsm8k(tmp_path, num_train=2).version != task.version
+
+
+def test_one_file_is_split_by_content(tmp_path: Path) -> None:
+    rows: Rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+    write_jsonl(tmp_path / "all.jsonl", rows)
+    write_jsonl(tmp_path / "turned.jsonl", rows[::-1])
+    first, turned = gsm8k(tmp_path / "all.jsonl"), gsm8k(tmp_path / "turned.jsonl")
+    held_out = {example.example_id for example in first.examples(Split.HELD_OUT)}
+    assert (len(first.examples(Split.TRAIN)), len(held_out)) == (36, 4)  # a tenth of 40
+    assert {example.example_id for example in turned.examples(Split.HELD_OUT)} == held_out
+    assert len(gsm8k(tmp_path / "all.jsonl", num_held_out=7).examples(Split.HELD_OUT)) == 7
+
+
+def test_a_question_twice_in_a_split_is_kept_once(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [*TRAIN, TRAIN[0]])
+    write_jsonl(tmp_path / "test.jsonl", TEST)
+    assert len(gsm8k(tmp_path).examples(Split.TRAIN)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "is_correct", "format_ok"),
+    [
+        ("It is 6 x 3.\n#### 18", True, True),
+        ("#### $18.00", True, True),
+        ("####18 apples, and 3 left", True, True),
+        ("#### 17\n#### 18", False, True),
+        ("The answer is 18.", True, False),
+        ("18", True, False),
+        ("#### eighteen, so 18", True, False),
+        ("-18", False, False),
+        ("180", False, False),
+        ("", False, False),
+    ],
+)
+def test_verify(text: str, is_correct: bool, format_ok: bool) -> None:
+    example = make_example("gsm8k", {"question": "?", "solution": "#### 18"}, "18")
+    outcome = gsm8k("unused.jsonl").verify(example, text)
+    assert (outcome.is_correct, outcome.reward) == (is_correct, float(is_correct))
+    assert outcome.format_ok is format_ok
+
+
+GOLD_IN = {"72": "72", "1234": "1,234", "5": "5", "18": "18"}
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "strict", "hash_", "flex", "auto"),
+    [
+        ("The answer is 72.", "72", "72", None, "72.", "72"),
+        # The dot of the pattern matches any character, so it eats a digit where no period follows.
+        ("The answer is 72", "72", "7", None, "72", "72"),
+        ("#### 1,234", "1234", None, "1,234", "1,234", "1,234"),
+        ("so 5 apples ... done", "5", None, None, "...", "5"),
+        ("It is 10-5", "5", None, None, "-5", "5"),
+        ("Total: $18.00", "18", None, None, "$18.00", "$18.00"),
+        ("The answer is 5. Q: I have 9 pens", "5", "5.", None, "9", "5"),
+        ("The answer is 5 for each.\n#### 5", "5", "5", "5", "5", "5"),
+        ("so \\boxed{5} for all 3", "5", None, None, "3", "5"),
+        ("<think>The answer is 9.</think>5", "5", "9.", None, "5", "5"),
+        ("", "5", None, None, None, None),
+    ],
+)
+def test_modes_read_numbers_their_own_way(
+    text: str, gold: str, strict: str | None, hash_: str | None, flex: str | None, auto: str | None
+) -> None:
+    example = make_example("gsm8k", {"question": "?", "solution": f"so\n#### {GOLD_IN[gold]}"}, gold)
+    wanted = {"strict": strict, "hash": hash_, "flex": flex, "auto": auto}
+    found = {
+        mode: Gsm8k(Gsm8kSpec(name="gsm8k", source="unused.jsonl", mode=mode)).verify(example, text)
+        for mode in MODES
+    }
+    assert {mode: outcome.extracted for mode, outcome in found.items()} == wanted
+    # lm-eval compares texts, without commas, money and a last period; strop compares numbers.
+    right = {
+        mode: text is not None and text.replace(",", "").replace("$", "").removesuffix(".") == gold
+        for mode, text in wanted.items()
+    }
+    right["auto"] = auto is not None
+    assert {mode: outcome.is_correct for mode, outcome in found.items()} == right
+
+
+def test_a_number_in_a_box_or_after_the_phrase_comes_before_the_last_number() -> None:
+    example = make_example("gsm8k", {"question": "?", "solution": "#### 18"}, "18")
+    task = gsm8k("unused.jsonl")
+    assert task.verify(example, "The answer is 18.\nThat took 3 steps").is_correct
+    assert task.verify(example, "\\boxed{18} in 3 steps").is_correct
+    assert not task.verify(example, "The answer is 3.\n#### 18").is_correct
+    assert not task.verify(example, "\\boxed{3} but 18").is_correct
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_self_test_passes(tmp_path: Path, task: Task, mode: Mode) -> None:
+    examples = task.examples(Split.TRAIN)
+    moded = Gsm8k(Gsm8kSpec(name="gsm8k", source=str(tmp_path), mode=mode))
+    # lm-eval's metric compares texts and knows '-5' as well as '5'.
+    assert run_self_test(moded, examples) == []
+    assert (moded.version == task.version) is (mode == "auto")
+
+
+def test_prompt_shows_the_question_and_the_form(task: Task) -> None:
+    (message,) = task.render(task.examples(Split.TRAIN)[0])
+    assert message.content.startswith("Ida has 3 hens")
+    assert "'####'" in message.content
+
+
+def test_overlapping_splits_are_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", TRAIN)
+    # The same question with other white space and another worked answer is the same question.
+    again: dict[str, object] = {
+        "question": "Ida has  3 hens\nand buys 4. How many has she?",
+        "answer": "#### 7",
+    }
+    write_jsonl(tmp_path / "test.jsonl", [*TEST, again])
+    with pytest.raises(DataError, match=r"1 of 2 held-out questions .* 'Ida has 3 hens and buys 4"):
+        gsm8k(tmp_path).examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("empty", ["train", "test"])
+def test_empty_split_is_refused(tmp_path: Path, empty: str) -> None:
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [] if name == empty else rows)
+    with pytest.raises(DataError, match=r"has no (training|held-out) rows.*interrupted download"):
+        gsm8k(tmp_path).examples(Split.TRAIN)
+
+
+def test_folder_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no file named train\*\.parquet or .*Next: rename"):
+        gsm8k(tmp_path).examples(Split.TRAIN)
+
+
+def test_missing_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"missing\.jsonl does not exist.*Next: correct the path"):
+        gsm8k(tmp_path / "missing.jsonl").examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\x00"])
+def test_broken_jsonl_names_the_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(TRAIN[0]) + "\n" + content + "\n")
+    with pytest.raises(DataError, match=r"train\.jsonl cannot be read \(line 2"):
+        gsm8k(path).examples(Split.TRAIN)
+
+
+def test_jsonl_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(b'{"question": "caf\xe9"}')
+    with pytest.raises(DataError, match="Allowed: JSONL in UTF-8"):
+        gsm8k(tmp_path / "train.jsonl").examples(Split.TRAIN)
+
+
+def test_cut_parquet_is_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "train.parquet", TRAIN)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"train\.parquet cannot be read"):
+        gsm8k(path).examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"question": "1 + 1?"}, {"question": " ", "answer": "#### 2"}, {"question": 3, "answer": "#### 2"}],
+)
+def test_wrong_columns_name_the_row(tmp_path: Path, row: dict[str, object]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [TRAIN[0], row])
+    write_jsonl(tmp_path / "test.jsonl", TEST)
+    with pytest.raises(DataError, match=r"train\.jsonl, row 2 has columns"):
+        gsm8k(tmp_path).examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("answer", ["two", "2", "#### two", "####"])
+def test_answer_without_gold_number_names_the_row(tmp_path: Path, answer: str) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": answer}])
+    write_jsonl(tmp_path / "test.jsonl", TEST)
+    with pytest.raises(DataError, match=r"the answer in .*train\.jsonl, row 1 ends in"):
+        gsm8k(tmp_path).examples(Split.TRAIN)
+
+
+def test_hub_data_offline_says_what_to_do(tmp_path: Path) -> None:
+    # A fresh process, because the hub's client reads its settings when it is imported.
+    program = (
+        "from strop.spec import Gsm8kSpec\nfrom strop.tasks import build_task\n"
+        "from strop.rollout import Split\n"
+        "build_task(Gsm8kSpec(name='gsm8k')).examples(Split.TRAIN)\n"
+    )
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **offline},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "DataError: task.source=openai/gsm8k: main/train-00000-of-00001.parquet is not" in ended.stderr
+    assert "Next: download the data set elsewhere" in ended.stderr

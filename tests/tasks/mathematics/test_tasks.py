@@ -1,0 +1,378 @@
+"""Tests of the math tasks and mmlu, in the published schemas, on rows written for these tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from strop.errors import DataError
+from strop.rollout import Example, Outcome, Split
+from strop.spec import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec, MmluSpec
+from strop.tasks import Task, build_task
+from strop.tasks.rows.row_task import RowTask
+from tests.fixtures.judging import run_self_test
+
+Row = dict[str, Any]
+Strict = Literal["strict", "standard", "symbolic"]
+SUBJECTS = (
+    *("algebra", "counting_and_probability", "geometry", "intermediate_algebra"),
+    *("number_theory", "prealgebra", "precalculus"),
+)
+
+
+def math_row(problem: str, answer: str, level: str = "Level 2", subject: str = "Algebra") -> Row:
+    solution = f"We find $2 \\cdot 1$, then \\boxed{{{answer}}}."
+    return {"problem": problem, "level": level, "type": subject, "solution": solution}
+
+
+MATH_TRAIN = [
+    math_row("Find $x$ with $2x = -10$.", "-5"),
+    math_row("Find one half of one.", r"\frac{1}{2}", "Level 1"),
+    math_row("Factor $x^2 - 1$.", "(x-1)(x+1)", "Level 5"),
+    math_row("Find the domain.", r"(-\infty, 3]", "Level 4", "Precalculus"),
+    math_row("How much money?", r"\$1,\!234.50", "Level 3"),
+    math_row("Unknown level.", "7", "Level ?"),
+]
+MATH_TEST = [math_row("Who is next?", r"\text{Evelyn}"), math_row("How many?", "1{,}000")]
+
+
+def write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: Sequence[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def math(source: Path | str, **settings: Any) -> RowTask:
+    task = build_task(MathSpec(name="math", source=str(source), **settings))
+    assert isinstance(task, RowTask)
+    return task
+
+
+@pytest.fixture
+def math_folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "train.jsonl", MATH_TRAIN)
+    write_jsonl(tmp_path / "test.jsonl", MATH_TEST)
+    return tmp_path
+
+
+@pytest.fixture
+def symbolic() -> None:
+    pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
+
+
+def answers(task: Task, split: Split) -> list[str | None]:
+    return [example.answer for example in task.examples(split)]
+
+
+def test_math_reads_the_hubs_seven_folders_in_order(tmp_path: Path) -> None:
+    for index, subject in enumerate(SUBJECTS):
+        for split, offset in (("train", 0), ("test", 10)):
+            row = math_row(f"{subject} {split}", str(index + offset), subject=subject)
+            write_parquet(tmp_path / subject / f"{split}-00000-of-00001.parquet", [row])
+    task = math(tmp_path)
+    assert answers(task, Split.TRAIN) == ["0", "1", "2", "3", "4", "5", "6"]
+    assert answers(task, Split.HELD_OUT) == ["10", "11", "12", "13", "14", "15", "16"]
+    assert [example.fields["subject"] for example in task.examples(Split.TRAIN)] == list(SUBJECTS)
+
+
+def test_math_leaves_out_rows_without_a_level_and_other_levels_and_counts_them(math_folder: Path) -> None:
+    assert answers(math(math_folder), Split.TRAIN) == [
+        *("-5", r"\frac{1}{2}", "(x-1)(x+1)", r"(-\infty, 3]", r"\$1,\!234.50")
+    ]
+    assert math(math_folder).left_out == {"Level ?": 1}
+    some = math(math_folder, min_level=2, max_level=4)
+    assert answers(some, Split.TRAIN) == ["-5", r"(-\infty, 3]", r"\$1,\!234.50"]
+    assert some.left_out == {"Level 1": 1, "Level 5": 1, "Level ?": 1}
+    assert some.version != math(math_folder).version
+
+
+def test_no_level_between_two_levels_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"task\.min_level=3 and task\.max_level=2: no level is left"):
+        MathSpec(name="math", min_level=3, max_level=2)
+
+
+@pytest.mark.parametrize("level", [2, None, "Level 6", "hard"])
+def test_a_level_that_math_does_not_have_names_the_row(math_folder: Path, level: object) -> None:
+    write_jsonl(math_folder / "train.jsonl", [{**MATH_TRAIN[0], "level": level}])
+    with pytest.raises(DataError, match=r"train\.jsonl, row 1 has level .* 'Level 1' to 'Level 5'"):
+        math(math_folder).examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("solution", ["It is 5.", r"\boxed{}", r"\boxed{5", r"\boxed{ \, }"])
+def test_a_solution_without_an_answer_names_the_row(math_folder: Path, solution: str) -> None:
+    write_jsonl(math_folder / "train.jsonl", [{**MATH_TRAIN[0], "solution": solution}])
+    with pytest.raises(DataError, match=r"the solution in .*train\.jsonl, row 1 ends in"):
+        math(math_folder).examples(Split.TRAIN)
+
+
+def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_folder: Path) -> None:
+    write_jsonl(math_folder / "test.jsonl", [*MATH_TEST, MATH_TRAIN[0]])
+    task = math(math_folder)
+    assert "-5" not in answers(task, Split.TRAIN)
+    assert "-5" in answers(task, Split.HELD_OUT)
+    assert task.left_out == {"Level ?": 1, "held out too": 1}
+
+
+def test_the_prompt_asks_for_a_box_and_a_base_prompt_has_stops(math_folder: Path) -> None:
+    task = math(math_folder)
+    (message,) = task.render(task.examples(Split.TRAIN)[0])
+    assert message.content == (
+        "Find $x$ with $2x = -10$.\n\nReason step by step, and give the final answer in \\boxed{}."
+    )
+    assert task.limits.stop_strings == ("Problem:", "\n\n\n")
+    assert task.limits.max_reply_tokens == 2048
+
+
+@pytest.mark.parametrize("strictness", ["strict", "standard", "symbolic"])
+@pytest.mark.usefixtures("symbolic")
+def test_math_passes_its_self_test_in_every_strictness(math_folder: Path, strictness: Strict) -> None:
+    task = math(math_folder, strictness=strictness)
+    for split in Split:
+        assert run_self_test(task, task.examples(split)) == []
+    assert (task.limits.verify_limit_s is not None) is (strictness == "symbolic")
+
+
+def judge(task: Task, gold: str, text: str) -> Outcome:
+    fields = {"problem": "?", "solution": ""}
+    return task.verify(Example(task=task.name, example_id="0", fields=fields, answer=gold), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "standard", "symbolic_", "format_ok", "extracted"),
+    [
+        (r"\boxed{\frac12}", True, True, True, True, r"\frac12"),
+        (r"\boxed{3} then \boxed{1/2}", False, True, True, False, "1/2"),
+        ("The answer is $1/2$.", False, True, True, True, "1/2"),
+        (r"\boxed{0.5}", False, True, True, True, "0.5"),
+        (r"\boxed{\sin^2x + \cos^2x - \frac{1}{2}}", False, False, True, True, None),
+        (r"\boxed{-\frac{1}{2}}", False, False, False, True, None),
+        (r"\boxed{\frac{1}{2}}" + "\nProblem: 1+1? \\boxed{2}", True, True, True, True, None),
+        (r"<think>\boxed{2}</think>\boxed{\frac{1}{2}}", True, True, True, True, None),
+        (r"<think>\boxed{\frac{1}{2}}", False, False, False, False, None),
+        (r"so $x = \frac{1}{2}$ it is", False, True, True, False, r"x = \frac{1}{2}"),
+        ("It is half", False, False, False, False, None),
+    ],
+)
+@pytest.mark.usefixtures("symbolic")
+def test_verdicts_of_the_three_strictnesses(
+    text: str, strict: bool, standard: bool, symbolic_: bool, format_ok: bool, extracted: str | None
+) -> None:
+    modes: tuple[Strict, ...] = ("strict", "standard", "symbolic")
+    outcomes = [judge(math("unused.jsonl", strictness=mode), r"\frac{1}{2}", text) for mode in modes]
+    assert [outcome.is_correct for outcome in outcomes] == [strict, standard, symbolic_]
+    assert [outcome.reward for outcome in outcomes] == [float(strict), float(standard), float(symbolic_)]
+    assert {outcome.format_ok for outcome in outcomes} == {format_ok}
+    if extracted is not None:
+        assert {outcome.extracted for outcome in outcomes} == {extracted}
+
+
+def test_math500_is_held_out_only(tmp_path: Path) -> None:
+    row = {
+        "problem": "1+1?",
+        "solution": r"\boxed{2}",
+        "answer": "2",
+        "subject": "A",
+        "level": 1,
+        "unique_id": "a",
+    }
+    write_jsonl(tmp_path / "test.jsonl", [row, {**row, "problem": "2+2?", "answer": "4"}])
+    task = build_task(Math500Spec(name="math500", source=str(tmp_path), strictness="standard"))
+    assert answers(task, Split.HELD_OUT) == ["2", "4"]
+    assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
+    with pytest.raises(DataError, match=r"training examples of task math500\. Allowed: .*evaluation only"):
+        task.examples(Split.TRAIN)
+
+
+def test_deepscaler_is_one_json_list_held_out_by_content(tmp_path: Path) -> None:
+    rows = [{"problem": f"{n} + 1?", "answer": str(n + 1), "solution": ""} for n in range(20)]
+    path = tmp_path / "deepscaler.json"
+    path.write_text(json.dumps([*rows, {"problem": "?", "answer": "", "solution": None}]))
+    task = build_task(DeepscalerSpec(name="deepscaler", source=str(path), strictness="standard"))
+    # A tenth of 21 rows, rounded down.
+    assert len(task.examples(Split.HELD_OUT)) + len(task.examples(Split.TRAIN)) == 20
+    assert len(task.examples(Split.HELD_OUT)) in (1, 2)
+    assert isinstance(task, RowTask)
+    assert task.left_out == {"no answer": 1}
+    assert run_self_test(task, task.examples(Split.TRAIN)) == []
+    assert task.limits.max_reply_tokens == 4096
+
+
+@pytest.mark.parametrize("content", ["[1]", "[{", '[{"problem": "?"} '])
+def test_a_broken_json_list_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "deepscaler.json"
+    path.write_text(content)
+    task = build_task(DeepscalerSpec(name="deepscaler", source=str(path)))
+    with pytest.raises(DataError, match=r"deepscaler\.json cannot be read .*one JSON list of tables"):
+        task.examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("answer", ["$", r"\boxed{}", "\\,"])
+def test_an_answer_of_which_nothing_is_left_names_the_row(tmp_path: Path, answer: str) -> None:
+    write_jsonl(tmp_path / "test.jsonl", [{"problem": "?", "solution": "!", "answer": answer}])
+    task = build_task(Math500Spec(name="math500", source=str(tmp_path)))
+    with pytest.raises(
+        DataError, match=r"the answer in .*test\.jsonl, row 1 is .*Allowed: a number, a formula"
+    ):
+        task.examples(Split.HELD_OUT)
+
+
+def aime(source: Path | str, year: Literal["2024", "2025", "2022-2024"] = "2025") -> Task:
+    return build_task(AimeSpec(name="aime", source=str(source), year=year))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"problem": "A?", "answer": "025", "id": "1"}, {"problem": "B?", "answer": "7", "id": "2"}],
+        [{"ID": "1", "Problem": "A?", "Solution": "-", "Answer": 25}, {"Problem": "B?", "Answer": 7}],
+    ],
+)
+def test_aime_reads_the_published_schemas(tmp_path: Path, rows: list[Row]) -> None:
+    task = aime(write_jsonl(tmp_path / "aime.jsonl", rows))
+    assert answers(task, Split.HELD_OUT) == ["25", "7"]
+    assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
+    with pytest.raises(DataError, match="training examples of task aime"):
+        task.examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("answer", ["1000", "-1", "2.5", "x", True])
+def test_aime_refuses_an_answer_that_is_no_whole_number(tmp_path: Path, answer: object) -> None:
+    path = write_jsonl(tmp_path / "aime.jsonl", [{"problem": "?", "answer": answer}])
+    with pytest.raises(DataError, match=r"aime\.jsonl, row 1"):
+        aime(path).examples(Split.HELD_OUT)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_correct", "format_ok", "extracted"),
+    [
+        (r"\boxed{25}", True, True, "25"),
+        (r"\boxed{025}", True, True, "025"),
+        (r"\boxed{n = 25}", True, True, "n = 25"),
+        ("so $25$.", True, True, "25"),
+        ("so it is 25.", True, True, "25"),
+        (r"\boxed{26}, not 25", False, True, "26"),
+        (r"\boxed{-25}", False, False, "-25"),
+        (r"\boxed{1025}", False, False, "1025"),
+        (r"\boxed{25.5}", False, False, "25.5"),
+        (r"\boxed{} 25", False, False, None),
+        ("<think>25", False, False, None),
+        ("<think>7</think>25", True, True, "25"),
+        ("25\nQuestion: 2+2? 4", True, True, "25"),
+        ("none", False, False, None),
+        ("9" * 5000, False, False, None),
+    ],
+)
+def test_aime_compares_whole_numbers(
+    text: str, is_correct: bool, format_ok: bool, extracted: str | None
+) -> None:
+    outcome = judge(aime("unused.jsonl"), "25", text)
+    assert (outcome.is_correct, outcome.format_ok, outcome.extracted) == (is_correct, format_ok, extracted)
+
+
+MMLU_ROWS = [
+    {"question": "Which is odd?", "subject": "number_theory", "choices": ["2", "4", "5", "6"], "answer": 2},
+    {"question": "Which is odd?", "subject": "number_theory", "choices": ["7", "4", "8", "6"], "answer": 0},
+    {"question": "Which is red?", "subject": "art", "choices": ["sky", "a rose", "sea", "sun"], "answer": 1},
+]
+
+
+@pytest.fixture
+def mmlu_folder(tmp_path: Path) -> Path:
+    train = {"question": "Up?", "subject": "", "choices": ["no", "yes", "so", "la"], "answer": 3}
+    write_parquet(tmp_path / "all" / "auxiliary_train-00000-of-00001.parquet", [train, MMLU_ROWS[0]])
+    write_parquet(tmp_path / "all" / "test-00000-of-00001.parquet", MMLU_ROWS)
+    return tmp_path
+
+
+def test_mmlu_reads_the_hubs_files(mmlu_folder: Path) -> None:
+    task = build_task(MmluSpec(name="mmlu", source=str(mmlu_folder)))
+    assert answers(task, Split.HELD_OUT) == ["C", "A", "B"]
+    assert answers(task, Split.TRAIN) == ["D"]
+    assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
+    assert isinstance(task, RowTask)
+    assert task.left_out == {"held out too": 1}
+    one = build_task(MmluSpec(name="mmlu", source=str(mmlu_folder), subject="art"))
+    assert answers(one, Split.HELD_OUT) == ["B"]
+
+
+def test_mmlu_shows_question_and_choices(mmlu_folder: Path) -> None:
+    task = build_task(MmluSpec(name="mmlu", source=str(mmlu_folder)))
+    (message,) = task.render(task.examples(Split.HELD_OUT)[0])
+    first, *lines = message.content.splitlines()
+    assert first == (
+        "The following is a multiple choice question about number theory."
+        " Reply with the letter of the right choice alone."
+    )
+    assert lines == [
+        "",
+        "Which is odd?",
+        *("A. 2", "B. 4", "C. 5", "D. 6", "Answer:"),
+    ]
+    (plain,) = task.render(task.examples(Split.TRAIN)[0])
+    assert plain.content.startswith("The following is a multiple choice question. Reply")
+
+
+@pytest.mark.parametrize(
+    ("text", "letter", "format_ok"),
+    [
+        (" C", "C", True),
+        ("(C).", "C", True),
+        ("C. 5", "C", False),
+        ("The answer is C", "C", False),
+        ("C\nA", "C", True),
+        ("A cell has B", "B", False),
+        ("A", "A", True),
+        ("c", None, False),
+        ("Cat", None, False),
+        ("I'd say D'oh", None, False),
+        ("", None, False),
+    ],
+)
+def test_mmlu_takes_the_first_letter_of_the_first_line(
+    text: str, letter: str | None, format_ok: bool
+) -> None:
+    outcome = judge(build_task(MmluSpec(name="mmlu", source="unused.jsonl")), "C", text)
+    assert (outcome.extracted, outcome.format_ok) == (letter, format_ok)
+    assert outcome.is_correct is (letter == "C")
+
+
+@pytest.mark.parametrize(
+    "change", [{"choices": ["1", "2"]}, {"answer": 4}, {"answer": "C"}, {"choices": "1234"}, {"answer": None}]
+)
+def test_mmlu_names_a_row_without_four_choices_and_an_index(tmp_path: Path, change: Row) -> None:
+    rows = [{**MMLU_ROWS[0], **change, "subject": subject} for subject in "ab"]
+    path = write_jsonl(tmp_path / "all.jsonl", rows)
+    with pytest.raises(DataError, match=r"all\.jsonl, row [12] has choices .* a list of four choices"):
+        build_task(MmluSpec(name="mmlu", source=str(path))).examples(Split.HELD_OUT)
+
+
+MakeTask = Callable[[str], Task]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: build_task(MathSpec(name="math", source=source)),
+        lambda source: build_task(Math500Spec(name="math500", source=source)),
+        lambda source: build_task(DeepscalerSpec(name="deepscaler", source=source)),
+        lambda source: build_task(AimeSpec(name="aime", source=source)),
+        lambda source: build_task(MmluSpec(name="mmlu", source=source)),
+    ],
+)
+def test_missing_columns_name_the_row(tmp_path: Path, make: MakeTask) -> None:
+    row = {"level": "Level 1", "answer": 0, "choices": list("abcd")}
+    task = make(str(write_jsonl(tmp_path / "all.jsonl", [row, {**row, "id": 2}])))
+    with pytest.raises(DataError, match=r"all\.jsonl, row [12] has columns"):
+        task.examples(Split.HELD_OUT)
