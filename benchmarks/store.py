@@ -224,24 +224,18 @@ def compare_clients(size_mb: int, num_pairs: int, *, with_obstore: bool) -> list
 
 
 def summarize(rates: Sequence[Rate], size_mb: int) -> dict[str, dict[str, float]]:
-    """Return MiB/s, CPU seconds per GiB and the fraction of bare boto3, by 'client direction'."""
+    """Return medians by 'client direction'; the fraction of bare boto3 is formed within each turn."""
     summary = {}
-    for direction in ("up", "down"):
-        walls = {
-            client: statistics.median(
-                rate.wall_s for rate in rates if (rate.client, rate.direction) == (client, direction)
-            )
-            for client in dict.fromkeys(rate.client for rate in rates)
+    clients = dict.fromkeys(rate.client for rate in rates)
+    for client, direction in ((client, direction) for direction in ("up", "down") for client in clients):
+        mine = [rate for rate in rates if (rate.client, rate.direction) == (client, direction)]
+        bare = [rate for rate in rates if (rate.client, rate.direction) == ("boto3", direction)]
+        fracs = [other.wall_s / rate.wall_s for rate, other in zip(mine, bare, strict=True)]
+        summary[f"{client} {direction}"] = {
+            "mib_per_s": size_mb / statistics.median(rate.wall_s for rate in mine),
+            "cpu_s_per_gib": statistics.median(rate.cpu_s for rate in mine) / size_mb * 1024,
+            "frac_of_boto3": statistics.median(fracs),
         }
-        for client, wall_s in walls.items():
-            cpu_s = statistics.median(
-                rate.cpu_s for rate in rates if (rate.client, rate.direction) == (client, direction)
-            )
-            summary[f"{client} {direction}"] = {
-                "mib_per_s": size_mb / wall_s,
-                "cpu_s_per_gib": cpu_s / size_mb * 1024,
-                "frac_of_boto3": walls["boto3"] / wall_s,
-            }
     return summary
 
 
