@@ -223,17 +223,20 @@ class S3Objects:
         return all(is_proven for _, is_proven in sent)
 
     def _put_part(self, path: Path, uri: str, upload: dict[str, Any], part: _Part) -> tuple[str, bool]:
-        with path.open("rb") as file, self._may_hash:
-            data = os.pread(file.fileno(), part.size_bytes, part.start)
-            md5 = hashlib.md5(data, usedforsecurity=False)
+        from s3transfer.utils import ReadFileChunk
+
+        with self._may_hash:
+            md5 = _hash_part(path, part)
         content_md5 = base64.b64encode(md5.digest()).decode()
-        answer = self._call(
-            uri,
-            "sent",
-            lambda: self._client.upload_part(
-                **upload, PartNumber=part.number, Body=data, ContentMD5=content_md5
-            ),
-        )
+
+        def send() -> Any:
+            # Read as it is sent: parts in memory would cost more than their hashes.
+            with ReadFileChunk.from_filename(str(path), part.start, part.size_bytes) as body:
+                return self._client.upload_part(
+                    **upload, PartNumber=part.number, Body=body, ContentMD5=content_md5
+                )
+
+        answer = self._call(uri, "sent", send)
         return answer["ETag"], _is_etag(answer, md5.hexdigest())
 
     def _join(self, uri: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], sha256: str) -> None:
@@ -332,6 +335,18 @@ def _in_order(futures: list[Future[Any]]) -> Iterator[Any]:
         for future in futures:
             if not future.cancelled():
                 future.exception()
+
+
+def _hash_part(path: Path, part: _Part) -> Any:
+    """Return the MD5 object of a stretch of a file."""
+    md5, left_bytes = hashlib.md5(usedforsecurity=False), part.size_bytes
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        file.seek(part.start)
+        while left_bytes and (num_bytes := file.readinto(buffer[:left_bytes])):
+            md5.update(buffer[:num_bytes])
+            left_bytes -= num_bytes
+    return md5
 
 
 def _is_etag(answer: dict[str, Any], md5: str) -> bool:
