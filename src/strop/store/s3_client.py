@@ -3,7 +3,8 @@
 boto3, because it takes every form of credentials that AWS knows (profiles, roles, single sign-on),
 reports failures by code, and is what the SageMaker launcher needs anyway; by `benchmarks/store.py`
 obstore and s3fs are not faster. Its own retries are off: they do not cover the body of a reply, so
-strop retries whole steps. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION.
+strop retries whole steps. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION, and
+AWS_REQUEST_CHECKSUM_CALCULATION=when_required for a compatible service that knows no CRC trailers.
 
 Tried with boto3 1.44.5 and moto 5.2.5. Not tried: Amazon's own service, MinIO, Ceph.
 """
@@ -95,8 +96,7 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
         max_pool_connections=settings.num_connections * 2,
         # A compatible endpoint rarely answers under bucket.host; Amazon's always does.
         s3={"addressing_style": "path" if is_foreign else "auto"},
-        # Checksum trailers break older compatible endpoints; strop proves what arrived by itself.
-        request_checksum_calculation="when_required",
+        # strop hashes all that comes, and knows what to do when it is wrong.
         response_checksum_validation="when_required",
     )
     region = os.environ.get("AWS_REGION")  # boto3 itself knows AWS_DEFAULT_REGION only.
@@ -126,6 +126,12 @@ def call(uri: str, doing: str, rules: RetryRules, action: Callable[[], T]) -> T:
         return _refusal(uri, doing, failure)
 
     return retry(action, rules, (BotoCoreError, ClientError, DamagedTransfer), explain)
+
+
+def checksum_request(client: Any) -> dict[str, str]:
+    """Return what asks S3 to check the parts of an object itself, where the client may ask so."""
+    is_allowed = client.meta.config.request_checksum_calculation == "when_supported"
+    return {"ChecksumAlgorithm": "CRC32"} if is_allowed else {}
 
 
 def is_status(error: Exception, *codes: str) -> bool:

@@ -12,7 +12,6 @@ not (for example with KMS encryption) it proves nothing, and the object is read 
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import hashlib
 import os
@@ -28,7 +27,7 @@ from typing import Any
 from strop.errors import CorruptRecord, StoreError, explain_refusal
 from strop.store.atomic import explain_write_failure
 from strop.store.contract import StoredObject
-from strop.store.s3_client import DamagedTransfer, S3Settings, call, is_status, open_client
+from strop.store.s3_client import DamagedTransfer, S3Settings, call, checksum_request, is_status, open_client
 from strop.store.uris import parse_s3
 
 # Source: the limits in the Amazon S3 user guide.
@@ -187,7 +186,6 @@ class S3Objects:
                 Bucket=place.bucket,
                 Key=place.key,
                 Body=data,
-                ContentMD5=base64.b64encode(md5.digest()).decode(),
                 Metadata={_SHA256_KEY: sha256},
             )
 
@@ -202,18 +200,21 @@ class S3Objects:
         """Send all parts and join them; return whether the answers prove what arrived."""
         place = parse_s3(uri)
         target = {"Bucket": place.bucket, "Key": place.key}
+        checksum = checksum_request(self._client)
+        metadata = {_SHA256_KEY: sha256}
         begun = self._call(
             uri,
             "sent",
-            lambda: self._client.create_multipart_upload(**target, Metadata={_SHA256_KEY: sha256}),
+            lambda: self._client.create_multipart_upload(**target, **checksum, Metadata=metadata),
         )
         upload = {**target, "UploadId": begun["UploadId"]}
         is_joined = False
         try:
-            futures = [self._pool.submit(self._put_part, path, uri, upload, part) for part in parts]
+            futures = [
+                self._pool.submit(self._put_part, path, uri, {**upload, **checksum}, part) for part in parts
+            ]
             sent = tuple(_in_order(futures))
-            listed = [{"ETag": etag, "PartNumber": number} for number, (etag, _) in enumerate(sent, start=1)]
-            self._join(uri, upload, listed, sha256)
+            self._join(uri, upload, [answer for answer, _ in sent], sha256)
             is_joined = True
         finally:
             if not is_joined:
@@ -222,22 +223,24 @@ class S3Objects:
                     self._call(uri, "given up", lambda: self._client.abort_multipart_upload(**upload))
         return all(is_proven for _, is_proven in sent)
 
-    def _put_part(self, path: Path, uri: str, upload: dict[str, Any], part: _Part) -> tuple[str, bool]:
+    def _put_part(
+        self, path: Path, uri: str, upload: dict[str, Any], part: _Part
+    ) -> tuple[dict[str, Any], bool]:
+        """Send one part; return how S3 wants it named when all are joined, and whether it is proven."""
         from s3transfer.utils import ReadFileChunk
 
         with self._may_hash:
             md5 = _hash_part(path, part)
-        content_md5 = base64.b64encode(md5.digest()).decode()
 
         def send() -> Any:
             # Read as it is sent: parts in memory would cost more than their hashes.
             with ReadFileChunk.from_filename(str(path), part.start, part.size_bytes) as body:
-                return self._client.upload_part(
-                    **upload, PartNumber=part.number, Body=body, ContentMD5=content_md5
-                )
+                return self._client.upload_part(**upload, PartNumber=part.number, Body=body)
 
         answer = self._call(uri, "sent", send)
-        return answer["ETag"], _is_etag(answer, md5.hexdigest())
+        checksums = {key: value for key, value in answer.items() if key.startswith("ChecksumCRC")}
+        named = {"PartNumber": part.number, "ETag": answer["ETag"], **checksums}
+        return named, _is_etag(answer, md5.hexdigest())
 
     def _join(self, uri: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], sha256: str) -> None:
         from botocore.exceptions import ClientError
