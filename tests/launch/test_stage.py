@@ -17,6 +17,7 @@ from strop.rollout import Split
 from strop.spec import load_spec
 from strop.store import follow_store, get_model, open_store
 from strop.tasks import build_task
+from strop.train.sft_source import find_source
 from tests.fixtures.object_store import SpoilingProxy
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import leave_home
@@ -106,6 +107,67 @@ def test_a_single_file_is_split_as_before(tmp_path: Path) -> None:
         assert [one.example_id for one in here.examples(split)] == [
             one.example_id for one in there.examples(split)
         ]
+
+
+def write_order(path: Path, run: str) -> list[str]:
+    """Write the ids of three training examples, last first, and return them."""
+    chosen = build_task(load_spec(run).spec.task).examples(Split.TRAIN)[2::-1]
+    path.write_text("".join(json.dumps({"example_id": one.example_id}) + "\n" for one in chosen))
+    return [one.example_id for one in chosen]
+
+
+def read_advice(staged: list[Staged]) -> list[str]:
+    """Return what the run file shall say, as overrides."""
+    said = "; ".join(one.advice for one in staged if one.advice is not None)
+    return [word.replace(" = ", "=").replace('"', "") for word in said.split("; ")]
+
+
+def test_the_order_of_a_mixtures_part_goes_along(tmp_path: Path) -> None:
+    run = write_run(tmp_path, str(write_model(tmp_path / "model")), str(write_data(tmp_path / "data")))
+    ids = write_order(tmp_path / "order.jsonl", run)
+    mixture = tmp_path / "mixture.toml"
+    mixture.write_text(
+        Path(run).read_text().replace('[task]\nname = "gsm8k"', '[task.parts.words]\nname = "gsm8k"')
+        + '[task.parts.sums]\nname = "arithmetic"\n[task]\nname = "mixture"\n'
+    )
+    order = {"task.parts.words.order_file": str(tmp_path / "order.jsonl")}
+    resolved = load_spec(str(mixture), [f"{key}={value}" for key, value in order.items()])
+    staged = stage_run(resolved)
+    assert [one.kind for one in staged] == ["model", "data", "data"]
+    advice = read_advice(staged)
+    assert sorted(word.partition("=")[0] for word in advice) == [
+        "model.uri",
+        "task.parts.words.order_file",
+        "task.parts.words.source",
+    ]
+    (tmp_path / "order.jsonl").unlink()
+    (tmp_path / "data").rename(tmp_path / "gone")
+    moved = build_task(load_spec(str(mixture), advice).spec.task)
+    assert [one.example_id for one in moved.examples(Split.TRAIN) if one.task == "gsm8k"] == ids
+
+
+def test_an_order_in_a_bucket(s3_root: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path, str(write_model(tmp_path / "model")), str(write_data(tmp_path / "data")))
+    ids = write_order(tmp_path / "order.jsonl", run)
+    uri = f"{s3_root}/orders/order.jsonl"
+    open_store(uri).put(tmp_path / "order.jsonl", uri)
+    (tmp_path / "order.jsonl").unlink()
+    task = build_task(load_spec(run, [f"task.order_file={uri}"]).spec.task)
+    assert [one.example_id for one in task.examples(Split.TRAIN)] == ids
+    # What is not there is refused, and the message names it.
+    absent = build_task(load_spec(run, [f"task.order_file={uri}.gone"]).spec.task)
+    with pytest.raises(RemoteMissing, match=r"order\.jsonl\.gone"):
+        absent.examples(Split.TRAIN)
+
+
+def test_demonstrations_go_along(local_run: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} + 3?", "completion": f"#### {n + 3}"} for n in range(4)]
+    path = tmp_path / "shown.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    staged = stage_run(load_spec(local_run, ["train.terms=rl+sft", f"sft.source={path}"]))
+    (advice,) = [word for word in read_advice(staged) if word.startswith("sft.source=")]
+    path.unlink()
+    assert find_source(advice.removeprefix("sft.source=")).read_text().count("completion") == len(rows)
 
 
 def test_changed_data_is_another_record(local_run: str, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def write_run(root: Path, *steps: Sequence[Rollout]) -> Path:
 
 
 def choose(run_path: Path, framing: Framing, **settings: Any) -> Demonstrations:
-    return read_run_demonstrations(SftSpec(source=str(run_path), **settings), framing)
+    return read_run_demonstrations(SftSpec(source=str(run_path), **settings), run_path, framing)
 
 
 def replies(found: Demonstrations, framing: Framing) -> list[str]:

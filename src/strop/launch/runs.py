@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
 from strop.evaluate import Comparison, Difference, EvalResult, compare_results, read_result
@@ -16,6 +15,7 @@ from strop.record import RunDir
 from strop.record.run_dir import LOCK_NAME, STATE_NAME
 from strop.spec import load_spec
 from strop.spec.base import DEFAULT
+from strop.spec.display import dotted, walk_values
 from strop.store import FileLock
 from strop.store.leftovers import is_process_alive
 
@@ -158,20 +158,13 @@ def _last_result(path: Path) -> EvalResult:
 
 def _list_differences(before: Path, after: Path) -> tuple[Difference, ...]:
     """Return the settings in which two runs differ; places of output are no difference."""
-    one, other = (_flatten(load_spec(path / "spec.toml").spec.model_dump()) for path in (before, after))
+    one, other = (
+        {dotted(key): value for key, value in walk_values(load_spec(path / "spec.toml").spec.model_dump())}
+        for path in (before, after)
+    )
     keys = [key for key in one | other if not key.startswith("output.") and key != "name"]
     return tuple(
         Difference(key=key, before=one.get(key, DEFAULT), after=other.get(key, DEFAULT))
         for key in keys
         if one.get(key, DEFAULT) != other.get(key, DEFAULT)
     )
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -1,21 +1,21 @@
 """Sending everything that a run names to its store, so that the run finds it there from anywhere.
 
-What is sent: the model, and the files of data that the task reads. They are found as training would
-find them, but the hub is asked before the store: staging is how the store gets what it lacks. A
-model or data named by a local path is sent too, under its name and digest; the answer says which
-URI to write into the run file for machines that lack the path. Order files of curricula and models
-of other roles are not sent, because no run names any yet.
+What is sent: the model, the files of data and of the order that the task reads, and what the run
+imitates. They are found as training would find them, but the hub is asked before the store: staging is
+how the store gets what it lacks. What a local path names is sent too, under its name and digest; the
+answer says which URI to write into the run file for machines that lack the path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.errors import ConfigError, HubUnreachable, explain_refusal
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
+from strop.spec.display import dotted, walk_values
 from strop.store import follow_store, get_model
 from strop.store.atomic import Manifest
 from strop.store.data_files import DataFile, collect_data_files
@@ -27,6 +27,7 @@ from strop.store.record_store import RecordStore, describe_files
 from strop.store.uris import is_remote, join_uri
 from strop.tasks import build_task
 from strop.tasks.rows.layout import is_path
+from strop.train.sft_source import find_source
 
 _DIGEST_CHARACTERS = 8
 
@@ -144,6 +145,8 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
     with collect_data_files() as files:
         for split in Split:
             task.examples(split)
+        if spec.train.has_sft and spec.sft.source is not None:
+            find_source(spec.sft.source)
     by_source: dict[str, list[DataFile]] = {}
     for file in files:
         by_source.setdefault(file.source, []).append(file)
@@ -153,21 +156,31 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
             # It was fetched and verified a moment ago.
             yield _describe("data", source, source, Manifest(files=describe_files(paths)))
         elif is_path(source):
-            yield _send_local_data(source, paths, sender)
+            settings = _list_settings(spec, source)
+            yield _send_local_data(source, paths, sender, settings)
         else:
             place = sender.policy.dataset_uri(source)
             assert place is not None
             yield sender.send("data", source, place, paths)
 
 
-def _send_local_data(source: str, paths: Mapping[str, Path], sender: _Sender) -> Staged:
+def _list_settings(spec: RunSpec, source: str) -> list[str]:
+    """Return the settings that name a source, for example task.parts.sums.source."""
+    values = {section: spec.model_dump(mode="json")[section] for section in ("task", "sft")}
+    return [dotted(path) for path, value in walk_values(values) if value == source]
+
+
+def _send_local_data(
+    source: str, paths: Mapping[str, Path], sender: _Sender, settings: Sequence[str]
+) -> Staged:
     digest = Manifest(files=describe_files(paths)).digest
     path = Path(source).expanduser()
     place = sender.policy.dataset_uri(f"{path.stem}-{digest[:_DIGEST_CHARACTERS]}")
     assert place is not None
     # Of a single file, the file itself is named: its rows are split otherwise than those of a folder.
     new_source = join_uri(place, path.name) if path.is_file() else place
-    return replace(sender.send("data", source, place, paths), advice=f'task.source = "{new_source}"')
+    advice = "; ".join(f'{setting} = "{new_source}"' for setting in settings)
+    return replace(sender.send("data", source, place, paths), advice=advice)
 
 
 def _no_store() -> ConfigError:

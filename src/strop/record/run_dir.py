@@ -162,6 +162,10 @@ class RunDir:
         """Where the rollouts of a step are stored."""
         return self.path / "rollouts" / f"{_step_name(step)}.parquet"
 
+    def rollouts_files(self) -> list[Path]:
+        """Return the files of rollouts that there are, by step."""
+        return sorted((self.path / "rollouts").glob("step-*.parquet"))
+
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint after `step` optimizer steps is stored."""
         return self.checkpoints_path / _step_name(step)

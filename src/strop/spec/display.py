@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strop.spec.credentials import credential_form
@@ -17,6 +18,15 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _MAX_SHOWN_BITS = 256
 
 KeyPath = tuple[str, ...]
+
+
+def walk_values(values: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the leaves of a tree of values, each with the keys that lead to it."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from walk_values(value, (*prefix, key))
+        else:
+            yield (*prefix, key), value
 
 
 def dotted(path: KeyPath) -> str:

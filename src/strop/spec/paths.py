@@ -42,7 +42,7 @@ _PART_DEPTH = 4
 PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("model", "uri"): _is_marked_path,
     ("task", "source"): _is_data_path,
-    ("task", "order_file"): _is_any_text,
+    ("task", "order_file"): _is_no_address,
     ("sft", "source"): _is_no_address,
     ("output", "root"): _is_any_text,
     ("output", "dir"): _is_any_text,

@@ -22,6 +22,7 @@ from strop.store.hub_store import ask_hub, offline_refusal
 from strop.store.lock import FileLock
 from strop.store.opening import open_record_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
+from strop.store.uris import is_remote
 
 Origin = Literal["store", "hub", "disk"]
 
@@ -99,6 +100,20 @@ def fetch_data_source(uri: str) -> Path:
     with FileLock(file_path.with_name(f"{file_path.name}.lock")):
         store.get(uri, file_path, replace=True)
     return file_path
+
+
+def locate_named(source: str) -> Path:
+    """Return the file or folder that a setting names by path, or by the URI that it is fetched from.
+
+    A file is told to whoever collects; of a folder, its reader tells the files that it needs. Whether a
+    path leads anywhere is for the reader to say, who knows the setting.
+    Raises: StoreErrors as `Store.get`.
+    """
+    path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
+    if path.is_file():
+        origin: Origin = "store" if is_remote(source) else "disk"
+        note_data_file(DataFile(source=source, name=path.name, path=path, origin=origin))
+    return path
 
 
 def find_data(source: str) -> Path | None:

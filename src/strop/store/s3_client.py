@@ -3,8 +3,7 @@
 boto3, because it takes every form of credentials that AWS knows (profiles, roles, single sign-on),
 reports failures by code, and is what the SageMaker launcher needs anyway; by `benchmarks/store.py`
 obstore and s3fs are not faster. Its own retries are off: they do not cover the body of a reply, so
-strop retries whole steps. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION, and
-AWS_REQUEST_CHECKSUM_CALCULATION=when_required for a compatible service that knows no CRC trailers.
+strop retries whole steps. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION.
 
 Tried with boto3 1.44.5 and moto 5.2.5. Not tried: Amazon's own service, MinIO, Ceph.
 """
@@ -95,8 +94,13 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
         read_timeout=settings.silence_limit_s,
         max_pool_connections=settings.num_connections * 2,
         # A compatible endpoint rarely answers under bucket.host; Amazon's always does.
-        s3={"addressing_style": "path" if is_foreign else "auto"},
-        # strop hashes all that comes, and knows what to do when it is wrong.
+        s3={
+            "addressing_style": "path" if is_foreign else "auto",
+            # A body's MD5 is among the signed headers; hashing it once more for the signature proves nothing.
+            "payload_signing_enabled": False,
+        },
+        # strop hashes all that goes and comes, and knows what to do when it is wrong.
+        request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
     region = os.environ.get("AWS_REGION")  # boto3 itself knows AWS_DEFAULT_REGION only.
@@ -126,12 +130,6 @@ def call(uri: str, doing: str, rules: RetryRules, action: Callable[[], T]) -> T:
         return _refusal(uri, doing, failure)
 
     return retry(action, rules, (BotoCoreError, ClientError, DamagedTransfer), explain)
-
-
-def checksum_request(client: Any) -> dict[str, str]:
-    """Return what asks S3 to check the parts of an object itself, where the client may ask so."""
-    is_allowed = client.meta.config.request_checksum_calculation == "when_supported"
-    return {"ChecksumAlgorithm": "CRC32"} if is_allowed else {}
 
 
 def is_status(error: Exception, *codes: str) -> bool:

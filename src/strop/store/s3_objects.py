@@ -5,13 +5,15 @@ way, an object that changes while it is read, more than a thousand objects, uplo
 Not covered: two writers of one object (the later one wins, whole); versioned or archived objects;
 customer-supplied encryption keys.
 
-What arrived is proven without trust in the way: S3 answers an upload with an ETag, which for most
-objects is the MD5 of what it received. Where it is that of what was sent, all is well. Where it is
-not (for example with KMS encryption) it proves nothing, and the object is read back and hashed.
+What arrived is proven without trust in the way: an upload carries its MD5, which S3 checks, and S3
+answers with an ETag, which for most objects is the MD5 of what it received. Where it is that of what was
+sent, all is well. Where it is not (for example with KMS encryption, or a compatible service that checks
+nothing) it proves nothing, and the object is read back and hashed.
 """
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 import hashlib
 import os
@@ -27,7 +29,7 @@ from typing import Any
 from strop.errors import CorruptRecord, StoreError, explain_refusal
 from strop.store.atomic import explain_write_failure
 from strop.store.contract import StoredObject
-from strop.store.s3_client import DamagedTransfer, S3Settings, call, checksum_request, is_status, open_client
+from strop.store.s3_client import DamagedTransfer, S3Settings, call, is_status, open_client
 from strop.store.uris import parse_s3
 
 # Source: the limits in the Amazon S3 user guide.
@@ -186,6 +188,7 @@ class S3Objects:
                 Bucket=place.bucket,
                 Key=place.key,
                 Body=data,
+                ContentMD5=_encode(md5),
                 Metadata={_SHA256_KEY: sha256},
             )
 
@@ -200,19 +203,14 @@ class S3Objects:
         """Send all parts and join them; return whether the answers prove what arrived."""
         place = parse_s3(uri)
         target = {"Bucket": place.bucket, "Key": place.key}
-        checksum = checksum_request(self._client)
         metadata = {_SHA256_KEY: sha256}
         begun = self._call(
-            uri,
-            "sent",
-            lambda: self._client.create_multipart_upload(**target, **checksum, Metadata=metadata),
+            uri, "sent", lambda: self._client.create_multipart_upload(**target, Metadata=metadata)
         )
         upload = {**target, "UploadId": begun["UploadId"]}
         is_joined = False
         try:
-            futures = [
-                self._pool.submit(self._put_part, path, uri, {**upload, **checksum}, part) for part in parts
-            ]
+            futures = [self._pool.submit(self._put_part, path, uri, upload, part) for part in parts]
             sent = tuple(_in_order(futures))
             self._join(uri, upload, [answer for answer, _ in sent], sha256)
             is_joined = True
@@ -235,12 +233,12 @@ class S3Objects:
         def send() -> Any:
             # Read as it is sent: parts in memory would cost more than their hashes.
             with ReadFileChunk.from_filename(str(path), part.start, part.size_bytes) as body:
-                return self._client.upload_part(**upload, PartNumber=part.number, Body=body)
+                return self._client.upload_part(
+                    **upload, PartNumber=part.number, Body=body, ContentMD5=_encode(md5)
+                )
 
         answer = self._call(uri, "sent", send)
-        checksums = {key: value for key, value in answer.items() if key.startswith("ChecksumCRC")}
-        named = {"PartNumber": part.number, "ETag": answer["ETag"], **checksums}
-        return named, _is_etag(answer, md5.hexdigest())
+        return {"PartNumber": part.number, "ETag": answer["ETag"]}, _is_etag(answer, md5.hexdigest())
 
     def _join(self, uri: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], sha256: str) -> None:
         from botocore.exceptions import ClientError
@@ -350,6 +348,11 @@ def _hash_part(path: Path, part: _Part) -> Any:
             md5.update(buffer[:num_bytes])
             left_bytes -= num_bytes
     return md5
+
+
+def _encode(md5: Any) -> str:
+    """Return an MD5 as the header Content-MD5 wants it."""
+    return base64.b64encode(md5.digest()).decode()
 
 
 def _is_etag(answer: dict[str, Any], md5: str) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import TaskSpec
+from strop.store.data_files import locate_named
 from strop.tasks.contract import Task, TaskLimits, limits_of
 
 _MAX_SHOWN = 3
@@ -87,7 +88,7 @@ class Curriculum:
     @cached_property
     def _train(self) -> tuple[Example, ...]:
         spec = self._spec
-        entries = read_order_file(Path(spec.order_file or ""))
+        entries = read_order_file(locate_named(spec.order_file or ""))
         by_id = {example.example_id: example for example in self._task.examples(Split.TRAIN)}
         _refuse_unmatched(spec, entries, by_id)
         kept = [entry for entry in entries if entry.example_id in by_id and self._is_within(entry)]

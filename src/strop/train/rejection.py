@@ -72,8 +72,8 @@ def is_whole(rollout: Rollout) -> bool:
     return rollout.num_sampled_tokens > 0 and has_ends and is_exact and not rollout.outcome.truncated
 
 
-def read_run_demonstrations(spec: SftSpec, framing: Framing) -> Demonstrations:
-    """Choose demonstrations among the recorded rollouts of a run.
+def read_run_demonstrations(spec: SftSpec, folder: Path, framing: Framing) -> Demonstrations:
+    """Choose demonstrations among the recorded rollouts of the run in a folder.
 
     Raises: StoreError if the source is no run; CorruptRecord if a file of it is damaged; DataError if none
         is left, too many do not fit, or they were written with another tokenizer or prompt.
@@ -82,9 +82,9 @@ def read_run_demonstrations(spec: SftSpec, framing: Framing) -> Demonstrations:
     from strop.record.rollouts import read_rollouts
 
     assert spec.source is not None
-    run = RunDir.open(Path(spec.source))
+    run = RunDir.open(folder)
     choice = Choice(min_reward=spec.min_reward, max_per_example=spec.max_per_example)
-    for path in sorted((run.path / "rollouts").glob("step-*.parquet")):
+    for path in run.rollouts_files():
         for rollout in read_rollouts(path):
             choice.add(rollout)
     chosen = choice.finish()

@@ -56,13 +56,13 @@ class SftRow:
     place: str
 
 
-def read_file_demonstrations(spec: SftSpec, framing: Framing) -> Demonstrations:
+def read_file_demonstrations(spec: SftSpec, path: Path, framing: Framing) -> Demonstrations:
     """Read the demonstrations of a data file.
 
     Raises: DataError naming the row, for one that is malformed; or if none is left, or too many do not fit.
     """
     assert spec.source is not None
-    rows = [read_row(row, spec.train_on) for row in read_rows(Path(spec.source))]
+    rows = [read_row(row, spec.train_on) for row in read_rows(path)]
     _refuse_double_names(rows)
     chosen = [row for row in rows if spec.subset in (None, row.source)]
     require_some(spec.source, rows, "it has no row")

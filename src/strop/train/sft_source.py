@@ -6,7 +6,9 @@ from pathlib import Path
 
 from strop.errors import DataError, explain_refusal
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, read_model_size
+from strop.record.run_dir import STATE_NAME, RunDir
 from strop.spec.run import RunSpec
+from strop.store.data_files import DataFile, locate_named, note_data_file
 from strop.tasks import Task
 from strop.tasks.prompt import resolve_prompt_format
 from strop.tokenizer import Tokenizer
@@ -25,14 +27,7 @@ def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstra
         return None
     source = spec.sft.source
     assert source is not None
-    if not Path(source).exists():
-        raise DataError(
-            explain_refusal(
-                f"sft.source={source} does not exist",
-                allowed="a file of JSONL or Parquet, or the folder of a run, on this machine",
-                next_step="correct the path in sft.source",
-            )
-        )
+    path = find_source(source)
     tokenizer = Tokenizer.load(model_dir)
     framing = Framing(
         tokenizer=tokenizer,
@@ -41,9 +36,32 @@ def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstra
         max_positions=read_model_size(model_dir).max_positions,
     )
     read = read_file_demonstrations if spec.sft.is_from_file else read_run_demonstrations
-    found = read(spec.sft, framing)
+    found = read(spec.sft, path, framing)
     require_enough(found, spec.sft.rows_per_step)
     return found
+
+
+def find_source(source: str) -> Path:
+    """Return the file or the folder of a run that `sft.source` names, fetched where it lies in a store.
+
+    The files that imitating it takes are told to whoever collects data files.
+    Raises: DataError if there is none; StoreErrors as `Store.get`.
+    """
+    path = locate_named(source)
+    if not path.exists():
+        raise DataError(
+            explain_refusal(
+                f"sft.source={source} does not exist",
+                allowed="a file of JSONL or Parquet, or the folder of a run; a path, or a URI of a store",
+                next_step="correct the path in sft.source",
+            )
+        )
+    if path.is_dir():
+        run = RunDir.open(path)
+        for file in (run.path / STATE_NAME, *run.rollouts_files()):
+            name = file.relative_to(run.path).as_posix()
+            note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
+    return path
 
 
 def count_imitated_positions(spec: RunSpec, found: Demonstrations | None) -> int:
