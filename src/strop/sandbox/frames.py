@@ -1,6 +1,7 @@
-"""Messages between a sandbox's user and its supervisor: a JSON header and bytes, lengths in front.
+"""Messages to and from a process that serves another: a JSON header and bytes, lengths in front.
 
-The commands inside cannot write to this channel; their exit codes and limits travel on it.
+Sandboxes and the workers of verifiers speak so. What runs inside a sandbox cannot write to the channel;
+its exit codes and limits travel on it.
 """
 
 from __future__ import annotations
@@ -10,24 +11,50 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+from strop.errors import CorruptRecord, explain_refusal
+
 LENGTHS = struct.Struct("!IQ")
-MAX_HEADER_BYTES = 1 << 22
+MAX_HEADER_BYTES = 1 << 24
+"""Largest header. A text to be judged is one of some thousand tokens; more is a fault."""
 
 
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
-    """Return the frame of a header and its bytes."""
+    """Return the frame of a header and its bytes.
+
+    Raises: CorruptRecord if the header is larger than `MAX_HEADER_BYTES`.
+    """
     text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER_BYTES:
+        raise _refused(f"a header of {len(text)} bytes")
     return LENGTHS.pack(len(text), len(body)) + text + body
 
 
 def unpack(buffer: bytearray) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Take the complete frames out of a buffer that is being filled."""
+    """Take the complete frames out of a buffer that is being filled.
+
+    Raises: CorruptRecord if what it holds is no frame.
+    """
     while len(buffer) >= LENGTHS.size:
         header_bytes, body_bytes = LENGTHS.unpack_from(buffer)
+        if header_bytes > MAX_HEADER_BYTES:
+            raise _refused(f"a header of {header_bytes} bytes")
         start = LENGTHS.size + header_bytes
         if len(buffer) < start + body_bytes:
             return
-        header = json.loads(buffer[LENGTHS.size : start])
+        try:
+            header = json.loads(buffer[LENGTHS.size : start])
+        except ValueError as error:
+            raise _refused(f"a header that is not JSON ({error})") from error
         body = bytes(buffer[start : start + body_bytes])
         del buffer[: start + body_bytes]
         yield header, body
+
+
+def _refused(given: str) -> CorruptRecord:
+    return CorruptRecord(
+        explain_refusal(
+            f"two processes exchanged {given}",
+            allowed=f"JSON of at most {MAX_HEADER_BYTES} bytes",
+            next_step="look at what else writes to their connection, and at the size of what is sent",
+        )
+    )

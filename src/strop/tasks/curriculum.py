@@ -21,7 +21,7 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
-from strop.tasks.contract import Task, TaskLimits, limits_of
+from strop.tasks.contract import Task, TaskLimits, limits_of, verify_quick
 
 _MAX_SHOWN = 3
 
@@ -76,6 +76,10 @@ class Curriculum:
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the task does."""
         return self._task.verify(example, text)
+
+    def verify_quick(self, example: Example, text: str) -> Outcome | None:
+        """Judge as the task does, where it is quick."""
+        return verify_quick(self._task, example, text)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return what the task calls right."""

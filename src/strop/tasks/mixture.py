@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import MixtureSpec
-from strop.tasks.contract import Ordered, Task, TaskLimits, limits_of
+from strop.tasks.contract import Ordered, Task, TaskLimits, limits_of, verify_quick
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +82,10 @@ class Mixture:
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the example's part does."""
         return self._owner(example).verify(example, text)
+
+    def verify_quick(self, example: Example, text: str) -> Outcome | None:
+        """Judge as the example's part does, where it is quick."""
+        return verify_quick(self._owner(example), example, text)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return what the example's part calls right."""

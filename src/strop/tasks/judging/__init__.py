@@ -6,7 +6,16 @@ loaded what the verifier needs, so that a new one costs milliseconds.
 Not here: what a verifier compares (`tasks`), and code that the model wrote (`sandbox`).
 """
 
-from strop.tasks.judging.judge import InlineJudge, Judge, TimedJudge, WorkerJudge, open_judge
+from strop.tasks.judging.judge import InlineJudge, Judge, QuickJudge, TimedJudge, WorkerJudge, open_judge
 from strop.tasks.judging.pool import CallFailure, WorkerPool
 
-__all__ = ["CallFailure", "InlineJudge", "Judge", "TimedJudge", "WorkerJudge", "WorkerPool", "open_judge"]
+__all__ = [
+    "CallFailure",
+    "InlineJudge",
+    "Judge",
+    "QuickJudge",
+    "TimedJudge",
+    "WorkerJudge",
+    "WorkerPool",
+    "open_judge",
+]

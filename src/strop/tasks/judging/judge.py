@@ -2,7 +2,8 @@
 
 A verifier whose time is bounded by the text runs where it is called (`InlineJudge`). One that may
 hang, crash or run foreign code runs in worker processes (`WorkerJudge`): a hung one costs its own
-rollout, which then has no score, and nobody else's time.
+rollout, which then has no score, and nobody else's time. Where a task tells in microseconds which
+replies are which, only those that may hang go to the workers (`QuickJudge`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 from strop.hardware import describe_machine
 from strop.rollout import Example, Failure, FailureOwner, Outcome
-from strop.tasks.contract import Task
+from strop.tasks.contract import QuickVerifier, Task
 from strop.tasks.judging.nursery import Handler
 from strop.tasks.judging.pool import MAX_SLOW, CallFailure, WorkerPool
 
@@ -71,6 +72,27 @@ class WorkerJudge:
         await self.pool.close()
 
 
+class QuickJudge:
+    """Lets the task judge at once what takes little time for certain, and another judge the rest."""
+
+    def __init__(self, task: QuickVerifier, judge: Judge) -> None:
+        self._task = task
+        self._judge = judge
+        self._is_first = True
+
+    async def judge(self, example: Example, text: str) -> Outcome:
+        """Judge here, or have it judged."""
+        # The first reply goes to the other judge in any case: if its processes cannot be made ready, that
+        # is told before a run has begun, and not at the first reply that needs them.
+        outcome = None if self._is_first else self._task.verify_quick(example, text)
+        self._is_first = False
+        return await self._judge.judge(example, text) if outcome is None else outcome
+
+    async def close(self) -> None:
+        """Close the other judge."""
+        await self._judge.close()
+
+
 class TimedJudge:
     """Passes replies on, and keeps the time in which at least one of them was being judged.
 
@@ -113,12 +135,13 @@ def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:
     limit_s = task.limits.verify_limit_s
     if limit_s is None:
         return InlineJudge(task)
-    return WorkerJudge(
+    workers = WorkerJudge(
         make_task,
         limit_s=limit_s,
         num_workers=describe_machine().num_logical_cpus,
         max_slow=0 if task.limits.verify_keeps_time else MAX_SLOW,
     )
+    return QuickJudge(task, workers) if isinstance(task, QuickVerifier) else workers
 
 
 def _make_handler(make_task: Callable[[], Task]) -> Handler:

@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 
 from strop.errors import StropError
 from strop.rollout import Failure, FailureOwner
+from strop.sandbox.frames import pack, unpack
 from strop.tasks.failures import catch_failure
-from strop.tasks.judging.frames import pack, receive_frame
 
 ORDER = struct.Struct("!ci")
 """An order and a process id, which is 0 for `FORK`."""
@@ -37,6 +37,7 @@ FORK, END = b"F", b"E"
 READY, BROKEN = b"R", b"B"
 """First byte of a nursery: its handler is built, or why not follows."""
 _PR_SET_PDEATHSIG = 1
+_CHUNK_BYTES = 1 << 18
 
 Handler = Callable[[Any], Any]
 """Takes a JSON value, returns one."""
@@ -107,11 +108,15 @@ def _become_worker(handler: Handler, descriptor: int, max_bytes: int, nursery_pi
 
 
 def _serve_calls(handler: Handler, connection: socket.socket) -> None:
-    while (call := receive_frame(connection)) is not None:
-        result, failure = _attempt(partial(handler, call["payload"]))
-        reply = {"result": result} if failure is None else {"error": [failure.kind, failure.detail]}
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        connection.sendall(pack({"nonce": call["nonce"], "peak_bytes": peak_bytes, **reply}))
+    received = bytearray()
+    while data := connection.recv(_CHUNK_BYTES):
+        received += data
+        for call, _ in unpack(received):
+            result, failure = _attempt(partial(handler, call["payload"]))
+            reply = {"result": result} if failure is None else {"error": [failure.kind, failure.detail]}
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            facts = {"peak_bytes": used.ru_maxrss * 1024, "cpu_s": used.ru_utime + used.ru_stime}
+            connection.sendall(pack({"nonce": call["nonce"], **facts, **reply}))
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Failure | None]:

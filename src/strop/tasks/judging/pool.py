@@ -3,20 +3,24 @@
 Deadlines are kept here, by kill: a hung verifier neither holds a thread nor ignores an alarm. Every
 call gets the result of its own request or a `CallFailure`; nothing is lost and nothing waits for ever.
 
-A call that is not done after `SLOW_AFTER_S` is moved aside: it goes on at low priority, and its place
-goes to the next call. So an endless one costs the others a new process, which is a fork.
+A call that is not done after `SLOW_AFTER_S` gives its place to the next one: an endless call costs the
+others a fork. One that has also had as much CPU time goes on at low priority, so that a busy machine
+does not slow down a call for being a busy machine. It still gets about a tenth of a core that others
+want, within a limit and then four of them: with limits of 2 s, what takes 1 s alone gets its verdict.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import pickle
 import socket
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, CorruptRecord, explain_refusal
+from strop.sandbox.frames import pack, unpack
 from strop.tasks.judging import nursery
-from strop.tasks.judging.frames import pack, read_frame
 
 SLOW_AFTER_S = 0.05
+"""Wall time after which a call gives up its place, and CPU time after which it steps back."""
 MAX_SLOW = 16
 """Calls that may be aside at once, where nothing else is said; beyond them, others wait."""
 _SLOW_NICENESS = 10
@@ -47,18 +52,89 @@ class CallFailure:
     detail: str
 
 
-@dataclass(kw_only=True, slots=True)
-class _Worker:
-    pid: int
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    num_calls: int = 0
-    peak_bytes: int = 0
+class _Worker(asyncio.Protocol):
+    """A worker process behind our end of its connection. It has one call at a time."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.is_gone = False
+        self.is_low = False
+        """Whether it has a low priority, which cannot be raised again."""
+        self._num_calls = 0
+        self._peak_bytes = 0
+        self._cpu_s = 0.0
+        self._received = bytearray()
+        self._answer: asyncio.Future[dict[str, Any]] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep what is written to."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Hand out an answer once it is whole."""
+        self._received += data
+        try:
+            for answer, _ in unpack(self._received):
+                self._peak_bytes, self._cpu_s = answer["peak_bytes"], answer["cpu_s"]
+                if self._answer is not None and not self._answer.done():
+                    self._answer.set_result(answer)
+        except CorruptRecord as error:
+            self._fail(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell whoever waits that nothing will come."""
+        self.is_gone = True
+        self._fail(exc or ConnectionResetError("its connection was closed"))
+
+    def ask(self, call: Any) -> asyncio.Future[dict[str, Any]]:
+        """Send a call; its answer comes, or CorruptRecord or OSError does.
+
+        Raises: CorruptRecord if the call is too large.
+        """
+        self._num_calls += 1
+        self._answer = asyncio.get_running_loop().create_future()
+        assert self._transport is not None
+        self._transport.write(pack(call))
+        if self.is_gone:
+            self._fail(ConnectionResetError("it ended before it was asked"))
+        return self._answer
+
+    def close(self) -> None:
+        """Close our end."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def step_back(self) -> None:
+        """Let everyone else go first, now and for as long as it lives."""
+        self.is_low = True
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PGRP, self.pid, _SLOW_NICENESS)
+        with suppress(OSError):
+            # Where Linux shares the CPU among sessions first, a process's niceness counts only within
+            # its session, and a worker is one by itself: see sched(7), 'The autogroup feature'.
+            Path(f"/proc/{self.pid}/autogroup").write_text(str(_SLOW_NICENESS))
+
+    @property
+    def call_cpu_s(self) -> float:
+        """CPU time (seconds) of the call that it has; infinite where the system does not tell."""
+        try:
+            # Linux's number for the clock that clock_getcpuclockid(3) returns.
+            return time.clock_gettime((~self.pid << 3) | 2) - self._cpu_s
+        except OSError:
+            return math.inf
 
     @property
     def is_spent(self) -> bool:
-        """Whether it is time for a fresh one, before leaks add up."""
-        return self.num_calls >= _MAX_CALLS or self.peak_bytes > _MAX_PEAK_BYTES
+        """Whether it is time for a fresh one, before leaks add up, or because it cannot be hurried."""
+        return (
+            self.is_gone or self.is_low or self._num_calls >= _MAX_CALLS or self._peak_bytes > _MAX_PEAK_BYTES
+        )
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
 
 
 class WorkerPool:
@@ -83,6 +159,7 @@ class WorkerPool:
         self._limit_s = limit_s
         self._max_bytes = max_bytes
         self._log_path = log_path
+        self._num_workers = num_workers
         self._places = _Places(num_workers, max_slow)
         self._starting = asyncio.Lock()
         self._starts: set[asyncio.Task[_Worker]] = set()
@@ -99,12 +176,12 @@ class WorkerPool:
         Raises: CheckRefused if the handler cannot be built.
         """
         self.counts["call"] += 1
-        failure = await self._try(payload, self._limit_s)
-        if not isinstance(failure, CallFailure):
-            return failure
+        reply = await self._try(payload, self._limit_s)
+        if not isinstance(reply, CallFailure):
+            return reply
         self.counts["retry"] += 1
-        factor = _RETRY_FACTOR if failure.kind == "timeout" else 1.0
-        return await self._try(payload, self._limit_s * factor, is_retry=True)
+        factor = _RETRY_FACTOR if reply.kind == "timeout" else 1.0
+        return await self._try(payload, self._limit_s * factor, after=reply)
 
     async def close(self) -> None:
         """End every process. May be called twice."""
@@ -112,17 +189,19 @@ class WorkerPool:
         await asyncio.gather(*self._starts, return_exceptions=True)
         await self._end_nursery()
 
-    async def _try(self, payload: Any, limit_s: float, *, is_retry: bool = False) -> Any:
+    async def _try(self, payload: Any, limit_s: float, *, after: CallFailure | None = None) -> Any:
         place = await self._places.take()
         try:
-            worker = await self._take_worker(is_fresh=is_retry)
+            worker = await self._take_worker(is_fresh=after is not None)
             is_usable = False
             try:
+                if after is not None and after.kind == "timeout" and self._places.move_aside(place):
+                    worker.step_back()
                 reply = await self._ask(worker, payload, limit_s, place)
                 is_usable = not isinstance(reply, CallFailure)
             finally:
                 # A call that was cancelled leaves its worker in the middle of something.
-                if is_usable and not place.is_aside and not worker.is_spent:
+                if is_usable and not worker.is_spent and len(self._idle) < self._num_workers:
                     self._idle.append(worker)
                 else:
                     self._end(worker)
@@ -132,36 +211,43 @@ class WorkerPool:
 
     async def _ask(self, worker: _Worker, payload: Any, limit_s: float, place: _Place) -> Any:
         nonce = next(self._nonces)
-        worker.num_calls += 1
-        asked = asyncio.ensure_future(_exchange(worker, {"nonce": nonce, "payload": payload}))
         try:
-            done, _ = await asyncio.wait({asked}, timeout=min(SLOW_AFTER_S, limit_s))
-            if not done and limit_s > SLOW_AFTER_S:
-                self._places.move_aside(place, worker.pid)
-                done, _ = await asyncio.wait({asked}, timeout=limit_s - SLOW_AFTER_S)
-        finally:
-            asked.cancel()
-        if not done:
-            self.counts["timeout"] += 1
-            return CallFailure(kind="timeout", detail=f"no verdict after {limit_s:g} s")
-        try:
-            reply = asked.result()
-        except (OSError, asyncio.IncompleteReadError, CorruptRecord) as error:
+            answer = worker.ask({"nonce": nonce, "payload": payload})
+            await self._wait(answer, worker, limit_s, place)
+            if not answer.done():
+                self.counts["timeout"] += 1
+                return CallFailure(kind="timeout", detail=f"no verdict after {limit_s:g} s")
+            reply = answer.result()
+        except (OSError, CorruptRecord) as error:
             self.counts["crash"] += 1
             return CallFailure(kind="crash", detail=f"the verifier's process ended ({error})")
         if reply.get("nonce") != nonce:
             self.counts["crash"] += 1
             return CallFailure(kind="crash", detail="the verifier's process answered another request")
-        worker.peak_bytes = reply["peak_bytes"]
         if "error" in reply:
             self.counts["error"] += 1
             kind, detail = reply["error"]
             return CallFailure(kind=kind, detail=detail)
         return reply["result"]
 
+    async def _wait(
+        self, answer: asyncio.Future[Any], worker: _Worker, limit_s: float, place: _Place
+    ) -> None:
+        """Wait for an answer until the limit; meanwhile let others go first if it takes long."""
+        clock = asyncio.get_running_loop().time
+        ends_at = clock() + limit_s
+        while not answer.done() and (rest_s := ends_at - clock()) > 0:
+            await asyncio.wait({answer}, timeout=rest_s if worker.is_low else min(rest_s, SLOW_AFTER_S))
+            is_aside = not answer.done() and self._places.move_aside(place)
+            if is_aside and not worker.is_low and worker.call_cpu_s >= SLOW_AFTER_S:
+                worker.step_back()
+
     async def _take_worker(self, *, is_fresh: bool) -> _Worker:
-        if self._idle and not is_fresh:
-            return self._idle.pop()
+        while self._idle and not is_fresh:
+            worker = self._idle.pop()
+            if not worker.is_gone:
+                return worker
+            self._end(worker)
         start = asyncio.ensure_future(self._start_worker())
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)
@@ -185,11 +271,11 @@ class WorkerPool:
                 await self._end_nursery()
                 pid, connection = await asyncio.to_thread(_fork, await self._require_control())
         self.counts["start"] += 1
-        reader, writer = await asyncio.open_connection(sock=connection)
-        return _Worker(pid=pid, reader=reader, writer=writer)
+        _, worker = await asyncio.get_running_loop().create_connection(lambda: _Worker(pid), sock=connection)
+        return worker
 
     def _end(self, worker: _Worker) -> None:
-        worker.writer.close()
+        worker.close()
         if self._nursery is not None:
             with suppress(OSError):  # A dead nursery has taken its workers with it.
                 # Orders are a few bytes: they never wait for the nursery.
@@ -197,7 +283,7 @@ class WorkerPool:
 
     async def _end_nursery(self) -> None:
         for worker in self._idle:
-            worker.writer.close()
+            worker.close()
         self._idle.clear()
         if self._nursery is not None:
             process, control = self._nursery
@@ -266,15 +352,13 @@ class _Places:
         await self._free.acquire()
         return _Place()
 
-    def move_aside(self, place: _Place, pid: int) -> None:
-        """Give a slow call's place to the next one, and let the slow one step back."""
-        if self._num_aside >= self._max_aside:
-            return
-        place.is_aside = True
-        self._num_aside += 1
-        self._free.release()
-        with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, pid, _SLOW_NICENESS)
+    def move_aside(self, place: _Place) -> bool:
+        """Give a slow call's place to the next one, if it may be aside; return whether it is."""
+        if not place.is_aside and self._num_aside < self._max_aside:
+            place.is_aside = True
+            self._num_aside += 1
+            self._free.release()
+        return place.is_aside
 
     def give_back(self, place: _Place) -> None:
         if place.is_aside:
@@ -297,12 +381,6 @@ def _fork(control: socket.socket) -> tuple[int, socket.socket]:
         ours.close()
         raise
     return int(pid), ours
-
-
-async def _exchange(worker: _Worker, call: Any) -> Any:
-    worker.writer.write(pack(call))
-    await worker.writer.drain()
-    return await read_frame(worker.reader)
 
 
 def _hear(connection: socket.socket) -> bytes:

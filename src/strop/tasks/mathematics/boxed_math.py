@@ -11,8 +11,8 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Outcome
 from strop.spec.task import BoxedMathSpec
 from strop.tasks.contract import TaskLimits
-from strop.tasks.mathematics.answers import AnswerForm, find_answer, find_boxes, judged_text
-from strop.tasks.mathematics.equivalence import Strictness, answers_equal
+from strop.tasks.mathematics.answers import AnswerForm, FoundAnswer, find_answer, find_boxes, judged_text
+from strop.tasks.mathematics.equivalence import Strictness, answers_equal, equal_at_once
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.layout import Row
 from strop.tasks.rows.reading import RowReading
@@ -22,6 +22,8 @@ _PROMPT = "{problem}\n\nReason step by step, and give the final answer in \\boxe
 _VERIFIER = "math-equivalence-1"
 _STOP_STRINGS = ("Problem:", "\n\n\n")
 _VERIFY_LIMIT_S = 2.0
+_MAX_QUICK_CHARS = 1 << 15
+"""A longer reply is judged where judging may take long: finding its answer may cost 20 ms by itself."""
 
 
 class BoxedMath(RowTask):
@@ -48,20 +50,23 @@ class BoxedMath(RowTask):
         Raises: ConfigError if math-verify is needed and not installed; whatever it raises on the gold
             answer.
         """
-        judged = judged_text(text, _STOP_STRINGS)
-        found = None if judged is None else find_answer(judged)
-        if found is None:
-            return Outcome(parts={"correct": 0.0}, is_correct=False, format_ok=False)
-        is_eligible = self._strictness is not Strictness.STRICT or (
-            found.form is AnswerForm.BOX and found.is_marked_once
+        found = _find(text)
+        is_correct = (
+            found is not None
+            and self._may_count(found)
+            and answers_equal(example.answer or "", found.text, self._strictness)
         )
-        is_correct = is_eligible and answers_equal(example.answer or "", found.text, self._strictness)
-        return Outcome(
-            parts={"correct": float(is_correct)},
-            is_correct=is_correct,
-            format_ok=found.is_marked_once,
-            extracted=found.text,
-        )
+        return _outcome(found, is_correct=is_correct)
+
+    def verify_quick(self, example: Example, text: str) -> Outcome | None:
+        """Compare spellings and numbers; None where only symbols can tell, or the reply is very long."""
+        if len(text) > _MAX_QUICK_CHARS:
+            return None
+        found = _find(text)
+        if found is None or not self._may_count(found):
+            return _outcome(found, is_correct=False)
+        is_correct = equal_at_once(example.answer or "", found.text, self._strictness)
+        return None if is_correct is None else _outcome(found, is_correct=is_correct)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the gold answer in a box, in a sentence and in a formula, and the worked solution.
@@ -75,6 +80,24 @@ class BoxedMath(RowTask):
         solution = example.fields.get("solution") or ""
         solved = (solution,) if find_boxes(solution)[-1:] == [answer] else ()
         return (*boxed, f"The final answer is ${answer}$.", *solved)
+
+    def _may_count(self, found: FoundAnswer) -> bool:
+        is_boxed_once = found.form is AnswerForm.BOX and found.is_marked_once
+        return is_boxed_once or self._strictness is not Strictness.STRICT
+
+
+def _find(text: str) -> FoundAnswer | None:
+    judged = judged_text(text, _STOP_STRINGS)
+    return None if judged is None else find_answer(judged)
+
+
+def _outcome(found: FoundAnswer | None, *, is_correct: bool) -> Outcome:
+    return Outcome(
+        parts={"correct": float(is_correct)},
+        is_correct=is_correct,
+        format_ok=found is not None and found.is_marked_once,
+        extracted=None if found is None else found.text,
+    )
 
 
 def boxed_answer(row: Row, solution: str) -> str:

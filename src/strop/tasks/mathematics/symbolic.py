@@ -6,6 +6,10 @@ limit (`tasks/judging`). `is_bounded` keeps most of these texts away from it, an
 math-verify would read wrongly: prose ('Evelyn' is a product of letters to it, so any anagram of it
 were equal) and numbers with a base ('12_5' and '12_7' are both 12 to it).
 
+Most of sympy's time goes into rewriting the difference of two formulas that are not equal, and nearly
+all of its hangs. So both are first evaluated at one point, with the precision that it takes: where they
+clearly differ there, no rewriting makes them equal.
+
 Facts about math-verify 0.9.0: it returns an empty list for what it cannot parse; bare LaTeX parses
 only between dollar signs; an interval equals an inequality in one order of the arguments only, so
 the gold answer goes first; its time limits use SIGALRM, which works in main threads only, so they
@@ -14,7 +18,10 @@ are switched off here.
 
 from __future__ import annotations
 
+import cmath
 import re
+import zlib
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -35,11 +42,22 @@ _EXPONENT_NUMBER = re.compile(r"(?:\^|\*\*)\s*\{?\s*[-+(]*\s*([0-9]+)")
 _GROWING = re.compile(
     r"\\(?:sum|prod|int|iint|oint|lim|binom|dbinom|tbinom|overline|dot)(?![a-zA-Z])|!|\\(?:dots|ldots|cdots)"
 )
+_MIN_DIFFERENCE = 1e-3
+"""Relative, and absolute for small values. math-verify takes decimals for equal that differ by 1e-6."""
+_MAX_PRECISION = 400
 _WARM_UP = (
     r"\frac{1}{2}x^2+\sqrt{3}x-1", r"(x-1)(x+1)", r"\left(-\infty,2\right]\cup[3,4)", r"\{1,2\}", r"1,2",
     r"x\le 2", r"y=2x+3", r"\begin{pmatrix}1\\2\end{pmatrix}", r"3\pi r^2", r"\log_2 3", r"\sin x",
     r"\cos^2\theta", r"2\sqrt[3]{5}", r"1\pm\sqrt{2}", r"e^{i\pi}", r"|x|", r"\frac{a+b}{c}",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Formula:
+    parsed: tuple[Any, ...]
+    """What math-verify read; empty if nothing."""
+    value: complex | None
+    """At the point that `_coordinate` describes; None where it cannot be told."""
 
 
 def is_bounded(form: str) -> bool:
@@ -55,6 +73,7 @@ def is_bounded(form: str) -> bool:
     return form.count("\\frac") <= _MAX_FRACTIONS and _is_shallow(form)
 
 
+@lru_cache(maxsize=4096)
 def equal_by_symbols(gold: str, reply: str) -> bool:
     """Whether math-verify finds two normal forms equal. What it cannot parse is not equal.
 
@@ -62,11 +81,13 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
         it raises on the reply makes the reply wrong.
     """
     verify = require_math_verify().verify
-    parsed_gold = _parse_gold(gold)
-    if not parsed_gold:
+    ours = _read_gold(gold)
+    if not ours.parsed:
         return False
-    parsed = _parse(reply, raise_on_error=False)
-    return bool(parsed) and bool(verify(list(parsed_gold), list(parsed), timeout_seconds=None))
+    theirs = _read(reply, raise_on_error=False)
+    if not theirs.parsed or _differ_clearly(ours.value, theirs.value):
+        return False
+    return bool(verify(list(ours.parsed), list(theirs.parsed), timeout_seconds=None))
 
 
 def warm_up() -> None:
@@ -81,13 +102,13 @@ def warm_up() -> None:
 
 
 @lru_cache(maxsize=256)
-def _parse_gold(form: str) -> tuple[Any, ...]:
-    return _parse(form, raise_on_error=True)
+def _read_gold(form: str) -> _Formula:
+    return _read(form, raise_on_error=True)
 
 
-def _parse(form: str, *, raise_on_error: bool) -> tuple[Any, ...]:
+def _read(form: str, *, raise_on_error: bool) -> _Formula:
     library = require_math_verify()
-    return tuple(
+    parsed = tuple(
         library.parse(
             f"${form}$",
             [library.LatexExtractionConfig()],
@@ -96,6 +117,39 @@ def _parse(form: str, *, raise_on_error: bool) -> tuple[Any, ...]:
             raise_on_error=raise_on_error,
         )
     )
+    return _Formula(parsed, _evaluate(parsed[0]) if len(parsed) == 1 else None)
+
+
+def _evaluate(formula: Any) -> complex | None:
+    """Return a formula's value at one point; None for equations, sets, matrices, and what has none.
+
+    A lone symbol has none either: math-verify compares symbols by their names.
+    """
+    import sympy
+
+    if not isinstance(formula, sympy.Expr) or formula.is_Matrix or formula.is_Symbol:
+        return None
+    if formula.has(sympy.UnevaluatedExpr):  # A percentage, which is equal to two numbers.
+        return None
+    point = {symbol: _coordinate(symbol.name) for symbol in formula.free_symbols}
+    try:
+        value = complex(formula.evalf(subs=point, maxn=_MAX_PRECISION, strict=True))
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError):
+        return None
+    return value if cmath.isfinite(value) else None
+
+
+def _coordinate(name: str) -> Any:
+    """Return an odd number from 1/3 to 10/3 for a symbol, the same in every formula."""
+    import sympy
+
+    return sympy.Rational(1000 + zlib.crc32(name.encode()) % 8999, 3001)
+
+
+def _differ_clearly(one: complex | None, other: complex | None) -> bool:
+    if one is None or other is None:
+        return False
+    return abs(one - other) > _MIN_DIFFERENCE * max(1.0, abs(one), abs(other))
 
 
 @lru_cache(maxsize=1)
