@@ -1,25 +1,36 @@
-r"""How fast answers are judged, and what a hung one costs the others: `python -m benchmarks.verify`.
+r"""How fast answers are judged, and what a hung one costs the others.
 
-Measured are gsm8k and math, in this process and through two workers: answers that are decided by spelling
-or number, and answers that sympy decides. Every reply is a solution of some hundred characters. Then one
-answer on which sympy hangs is judged together with others, and the time that these wait is compared with
-the same without it. The library is loaded before the clock starts.
+    python -m benchmarks.verify [--count 4000] [--repeats 5] [--out PATH]
+
+Measured are gsm8k and math as training judges them, with two workers: answers that are decided by spelling
+or number, and answers that sympy decides. Every reply is a solution of some hundred characters, and no two
+are the same. A rate is the best of the repeats, because a machine can be disturbed and not sped up. Then one
+answer on which sympy hangs is judged together with others, and the time until these are judged is
+compared with the same without it, in turns; the figure is the median of the differences. What the workers'
+transport can do is measured with answers that would not need them. All libraries are loaded before the
+clock starts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
+from benchmarks.machine import git_revision, machine_facts
 from strop.rollout import Example
 from strop.spec import Gsm8kSpec, MathSpec
 from strop.spec.task import TaskSpec
-from strop.tasks import build_warm_task
-from strop.tasks.judging import InlineJudge, Judge, WorkerJudge
+from strop.tasks import Task, build_warm_task
+from strop.tasks.judging import InlineJudge, Judge, QuickJudge, WorkerJudge
 
 Call = tuple[Example, str]
 
@@ -29,7 +40,10 @@ WORK = "First we look at what is given. There are $12$ of one kind and $30$ of t
 NUM_WORKERS = 2
 LIMIT_S = 2.0
 GROUP_SIZE = 8
-HUNG = r"\boxed{(a+b+c+d+e)^{60}}"
+HUNG = (Example(task="math", example_id="hung", fields={}, answer="y=x+1"), r"\boxed{(a+b+c+d+e)^{60}=1}")
+MIN_NUMBERS_PER_S = 2000.0
+MIN_SYMBOLS_PER_S = 200.0
+MAX_HUNG_COST_S = 0.1
 # Gold answer and another spelling of it that only sympy finds equal, and one that is not.
 FORMULAS = (
     ("x+1", "1+x", "x+2"),
@@ -66,87 +80,147 @@ def symbol_calls(count: int) -> list[Call]:
     return calls
 
 
-async def measure_rate(judge: Judge, calls: Sequence[Call]) -> float:
-    """Return judged answers per second; a first share of them warms up."""
-    await asyncio.gather(*(judge.judge(*call) for call in calls[: len(calls) // 10]))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One measured value, with the goal that it is held against."""
+
+    name: str
+    unit: str
+    value: float
+    measured: tuple[float, ...]
+    """What the value was chosen from."""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the value is within its bounds."""
+        is_high = self.at_least is None or self.value >= self.at_least
+        return is_high and (self.at_most is None or self.value <= self.at_most)
+
+    def describe(self) -> str:
+        """Return the figure as a line."""
+        if self.at_least is not None:
+            goal = f"at least {self.at_least:g}"
+        else:
+            goal = "-" if self.at_most is None else f"at most {self.at_most:g}"
+        verdict = "" if goal == "-" else "pass" if self.is_reached else "FAIL"
+        return f"{self.name:44} {self.value:10.3f} {self.unit:18} goal {goal:14} {verdict}"
+
+
+@asynccontextmanager
+async def open_workers(spec: TaskSpec) -> AsyncIterator[WorkerJudge]:
+    """Hold warm workers."""
+    workers = WorkerJudge(partial(build_warm_task, spec), limit_s=LIMIT_S, num_workers=NUM_WORKERS)
+    try:
+        await measure_seconds(workers, number_calls("math", NUM_WORKERS * 10))
+        yield workers
+    finally:
+        await workers.close()
+
+
+async def measure_seconds(judge: Judge, calls: Sequence[Call]) -> float:
+    """Return the seconds until all calls are judged."""
     started_at = time.perf_counter()
     outcomes = await asyncio.gather(*(judge.judge(*call) for call in calls))
     seconds = time.perf_counter() - started_at
     num_right = sum(outcome.is_correct is True for outcome in outcomes)
-    if not num_right == len(calls) // 2:
+    if num_right != len(calls) // 2:
         raise RuntimeError(f"{num_right} of {len(calls)} answers were found right; half of them are")
-    return len(calls) / seconds
-
-
-async def measure_seconds(judge: Judge, calls: Sequence[Call], *, with_hung: bool) -> float:
-    """Return the seconds until all calls are judged, maybe with a hung one that came first."""
-    hung = None
-    if with_hung:
-        example = Example(task="math", example_id="hung", fields={}, answer="x+1")
-        hung = asyncio.ensure_future(judge.judge(example, HUNG))
-        await asyncio.sleep(0)
-    started_at = time.perf_counter()
-    await asyncio.gather(*(judge.judge(*call) for call in calls))
-    seconds = time.perf_counter() - started_at
-    if hung is not None:
-        outcome = await hung
-        if outcome.failure is None or outcome.failure.kind != "verifier_timeout":
-            raise RuntimeError(f"the hung answer was judged: {outcome}")
     return seconds
 
 
-async def measure_case(name: str, spec: TaskSpec, calls: Sequence[Call]) -> None:
-    """Print the rate of one case in this process and through workers."""
-    judge = InlineJudge(build_warm_task(spec))
-    started_cpu = time.process_time()
-    inline = await measure_rate(judge, calls)
-    # All calls and the tenth that warms up. What one idle core would do.
-    per_core = 1.1 * len(calls) / (time.process_time() - started_cpu)
-    workers = WorkerJudge(partial(build_warm_task, spec), limit_s=LIMIT_S, num_workers=NUM_WORKERS)
-    try:
-        await workers.judge(*calls[0])
-        pooled = await measure_rate(workers, calls)
-    finally:
-        await workers.close()
-    print(
-        f"{name:16} in this process {inline:7.0f}/s ({per_core:.0f} per second of CPU time)"
-        f"   through {NUM_WORKERS} workers {pooled:7.0f}/s"
+async def measure_rates(judge: Judge, calls: Sequence[Call], repeats: int) -> tuple[float, ...]:
+    """Return judged answers per second, of as many equal parts of the calls as there are repeats."""
+    size = len(calls) // repeats // 2 * 2
+    parts = [calls[start : start + size] for start in range(0, size * repeats, size)]
+    return tuple([len(part) / await measure_seconds(judge, part) for part in parts])
+
+
+def measure_cpu(name: str, task: Task, calls: Sequence[Call], at_least: float) -> Figure:
+    """Return how many answers one second of CPU time judges in this process."""
+    started_cpu_s = time.process_time()
+    for call in calls:
+        task.verify(*call)
+    rate = len(calls) / (time.process_time() - started_cpu_s)
+    return Figure(name=name, unit="answers/CPU s", value=rate, measured=(rate,), at_least=at_least)
+
+
+async def measure_hung(name: str, judge: Judge, calls: Sequence[Call], repeats: int) -> Figure:
+    """Return what a hung answer that came first costs the others, in seconds."""
+    costs = []
+    for _ in range(repeats):
+        alone = await measure_seconds(judge, calls)
+        hung = asyncio.ensure_future(judge.judge(*HUNG))
+        await asyncio.sleep(0)
+        costs.append(await measure_seconds(judge, calls) - alone)
+        outcome = await hung
+        if outcome.failure is None or outcome.failure.kind != "verifier_timeout":
+            raise RuntimeError(f"the hung answer was judged: {outcome}")
+    return Figure(
+        name=name, unit="s", value=statistics.median(costs), measured=tuple(costs), at_most=MAX_HUNG_COST_S
     )
 
 
-async def measure_hung(calls: Sequence[Call], *, repeats: int) -> None:
-    """Print what one hung answer costs the others."""
-    workers = WorkerJudge(partial(build_warm_task, MATH), limit_s=LIMIT_S, num_workers=NUM_WORKERS)
-    try:
-        await measure_rate(workers, calls)
-        for _ in range(repeats):
-            alone = await measure_seconds(workers, calls, with_hung=False)
-            beside = await measure_seconds(workers, calls, with_hung=True)
-            print(
-                f"{len(calls)} answers: {alone * 1000:.0f} ms alone, {beside * 1000:.0f} ms beside a hung"
-                f" one; it costs {(beside - alone) * 1000:+.0f} ms"
-            )
-    finally:
-        await workers.close()
+async def measure_all(count: int, repeats: int) -> list[Figure]:
+    """Measure every figure."""
+    gsm8k, math = build_warm_task(GSM8K), build_warm_task(MATH)
+    assert hasattr(math, "verify_quick")
+    numbers, symbols = number_calls("math", count), symbol_calls(max(count // 10, 10 * repeats) // 2 * 2)
+
+    def rate(name: str, rates: tuple[float, ...], at_least: float | None = None) -> Figure:
+        return Figure(name=name, unit="answers/s", value=max(rates), measured=rates, at_least=at_least)
+
+    calls = number_calls("gsm8k", count)
+    figures = [
+        rate("gsm8k", await measure_rates(InlineJudge(gsm8k), calls, repeats), MIN_NUMBERS_PER_S),
+        # Two cores have two seconds of CPU time a second.
+        measure_cpu("gsm8k, one core", gsm8k, calls, MIN_NUMBERS_PER_S / 2),
+        measure_cpu("math, numbers, one core", math, numbers, MIN_NUMBERS_PER_S / 2),
+        measure_cpu("math, symbols, one core", math, symbols, MIN_SYMBOLS_PER_S / 2),
+    ]
+    async with open_workers(MATH) as workers:
+        judge = QuickJudge(math, workers)
+        await judge.judge(*numbers[0])  # Which is sent to the workers in any case.
+        for name, calls, goal in (
+            ("math, numbers", numbers, MIN_NUMBERS_PER_S),
+            ("math, symbols", symbols, MIN_SYMBOLS_PER_S),
+        ):
+            figures.append(rate(name, await measure_rates(judge, calls, repeats), goal))
+        figures.append(
+            rate("math, numbers, all through workers", await measure_rates(workers, numbers, repeats))
+        )
+        for name, calls in (
+            ("a hung answer beside 200 numbers", numbers[:200]),
+            ("a hung answer beside 200 symbols", symbol_calls(200)),
+        ):
+            figures.append(await measure_hung(name, judge, calls, repeats))
+    return figures
 
 
-async def measure_all(count: int, repeats: int) -> None:
-    """Run every case."""
-    await measure_case("gsm8k", GSM8K, number_calls("gsm8k", count))
-    await measure_case("math, numbers", MATH, number_calls("math", count))
-    await measure_case("math, symbols", MATH, symbol_calls(max(count // 10, 20)))
-    await measure_hung(number_calls("math", min(count, 200)), repeats=repeats)
-
-
-def main() -> None:
-    """Parse the command line and measure."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and say with the exit code whether every goal is reached."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.verify", description=__doc__)
-    parser.add_argument("--count", type=int, default=4000, help="answers per case, an even number")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements with a hung answer")
-    parsed = parser.parse_args()
-    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
-    asyncio.run(measure_all(parsed.count, parsed.repeats))
+    parser.add_argument("--count", type=int, default=4000, help="answers per case; a tenth of it for symbols")
+    parser.add_argument("--repeats", type=int, default=5, help="how often each figure is measured")
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON")
+    parsed = parser.parse_args(arguments)
+    load_before = os.getloadavg()
+    figures = asyncio.run(measure_all(parsed.count, parsed.repeats))
+    for figure in figures:
+        print(figure.describe())
+    if parsed.out is not None:
+        document = {
+            "git_rev": git_revision(Path(__file__).parent.parent),
+            "machine": machine_facts(),
+            "num_workers": NUM_WORKERS,
+            "load_before": load_before,
+            "load_after": os.getloadavg(),
+            "figures": [{**asdict(figure), "is_reached": figure.is_reached} for figure in figures],
+        }
+        parsed.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(figure.is_reached for figure in figures) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -18,7 +18,7 @@ from tests.fixtures.judging import run_self_test
 
 SYMBOLIC = MathSpec(name="math", source="unused.jsonl")
 STANDARD = MathSpec(name="math", source="unused.jsonl", strictness="standard")
-HUNG = r"\boxed{(a+b+c+d+e)^{60}}"
+HUNG = r"\boxed{(a+b+c+d+e)^{60}=1}"
 
 
 def problem(answer: str) -> Example:
@@ -134,7 +134,7 @@ def test_rew_8_a_formula_on_which_sympy_hangs_costs_its_own_rollout() -> None:
         judge = WorkerJudge(partial(build_warm_task, SYMBOLIC), limit_s=limit_s, num_workers=2)
         try:
             await judge.judge(problem("7"), "\\boxed{7}")
-            hung = asyncio.ensure_future(judge.judge(problem("x+1"), HUNG))
+            hung = asyncio.ensure_future(judge.judge(problem("y=x+1"), HUNG))
             started_at = time.perf_counter()
             others = await asyncio.gather(*(judge.judge(problem("7"), "\\boxed{7.0}") for _ in range(50)))
             seconds = time.perf_counter() - started_at

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.errors import CheckRefused
 from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
-from strop.spec.task import ArithmeticSpec, ReasoningGymSpec
+from strop.spec.task import ArithmeticSpec, MixtureSpec, ReasoningGymSpec
 from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.contract import verify_quick
 from strop.tasks.generated.arithmetic import Arithmetic
-from strop.tasks.judging import InlineJudge, Judge, TimedJudge, WorkerJudge, open_judge
+from strop.tasks.judging import InlineJudge, Judge, QuickJudge, TimedJudge, WorkerJudge, open_judge
 from strop.tasks.judging.judge import outcome_from_json, outcome_to_json
 
 GYM = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=6, num_held_out=2)
@@ -45,8 +48,31 @@ class Troubled(Arithmetic):
         return super().verify(example, text)
 
 
+class PartlyQuick(Troubled):
+    """Sums whose verifier says at once what it thinks of a number, and of nothing else."""
+
+    def verify_quick(self, example: Example, text: str) -> Outcome | None:
+        return replace(super().verify(example, text), metrics={"quick": 1.0}) if text.isdigit() else None
+
+
+class Recorded(InlineJudge):
+    """Keeps what it was asked."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.texts: list[str] = []
+
+    async def judge(self, example: Example, text: str) -> Outcome:
+        self.texts.append(text)
+        return await super().judge(example, text)
+
+
 def make_troubled() -> Task:
     return Troubled(ArithmeticSpec())
+
+
+def refuse_to_build() -> Task:
+    raise FileNotFoundError("no data set here")
 
 
 def judge_all(judge: Judge, task: Task, texts: list[str]) -> list[Outcome]:
@@ -77,6 +103,35 @@ def test_workers_judge_like_this_process() -> None:
     in_workers = judge_all(open_judge(task, partial(build_warm_task, GYM)), task, texts)
     assert in_workers == judge_all(InlineJudge(task), task, texts)
     assert [outcome.reward for outcome in in_workers[:2]] == [1.0, 1.0]
+
+
+def test_only_the_first_reply_and_those_that_may_take_long_are_passed_on() -> None:
+    task = PartlyQuick(ArithmeticSpec())
+    workers = Recorded(task)
+    texts = ["7", "8", "It is 7", "9", "It is 8"]
+    outcomes = judge_all(QuickJudge(task, workers), task, texts)
+    assert workers.texts == ["7", "It is 7", "It is 8"]
+    assert ["quick" in outcome.metrics for outcome in outcomes] == [False, True, False, True, False]
+    plain = judge_all(InlineJudge(task), task, texts)
+    assert [outcome.is_correct for outcome in outcomes] == [outcome.is_correct for outcome in plain]
+
+
+def test_a_verifier_that_cannot_be_built_is_refused_at_the_first_reply() -> None:
+    task = PartlyQuick(ArithmeticSpec())
+    judge = QuickJudge(task, WorkerJudge(refuse_to_build, limit_s=1.0, num_workers=1))
+    with pytest.raises(CheckRefused, match="no data set here"):
+        judge_all(judge, task, ["7"])
+
+
+def test_parts_of_a_mixture_that_are_bounded_by_the_text_need_no_worker() -> None:
+    parts = {"sums": {"name": "arithmetic"}, "gym": GYM.model_dump(mode="json", exclude_none=True)}
+    spec = MixtureSpec.model_validate({"name": "mixture", "parts": parts})
+    task = build_task(spec)
+    assert task.limits.verify_limit_s is not None
+    sums, gym = task.examples(Split.TRAIN)[0], task.examples(Split.TRAIN)[-1]
+    assert verify_quick(task, sums, "7") == task.verify(sums, "7")
+    assert verify_quick(task, gym, "7") is None
+    assert isinstance(open_judge(task, partial(build_warm_task, spec)), QuickJudge)
 
 
 @pytest.mark.parametrize(

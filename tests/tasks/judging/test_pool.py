@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ def handle(payload: Any) -> Any:
             while True:
                 # Deaf to every signal that can be ignored.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case {"burn_cpu": seconds}:
+            while time.process_time() < seconds:
+                pass
+        case {"write": text}:
+            # Into every connection that it has, its pool's among them.
+            for descriptor in range(3, 64):
+                with suppress(OSError):
+                    os.write(descriptor, text.encode())
         case {"exit": code}:
             os._exit(code)
         case {"raise": text}:
@@ -49,7 +58,7 @@ def handle(payload: Any) -> Any:
             time.sleep(600)
         case {"allocate": num_bytes}:
             return len(bytearray(num_bytes))
-    return {"pid": os.getpid(), "echo": payload}
+    return {"pid": os.getpid(), "echo": payload, "niceness": os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 def refuse_to_build() -> Handler:
@@ -137,6 +146,8 @@ def test_a_hung_call_is_killed_tried_once_more_and_counted() -> None:
         ({"exit": 3}, "crash", "the verifier's process ended"),
         ({"raise": "no such field"}, "TypeError", "no such field"),
         ({"allocate": 8 << 30}, "MemoryError", "bytearray"),
+        ({"write": "I am no frame."}, "crash", "two processes exchanged a header of"),
+        ({"text": "a" * (1 << 24)}, "crash", "two processes exchanged a header of"),
     ],
 )
 def test_what_a_verifier_can_do_to_its_process_costs_only_its_own_call(
@@ -175,6 +186,45 @@ def test_a_hung_call_does_not_hold_up_the_others() -> None:
     assert [reply["echo"]["number"] for reply in replies] == list(range(50))
     # Sixty seconds if they waited for one of the four.
     assert seconds < 5.0
+
+
+def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_back() -> None:
+    async def work(workers: WorkerPool) -> list[dict[str, Any]]:
+        slow = asyncio.ensure_future(workers.call({"sleep": 0.3}))
+        await asyncio.sleep(0.15)
+        beside = await workers.call({})  # The only place is free again.
+        assert not slow.done()
+        # The computing one has 50 ms as the others, and the rest at low priority.
+        return [await slow, beside, await workers.call({"burn_cpu": 0.4}), await workers.call({})]
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    # Ten steps down from here, and there are none below 19.
+    lower = min(own + 10, 19)
+    waited, beside, computed, after = with_pool(work, num_workers=1, limit_s=20.0)
+    assert waited["pid"] != beside["pid"]
+    replies = (waited, beside, computed, after)
+    assert [reply["niceness"] for reply in replies] == [own, own, lower, own]
+    # The low one is not used again, and of the other two only as many are kept as there are places.
+    assert after["pid"] != computed["pid"]
+
+
+def test_a_second_try_after_a_time_out_steps_back_at_once() -> None:
+    async def work(workers: WorkerPool) -> Any:
+        return await workers.call({"sleep": 0.3})
+
+    # 0.3 s are more than the limit of 0.2 s, and less than the second try's 0.8 s.
+    lower = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    assert with_pool(work, num_workers=1, limit_s=0.2)["niceness"] == lower
+
+
+def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> None:
+    async def work(workers: WorkerPool) -> dict[str, int]:
+        os.kill((await workers.call({}))["pid"], signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        await workers.call({})
+        return dict(workers.counts)
+
+    assert with_pool(work) == {"call": 2, "start": 2}
 
 
 def test_where_none_may_be_aside_no_more_run_at_once_than_there_are_workers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from fractions import Fraction
@@ -245,6 +246,53 @@ def test_formulas_are_equal_to_themselves_written_otherwise_both_ways(formula: s
     assert answers_equal(formula, other, SYMBOLIC)
     assert answers_equal(other, formula, SYMBOLIC)
     assert not answers_equal(formula, f"{formula}+{number}", SYMBOLIC)
+
+
+FORMULAS = (
+    "x+1", "1+x", "x-1", r"\frac{x}{2}", "0.5x", r"\frac{1}{2}x+10^{-7}", "x^2-1", "(x-1)(x+1)", "(1-x)(1+x)",
+    r"\sqrt{2}x", "1.414214x", r"\frac{2}{\sqrt{2}}x", r"\sqrt{x^2}", "|x|", "y+0", "xy", "yx", "1", "1.0000001",
+    "1.001", r"e^{2\pi i}", r"e^{i\pi}+2", r"\pi", "3.141593", "3.1416", "2^x", r"4^{x/2}", "10^{-7}",
+    r"2\cdot10^{-7}", "10^{30}+x-10^{30}", "10^{30}+y-10^{30}", r"x^{-1}", r"\frac{1}{x}", r"\sqrt[3]{x}",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_math_verify
+def test_formulas_that_differ_at_a_point_are_unequal_to_the_library_too() -> None:
+    library = require_math_verify()
+    formulas = [symbolic._read(normal_form(formula), raise_on_error=True) for formula in FORMULAS]
+    assert None not in [formula.value for formula in formulas]
+    pairs = list(itertools.combinations(formulas, 2))
+    spared = [pair for pair in pairs if symbolic._differ_clearly(pair[0].value, pair[1].value)]
+    for gold, reply in spared:
+        assert not library.verify(list(gold.parsed), list(reply.parsed), timeout_seconds=None)
+    # It is worth doing: few pairs of formulas are left to be rewritten.
+    assert len(spared) > 0.9 * len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        # x is 7533/3001: crc32(b"x") is 2363233923, which is 6533 modulo 8999, and 1000 + 6533 = 7533.
+        ("3x", 3 * 7533 / 3001),
+        (r"\sqrt{x^2}-x+3", 3.0),
+        ("3", 3.0),
+        # More digits than a float has, and one that matters.
+        ("10^{40}+3-10^{40}", 3.0),
+        (r"\sqrt{-4}", 2j),
+        # Compared by name, no number, no value.
+        ("x", None),
+        ("x=3", None),
+        ("(1,2)", None),
+        ("f(x)", None),
+        (r"\frac{1}{x-x}", None),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", None),
+    ],
+)
+@needs_math_verify
+def test_the_value_of_a_formula(formula: str, value: complex | None) -> None:
+    found = symbolic._read(formula, raise_on_error=True).value
+    assert found == (None if value is None else pytest.approx(value, rel=1e-12))
 
 
 HOSTILE = {

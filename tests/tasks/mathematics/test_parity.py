@@ -17,6 +17,7 @@ import pytest
 from strop.rollout import Example, Outcome
 from strop.spec import AimeSpec, Gsm8kSpec, MathSpec
 from strop.tasks import Task, build_task
+from strop.tasks.contract import QuickVerifier
 from strop.tasks.mathematics.equivalence import harness_math_verify
 
 Record = Mapping[str, Any]
@@ -35,10 +36,13 @@ def records(task: str) -> list[Record]:
     return [record for record in RECORDED["records"] if record["task"] == task]
 
 
-def judge(task: Task, record: Record) -> Outcome:
+def example_of(task: Task, record: Record) -> Example:
     fields = {"solution": record["solution"], "problem": "", "question": ""}
-    example = Example(task=task.name, example_id="0", fields=fields, answer=record["gold"])
-    return task.verify(example, record["reply"])
+    return Example(task=task.name, example_id="0", fields=fields, answer=record["gold"])
+
+
+def judge(task: Task, record: Record) -> Outcome:
+    return task.verify(example_of(task, record), record["reply"])
 
 
 def explain(
@@ -93,6 +97,20 @@ def test_mode_auto_differs_from_flexible_extract_where_it_means_to() -> None:
         "a minus may be an operator": 10,
         "decimals are numbers": 10,
     }
+
+
+@needs_math_verify
+@pytest.mark.parametrize("source", ["gsm8k", "minerva_math", "aime"])
+def test_what_is_judged_at_once_is_judged_as_the_whole_verifier_does(source: str) -> None:
+    task = build_task(MathSpec(name="math", source="unused.jsonl"))
+    assert isinstance(task, QuickVerifier)
+    num_quick = 0
+    for record in records(source):
+        quick = task.verify_quick(example_of(task, record), record["reply"])
+        num_quick += quick is not None
+        assert quick in (None, judge(task, record)), record
+    # Counted once. The other 172 are compared as formulas.
+    assert num_quick == {"gsm8k": 214, "minerva_math": 290, "aime": 25}[source]
 
 
 @needs_math_verify

@@ -37,6 +37,7 @@ SLOW_AFTER_S = 0.05
 MAX_SLOW = 16
 """Calls that may be aside at once, where nothing else is said; beyond them, others wait."""
 _SLOW_NICENESS = 10
+_MAX_NICENESS = 19
 _BUILD_LIMIT_S = 600.0
 _MAX_CALLS = 1000
 _MAX_PEAK_BYTES = 1 << 30
@@ -109,12 +110,13 @@ class _Worker(asyncio.Protocol):
     def step_back(self) -> None:
         """Let everyone else go first, now and for as long as it lives."""
         self.is_low = True
+        niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _SLOW_NICENESS, _MAX_NICENESS)
         with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PGRP, self.pid, _SLOW_NICENESS)
+            os.setpriority(os.PRIO_PGRP, self.pid, niceness)
         with suppress(OSError):
             # Where Linux shares the CPU among sessions first, a process's niceness counts only within
             # its session, and a worker is one by itself: see sched(7), 'The autogroup feature'.
-            Path(f"/proc/{self.pid}/autogroup").write_text(str(_SLOW_NICENESS))
+            Path(f"/proc/{self.pid}/autogroup").write_text(str(niceness))
 
     @property
     def call_cpu_s(self) -> float:

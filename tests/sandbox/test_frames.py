@@ -1,0 +1,25 @@
+"""What is no frame is refused, whichever side it comes from. Whole frames: `test_parts`."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.errors import CorruptRecord
+from strop.sandbox.frames import LENGTHS, MAX_HEADER_BYTES, pack, unpack
+
+
+def test_a_header_that_is_too_large_is_neither_sent_nor_awaited() -> None:
+    # {"text":"..."} has eleven bytes beside its text.
+    longest = MAX_HEADER_BYTES - len('{"text":""}')
+    assert len(pack({"text": "a" * longest})) == LENGTHS.size + MAX_HEADER_BYTES
+    with pytest.raises(
+        CorruptRecord, match=rf"a header of {MAX_HEADER_BYTES + 1} bytes. Allowed: JSON of at most"
+    ):
+        pack({"text": "a" * (longest + 1)})
+    with pytest.raises(CorruptRecord, match="two processes exchanged a header of"):
+        list(unpack(bytearray(b"Traceback (most recent call last):")))
+
+
+def test_a_header_that_is_not_json_is_refused() -> None:
+    with pytest.raises(CorruptRecord, match=r"not JSON .* Next: look at what else writes"):
+        list(unpack(bytearray(LENGTHS.pack(3, 0) + b"abc")))
