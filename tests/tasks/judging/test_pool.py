@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import os
 import signal
 import subprocess
@@ -58,7 +60,15 @@ def handle(payload: Any) -> Any:
             time.sleep(600)
         case {"allocate": num_bytes}:
             return len(bytearray(num_bytes))
-    return {"pid": os.getpid(), "echo": payload, "niceness": os.getpriority(os.PRIO_PROCESS, 0)}
+    return {"pid": os.getpid(), "echo": payload, "nicenesses": read_nicenesses()}
+
+
+def read_nicenesses() -> list[int]:
+    """Return the niceness of this process, and that of its session where the system has one."""
+    nicenesses = [os.getpriority(os.PRIO_PROCESS, 0)]
+    with suppress(FileNotFoundError):  # '/autogroup-12 nice 10'
+        nicenesses.append(int(Path("/proc/self/autogroup").read_text().split()[-1]))
+    return nicenesses
 
 
 def refuse_to_build() -> Handler:
@@ -95,6 +105,11 @@ def is_alive(pid: int) -> bool:
     return read_stat(pid)[0] != "Z"
 
 
+def lowered(nicenesses: list[int]) -> list[int]:
+    """Return what both are for a low worker: ten steps down from here, and there are none below 19."""
+    return [min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19) for _ in nicenesses]
+
+
 def parent_of(pid: int) -> int:
     return int(read_stat(pid)[1])
 
@@ -127,13 +142,16 @@ def test_a_worker_serves_many_calls_and_is_then_replaced(monkeypatch: pytest.Mon
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [4, 4, 2]
 
 
-def test_a_hung_call_is_killed_tried_once_more_and_counted() -> None:
+def test_a_hung_call_is_killed_tried_once_more_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def work(workers: WorkerPool) -> tuple[Any, dict[str, int], float]:
         started_at = time.monotonic()
         failure = await workers.call({"hang": True})
         return failure, dict(workers.counts), time.monotonic() - started_at
 
-    failure, counts, seconds = with_pool(work, limit_s=0.2)
+    with caplog.at_level(logging.WARNING, logger="asyncio"):
+        failure, counts, seconds = with_pool(work, limit_s=0.2)
+        gc.collect()
+    assert caplog.records == []  # No answer that nobody waits for.
     assert failure == CallFailure(kind="timeout", detail="no verdict after 0.8 s")
     assert counts == {"call": 1, "start": 2, "timeout": 2, "retry": 1}
     assert 1.0 <= seconds < 5.0
@@ -195,26 +213,14 @@ def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_b
         beside = await workers.call({})  # The only place is free again.
         assert not slow.done()
         # The computing one has 50 ms as the others, and the rest at low priority.
-        return [await slow, beside, await workers.call({"burn_cpu": 0.4}), await workers.call({})]
+        return [await slow, beside, await workers.call({"burn_cpu": 0.25}), await workers.call({})]
 
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    # Ten steps down from here, and there are none below 19.
-    lower = min(own + 10, 19)
     waited, beside, computed, after = with_pool(work, num_workers=1, limit_s=20.0)
     assert waited["pid"] != beside["pid"]
-    replies = (waited, beside, computed, after)
-    assert [reply["niceness"] for reply in replies] == [own, own, lower, own]
+    assert waited["nicenesses"] == beside["nicenesses"] == after["nicenesses"]
+    assert computed["nicenesses"] == lowered(beside["nicenesses"])
     # The low one is not used again, and of the other two only as many are kept as there are places.
     assert after["pid"] != computed["pid"]
-
-
-def test_a_second_try_after_a_time_out_steps_back_at_once() -> None:
-    async def work(workers: WorkerPool) -> Any:
-        return await workers.call({"sleep": 0.3})
-
-    # 0.3 s are more than the limit of 0.2 s, and less than the second try's 0.8 s.
-    lower = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
-    assert with_pool(work, num_workers=1, limit_s=0.2)["niceness"] == lower
 
 
 def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> None:

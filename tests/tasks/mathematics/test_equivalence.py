@@ -250,8 +250,8 @@ def test_formulas_are_equal_to_themselves_written_otherwise_both_ways(formula: s
 
 FORMULAS = (
     "x+1", "1+x", "x-1", r"\frac{x}{2}", "0.5x", r"\frac{1}{2}x+10^{-7}", "x^2-1", "(x-1)(x+1)", "(1-x)(1+x)",
-    r"\sqrt{2}x", "1.414214x", r"\frac{2}{\sqrt{2}}x", r"\sqrt{x^2}", "|x|", "y+0", "xy", "yx", "1", "1.0000001",
-    "1.001", r"e^{2\pi i}", r"e^{i\pi}+2", r"\pi", "3.141593", "3.1416", "2^x", r"4^{x/2}", "10^{-7}",
+    r"\sqrt{2}x", "1.414214x", r"\frac{2}{\sqrt{2}}x", r"\sqrt{x^2}", "|x|", "y+0", "xy", "1", "1.0000001",
+    "yx", "1.001", r"e^{2\pi i}", r"e^{i\pi}+2", r"\pi", "3.141593", "3.1416", "2^x", r"4^{x/2}", "10^{-7}",
     r"2\cdot10^{-7}", "10^{30}+x-10^{30}", "10^{30}+y-10^{30}", r"x^{-1}", r"\frac{1}{x}", r"\sqrt[3]{x}",
 )  # fmt: skip
 
