@@ -30,6 +30,7 @@ from strop.rollout import Example
 from strop.spec import Gsm8kSpec, MathSpec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_warm_task
+from strop.tasks.contract import QuickVerifier
 from strop.tasks.judging import InlineJudge, Judge, QuickJudge, WorkerJudge
 
 Call = tuple[Example, str]
@@ -165,7 +166,7 @@ async def measure_hung(name: str, judge: Judge, calls: Sequence[Call], repeats: 
 async def measure_all(count: int, repeats: int) -> list[Figure]:
     """Measure every figure."""
     gsm8k, math = build_warm_task(GSM8K), build_warm_task(MATH)
-    assert hasattr(math, "verify_quick")
+    assert isinstance(math, QuickVerifier)
     numbers, symbols = number_calls("math", count), symbol_calls(max(count // 10, 10 * repeats) // 2 * 2)
 
     def rate(name: str, rates: tuple[float, ...], at_least: float | None = None) -> Figure:

@@ -113,6 +113,17 @@ def test_what_is_judged_at_once_is_judged_as_the_whole_verifier_does(source: str
     assert num_quick == {"gsm8k": 214, "minerva_math": 290, "aime": 25}[source]
 
 
+def test_very_long_replies_and_answers_are_not_judged_at_once() -> None:
+    task = build_task(MathSpec(name="math", source="unused.jsonl"))
+    assert isinstance(task, QuickVerifier)
+    example = Example(task="math", example_id="0", fields={}, answer="5")
+    right = "\\boxed{5}"
+    for text in ("a" * ((1 << 15) - len(right)) + right, "\\boxed{" + "1" * 300 + "}"):
+        assert task.verify_quick(example, text) == task.verify(example, text)
+    for text in ("a" * (1 << 15) + right, "\\boxed{" + "1" * 301 + "}"):
+        assert task.verify_quick(example, text) is None
+
+
 @needs_math_verify
 def test_the_metric_math_verify_is_reproduced_on_every_reply() -> None:
     pytest.importorskip("antlr4", reason="math-verify has no parser here")

@@ -43,7 +43,7 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
 
 
 def equal_at_once(gold: str, reply: str, strictness: Strictness) -> bool | None:
-    """Return what `answers_equal` does, within about a millisecond; None where only symbols can tell."""
+    """Return what `answers_equal` does, in a time that their lengths bound; None where symbols must tell."""
     if len(reply) > _MAX_CHARS:
         return False
     ours, theirs = _forms(gold, reply)
