@@ -60,8 +60,8 @@ def number_calls(task: str, count: int) -> list[Call]:
     """Return replies that end in a number in one of several spellings, half of them right."""
     calls: list[Call] = []
     for index in range(count):
-        gold = str(index % 97)
-        answer = gold if index % 2 else str(index % 97 + 1)
+        gold = str(index)
+        answer = gold if index % 2 else str(index + 1)
         marked = f"#### {answer}" if task == "gsm8k" else f"$\\boxed{{{answer}.0}}$."
         fields = {"solution": f"#### {gold}", "problem": "?", "question": "?"}
         calls.append((Example(task=task, example_id=str(index), fields=fields, answer=gold), WORK + marked))

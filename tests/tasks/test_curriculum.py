@@ -13,6 +13,7 @@ from strop.rollout import Split
 from strop.spec import load_spec
 from strop.spec.task import ArithmeticSpec
 from strop.tasks import Ordered, build_task
+from strop.tasks.contract import verify_quick
 from strop.tasks.curriculum import Curriculum
 from strop.train.schedule import ExampleSchedule
 
@@ -59,6 +60,7 @@ def test_held_out_examples_version_and_judgements_are_those_of_the_task(tmp_path
     assert (task.version, task.name, task.limits) == (plain.version, plain.name, plain.limits)
     for text in (*plain.gold_replies(TRAIN[2]), "asdf"):
         assert task.verify(TRAIN[2], text) == plain.verify(TRAIN[2], text)
+        assert verify_quick(task, TRAIN[2], text) == plain.verify(TRAIN[2], text)
     assert task.render(TRAIN[2]) == plain.render(TRAIN[2])
     assert task.gold_replies(TRAIN[2]) == plain.gold_replies(TRAIN[2])
 

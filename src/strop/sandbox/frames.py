@@ -45,6 +45,8 @@ def unpack(buffer: bytearray) -> Iterator[tuple[dict[str, Any], bytes]]:
             header = json.loads(buffer[LENGTHS.size : start])
         except ValueError as error:
             raise _refused(f"a header that is not JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise _refused(f"a header that is a {type(header).__name__}")
         body = bytes(buffer[start : start + body_bytes])
         del buffer[: start + body_bytes]
         yield header, body
@@ -54,7 +56,7 @@ def _refused(given: str) -> CorruptRecord:
     return CorruptRecord(
         explain_refusal(
             f"two processes exchanged {given}",
-            allowed=f"JSON of at most {MAX_HEADER_BYTES} bytes",
+            allowed=f"a JSON object of at most {MAX_HEADER_BYTES} bytes",
             next_step="look at what else writes to their connection, and at the size of what is sent",
         )
     )

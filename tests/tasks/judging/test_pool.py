@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused
-from strop.tasks.judging import CallFailure, WorkerPool, pool
+from strop.tasks.judging import CallFailure, WorkerPool, worker
 from strop.tasks.judging.nursery import Handler
 
 
@@ -133,7 +133,7 @@ def test_results_come_back_to_their_calls_in_order() -> None:
 
 
 def test_a_worker_serves_many_calls_and_is_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_MAX_CALLS", 4)
+    monkeypatch.setattr(worker, "_MAX_CALLS", 4)
 
     async def work(workers: WorkerPool) -> list[int]:
         return [(await workers.call({}))["pid"] for _ in range(10)]
@@ -213,7 +213,7 @@ def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_b
         beside = await workers.call({})  # The only place is free again.
         assert not slow.done()
         # The computing one has 50 ms as the others, and the rest at low priority.
-        return [await slow, beside, await workers.call({"burn_cpu": 0.25}), await workers.call({})]
+        return [await slow, beside, await workers.call({"burn_cpu": 0.2}), await workers.call({})]
 
     waited, beside, computed, after = with_pool(work, num_workers=1, limit_s=20.0)
     assert waited["pid"] != beside["pid"]
@@ -273,12 +273,17 @@ def test_descendants_of_a_killed_worker_go_with_it(tmp_path: Path) -> None:
 
 def test_a_killed_nursery_is_replaced() -> None:
     async def work(workers: WorkerPool) -> list[Any]:
-        first = await workers.call({})
+        first = await workers.call({"number": 0})
         os.kill(parent_of(first["pid"]), signal.SIGKILL)
         assert wait_until_dead(first["pid"])
-        return await call_all([{"number": 1}, {"number": 2}], workers)
+        # The dead one is told to end too, and its nursery is not there to know it.
+        return [
+            first,
+            *await call_all([{"number": 1}, {"number": 2}], workers),
+            await workers.call({"number": 3}),
+        ]
 
-    assert [reply["echo"]["number"] for reply in with_pool(work, limit_s=5.0)] == [1, 2]
+    assert [reply["echo"]["number"] for reply in with_pool(work, limit_s=5.0)] == [0, 1, 2, 3]
 
 
 def test_a_handler_that_cannot_be_built_is_refused_with_its_cause() -> None:

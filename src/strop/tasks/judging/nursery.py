@@ -68,8 +68,10 @@ def _serve_orders(control: socket.socket, handler: Handler, max_bytes: int, work
             return
         kind, pid = ORDER.unpack(order)
         if kind == END:
-            workers.discard(pid)
-            _end(pid)
+            # Another one is a worker of the nursery before this: it is gone, and its id may be anyone's.
+            if pid in workers:
+                workers.discard(pid)
+                _end(pid)
             continue
         (descriptor,) = descriptors
         nursery_pid = os.getpid()

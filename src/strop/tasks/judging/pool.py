@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
 import pickle
 import socket
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,18 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, CorruptRecord, explain_refusal
-from strop.sandbox.frames import pack, unpack
 from strop.tasks.judging import nursery
+from strop.tasks.judging.worker import Worker
 
 SLOW_AFTER_S = 0.05
 """Wall time after which a call gives up its place, and CPU time after which it steps back."""
 MAX_SLOW = 16
 """Calls that may be aside at once, where nothing else is said; beyond them, others wait."""
-_SLOW_NICENESS = 10
-_MAX_NICENESS = 19
 _BUILD_LIMIT_S = 600.0
-_MAX_CALLS = 1000
-_MAX_PEAK_BYTES = 1 << 30
 _RETRY_FACTOR = 4.0
 
 
@@ -51,96 +45,6 @@ class CallFailure:
     kind: str
     """'timeout', 'crash', or the class of the exception that was raised."""
     detail: str
-
-
-class _Worker(asyncio.Protocol):
-    """A worker process behind our end of its connection. It has one call at a time."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.is_gone = False
-        self.is_low = False
-        """Whether it has a low priority, which cannot be raised again."""
-        self._num_calls = 0
-        self._peak_bytes = 0
-        self._cpu_s = 0.0
-        self._received = bytearray()
-        self._answer: asyncio.Future[dict[str, Any]] | None = None
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep what is written to."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Hand out an answer once it is whole."""
-        self._received += data
-        try:
-            for answer, _ in unpack(self._received):
-                self._peak_bytes, self._cpu_s = answer["peak_bytes"], answer["cpu_s"]
-                if self._answer is not None and not self._answer.done():
-                    self._answer.set_result(answer)
-        except CorruptRecord as error:
-            self._fail(error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever waits that nothing will come."""
-        self.is_gone = True
-        self._fail(exc or ConnectionResetError("its connection was closed"))
-
-    def ask(self, call: Any) -> asyncio.Future[dict[str, Any]]:
-        """Send a call; its answer comes, or CorruptRecord or OSError does.
-
-        Raises: CorruptRecord if the call is too large.
-        """
-        self._num_calls += 1
-        self._answer = asyncio.get_running_loop().create_future()
-        assert self._transport is not None
-        self._transport.write(pack(call))
-        if self.is_gone:
-            self._fail(ConnectionResetError("it ended before it was asked"))
-        return self._answer
-
-    def close(self) -> None:
-        """Close our end."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def step_back(self) -> None:
-        """Let everyone else go first from now on. Only for one that has worked: it is in its own session."""
-        niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _SLOW_NICENESS, _MAX_NICENESS)
-        try:
-            # Where Linux shares the CPU among sessions first, a process's niceness counts only within
-            # its session, and a worker is one by itself: see sched(7), 'The autogroup feature'.
-            Path(f"/proc/{self.pid}/autogroup").write_text(str(niceness))
-        except BlockingIOError:
-            return  # Ten a second are allowed: the next time, then.
-        except OSError:
-            pass  # Not this system.
-        with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PGRP, self.pid, niceness)
-        self.is_low = True
-
-    @property
-    def call_cpu_s(self) -> float:
-        """CPU time (seconds) of the call that it has; infinite where the system does not tell."""
-        try:
-            # Linux's number for the clock that clock_getcpuclockid(3) returns.
-            return time.clock_gettime((~self.pid << 3) | 2) - self._cpu_s
-        except OSError:
-            return math.inf
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether it is time for a fresh one, before leaks add up, or because it cannot be hurried."""
-        return (
-            self.is_gone or self.is_low or self._num_calls >= _MAX_CALLS or self._peak_bytes > _MAX_PEAK_BYTES
-        )
-
-    def _fail(self, error: Exception) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
 
 
 class WorkerPool:
@@ -168,9 +72,9 @@ class WorkerPool:
         self._num_workers = num_workers
         self._places = _Places(num_workers, max_slow)
         self._starting = asyncio.Lock()
-        self._starts: set[asyncio.Task[_Worker]] = set()
+        self._starts: set[asyncio.Task[Worker]] = set()
         self._nonces = itertools.count()
-        self._idle: list[_Worker] = []
+        self._idle: list[Worker] = []
         self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.counts: Counter[str] = Counter()
         """How often: 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
@@ -213,7 +117,7 @@ class WorkerPool:
         finally:
             self._places.give_back(place)
 
-    async def _ask(self, worker: _Worker, payload: Any, limit_s: float, place: _Place) -> Any:
+    async def _ask(self, worker: Worker, payload: Any, limit_s: float, place: _Place) -> Any:
         nonce = next(self._nonces)
         try:
             answer = worker.ask({"nonce": nonce, "payload": payload})
@@ -228,15 +132,14 @@ class WorkerPool:
         if reply.get("nonce") != nonce:
             self.counts["crash"] += 1
             return CallFailure(kind="crash", detail="the verifier's process answered another request")
+        worker.note_use(reply)
         if "error" in reply:
             self.counts["error"] += 1
             kind, detail = reply["error"]
             return CallFailure(kind=kind, detail=detail)
         return reply["result"]
 
-    async def _wait(
-        self, answer: asyncio.Future[Any], worker: _Worker, limit_s: float, place: _Place
-    ) -> None:
+    async def _wait(self, answer: asyncio.Future[Any], worker: Worker, limit_s: float, place: _Place) -> None:
         """Wait until an answer is there or, at the limit, cancelled; let others go first if it takes long."""
         clock = asyncio.get_running_loop().time
         ends_at = clock() + limit_s
@@ -249,7 +152,7 @@ class WorkerPool:
         finally:
             answer.cancel()  # Which changes nothing where it is there.
 
-    async def _take_worker(self, *, is_fresh: bool) -> _Worker:
+    async def _take_worker(self, *, is_fresh: bool) -> Worker:
         while self._idle and not is_fresh:
             worker = self._idle.pop()
             if not worker.is_gone:
@@ -264,12 +167,12 @@ class WorkerPool:
             start.add_done_callback(self._keep_started)
             raise
 
-    def _keep_started(self, start: asyncio.Task[_Worker]) -> None:
+    def _keep_started(self, start: asyncio.Task[Worker]) -> None:
         """Keep a worker whose call was cancelled while it started."""
         if not start.cancelled() and start.exception() is None:
             self._idle.append(start.result())
 
-    async def _start_worker(self) -> _Worker:
+    async def _start_worker(self) -> Worker:
         async with self._starting:
             try:
                 pid, connection = await asyncio.to_thread(_fork, await self._require_control())
@@ -278,10 +181,10 @@ class WorkerPool:
                 await self._end_nursery()
                 pid, connection = await asyncio.to_thread(_fork, await self._require_control())
         self.counts["start"] += 1
-        _, worker = await asyncio.get_running_loop().create_connection(lambda: _Worker(pid), sock=connection)
+        _, worker = await asyncio.get_running_loop().create_connection(lambda: Worker(pid), sock=connection)
         return worker
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: Worker) -> None:
         worker.close()
         if self._nursery is not None:
             with suppress(OSError):  # A dead nursery has taken its workers with it.
