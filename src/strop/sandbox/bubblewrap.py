@@ -32,7 +32,7 @@ from strop.sandbox.linux import (
     CLONE_NEWNET,
     CLONE_NEWPID,
     become,
-    close_all_above,
+    close_all_but,
     enter_namespaces,
 )
 from strop.sandbox.place import Ground, Order, Watch, guard
@@ -122,7 +122,7 @@ class BubblewrapPlace:
         try:
             for target, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, target)
-            close_all_above(len(descriptors) - 1)
+            close_all_but(range(len(descriptors)))
             os.setsid()
             if os.geteuid() == 0:
                 become(self._uid, self._uid)

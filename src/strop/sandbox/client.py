@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +29,7 @@ from strop.sandbox.contract import (
 )
 from strop.sandbox.frames import LENGTHS, pack
 from strop.sandbox.inside import EXIT_KINDS
-from strop.sandbox.keeper_handle import keeper_of
+from strop.sandbox.keeper_handle import keeper_of, python_candidates
 
 _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 30.0
@@ -49,7 +48,9 @@ class KeeperSandbox:
         isolation: Isolation,
         scratch: str,
         python_argv: tuple[str, ...],
+        env: Mapping[str, str],
     ) -> None:
+        self._env = dict(env)
         self._reader = reader
         self._writer = writer
         self._isolation = isolation
@@ -98,8 +99,13 @@ class KeeperSandbox:
         cwd: str | None = None,
     ) -> ExecResult:
         """Run a program; see `Sandbox.exec`."""
-        request = {"argv": list(argv), "env": dict(env or {}), "cwd": cwd, "wall_limit_s": wall_limit_s}
-        return _as_result(*await self._ask(request, stdin))
+        request = {"argv": list(argv), "cwd": cwd, "wall_limit_s": wall_limit_s}
+        return _as_result(*await self._ask({**request, "env": {**self._env, **(env or {})}}, stdin))
+
+    async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
+        """Run `main` of the Python source; see `Sandbox.run_main`."""
+        request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
+        return _as_result(*await self._ask({**request, "env": self._env}, stdin))
 
     async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
         """Return a regular file's bytes; see `Sandbox.read`."""
@@ -240,11 +246,11 @@ async def _start(
     order = {
         "backend": backend,
         "limits": asdict(spec.limits),
-        "env": dict(spec.env),
         "min_level": int(spec.min_level),
         "network": spec.network,
         "binds": _python_binds() + [_as_bind(mount) for mount in spec.mounts] if bwrap_path else [],
         "bwrap_path": bwrap_path,
+        "python_source": spec.python_source,
     }
     reader, writer = await asyncio.open_unix_connection(sock=keeper_of(os.getpid()).start(order))
     try:
@@ -266,7 +272,7 @@ async def _start(
     facts = header["ready"]
     guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
     isolation = Isolation(**{**facts, **guards, "level": IsolationLevel(facts["level"])})
-    return KeeperSandbox(reader, writer, isolation, header["scratch"], python_argv)
+    return KeeperSandbox(reader, writer, isolation, header["scratch"], python_argv, spec.env)
 
 
 def _refusal(backend: str, spec: SandboxSpec, header: dict[str, Any]) -> SandboxRefused:
@@ -312,14 +318,6 @@ def find_program(name: str, package: str) -> str:
             kind="missing",
         )
     return path
-
-
-@cache
-def python_candidates() -> tuple[str, ...]:
-    """Return interpreters to try inside, the one that runs this first."""
-    base = getattr(sys, "_base_executable", None) or sys.executable
-    paths = [os.path.realpath(base), "/usr/bin/python3", "/usr/local/bin/python3"]
-    return tuple(dict.fromkeys(paths))
 
 
 def _python_binds() -> list[tuple[str, str, bool]]:

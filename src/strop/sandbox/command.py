@@ -4,6 +4,10 @@ The process above (the runner) adopts every orphan of the command and reports on
 nothing that the command starts outlives it. The program's exit code is what the kernel tells the runner;
 the report goes over a socket that no program holds. As host root the runner keeps a user id that no
 program can signal; for an ordinary user a program can kill its runner, which the supervisor sees.
+
+The first command of a place is forked before anybody asks for one. It measures what a program is there,
+then waits for its request; it is the one process that may become a program without a new start of
+Python, because it was forked before its supervisor had heard of any request.
 """
 
 from __future__ import annotations
@@ -15,18 +19,21 @@ import resource
 import select
 import signal
 import socket
+import sys
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from strop.sandbox.family import find_descendants, kill_biggest, memory_bytes, num_threads, signal_descendants
-from strop.sandbox.inside import run_builtin
+from strop.sandbox.inside import measure_self, run_builtin
 from strop.sandbox.linux import (
     adopt_orphans,
     become,
-    close_all_above,
+    close_all_but,
     drop_capabilities,
     forbid_privileges,
     hide_from_tracers,
@@ -38,98 +45,203 @@ ASK, KILL = b"T", b"K"
 TERM_GRACE_S = 0.5
 _WATCH_PERIOD_S = 0.05
 _KILL_PERIOD_S = 0.005
-_ERROR_DESCRIPTOR = 3
+_MEASURE_LIMIT_S = 10.0
 _MAX_WALKED_FILES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to run. `builtin` names something the supervisor does inside, instead of a program."""
+    """What to run."""
 
     argv: list[str]
     env: dict[str, str]
     cwd: str
     wall_limit_s: float
     builtin: str = ""
+    """Something that is done inside on the user's behalf, instead of a program."""
     details: dict[str, Any] = field(default_factory=dict)
+    is_main: bool = False
+    """Run the `main` that the waiting process was forked with, instead of a program."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Started:
-    """A command that was started, from its supervisor's side."""
+    """A command, from its supervisor's side."""
 
     control: socket.socket
     stdin: int
     stdout: int
     stderr: int
+    orders: socket.socket
+    """Leads to the program's process until that has its request."""
+
+    def order(self, request: Request) -> None:
+        """Give a waiting process its request. What it says when it is gone, its runner reports."""
+        with suppress(OSError):
+            self.orders.sendall(json.dumps(asdict(request)).encode())
+        self.orders.close()
+
+    def read_facts(self) -> dict[str, Any]:
+        """Return what the waiting process found out about itself.
+
+        Raises: OSError if it came to an end before.
+        """
+        self.orders.settimeout(_MEASURE_LIMIT_S)
+        with self.orders.makefile("rb") as file:
+            if line := file.readline():
+                return dict(json.loads(line))
+        self.control.settimeout(_MEASURE_LIMIT_S)
+        report = self.control.recv(1 << 16)
+        raise OSError(json.loads(report)["error"] if report else "it was killed")
+
+    def close(self) -> None:
+        """Let go of a command that is not wanted; without its orders it ends."""
+        self.orders.close()
+        self.control.close()
+        for descriptor in (self.stdin, self.stdout, self.stderr):
+            os.close(descriptor)
 
 
-def start_command(place: Place, request: Request) -> Started:
-    """Fork the runner of a command. It reports over `control` when everything has ended.
+def start_command(
+    place: Place, request: Request | None = None, *, main: Callable[[], None] | None = None
+) -> Started:
+    """Fork a command. It reports over `control` when everything has ended.
+
+    Without a request it measures itself and waits for one, which may ask for `main`.
 
     Raises: OSError if the host gives no process.
     """
     control, runner_end = socket.socketpair()
+    orders, order_end = socket.socketpair()
     stdin_r, stdin_w = os.pipe()
     stdout_r, stdout_w = os.pipe()
     stderr_r, stderr_w = os.pipe()
     try:
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
             for descriptor in (stdin_w, stdout_r, stderr_r):
                 os.close(descriptor)
             control.close()
-            _become_runner(place, request, runner_end, (stdin_r, stdout_w, stderr_w))
+            orders.close()
+            program = _Program(place, request, main, (stdin_r, stdout_w, stderr_w, order_end.fileno()))
+            _become_runner(program, runner_end)
     finally:
         runner_end.close()
+        order_end.close()
         for descriptor in (stdin_r, stdout_w, stderr_w):
             os.close(descriptor)
-    return Started(control=control, stdin=stdin_w, stdout=stdout_r, stderr=stderr_r)
+    return Started(control=control, stdin=stdin_w, stdout=stdout_r, stderr=stderr_r, orders=orders)
 
 
-def _become_runner(
-    place: Place, request: Request, control: socket.socket, streams: tuple[int, int, int]
-) -> NoReturn:
+class _Program:
+    """What a fork of the runner becomes."""
+
+    def __init__(
+        self,
+        place: Place,
+        request: Request | None,
+        main: Callable[[], None] | None,
+        descriptors: tuple[int, int, int, int],
+    ) -> None:
+        self.place = place
+        self._request = request
+        self._main = main
+        *self._streams, self._orders = descriptors
+        self._members: list[int] = []
+
+    def open_members(self) -> None:
+        """Open what it joins its control groups with: from before the change of root."""
+        paths = self.place.cgroup.member_paths
+        self._members = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in paths]
+
+    def close(self) -> None:
+        """Close the runner's copies of its descriptors."""
+        for descriptor in (*self._streams, *self._members, self._orders):
+            os.close(descriptor)
+
+    def begin(self, error_w: int) -> NoReturn:
+        """Give up what a program must not have, then turn into it. Ends with 127 if that fails."""
+        try:
+            os.setsid()
+            for member in self._members:
+                os.write(member, b"0")
+            for target, descriptor in enumerate(self._streams):
+                os.dup2(descriptor, target)
+            close_all_but((0, 1, 2, error_w, self._orders))
+            _give_up(self.place)
+            self._run(self._request or self._await_request(), error_w)
+        except (OSError, ValueError, MemoryError) as error:
+            os.write(error_w, str(error).encode(errors="replace"))
+        finally:
+            os._exit(127)
+
+    def _await_request(self) -> Request:
+        facts = measure_self()
+        os.write(self._orders, json.dumps(facts).encode() + b"\n")
+        if facts["nested_userns"]:
+            # It is in that namespace now, and no program's like any more.
+            os._exit(0)
+        parts = []
+        while part := os.read(self._orders, 1 << 16):
+            parts.append(part)
+        if not parts:
+            os._exit(0)
+        return Request(**json.loads(b"".join(parts)))
+
+    def _run(self, request: Request, error_w: int) -> NoReturn:
+        os.chdir(request.cwd)
+        _limit_resources(self.place, request.wall_limit_s)
+        if request.builtin:
+            os._exit(run_builtin(request.builtin, request.details))
+        set_limit(resource.RLIMIT_AS, self.place.limits.memory_bytes)
+        if request.is_main and self._main is not None:
+            os.close(error_w)
+            os.close(self._orders)
+            _run_main(self._main, request.env)
+        # Python ignores these two; a program expects them as they were.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        os.execvpe(request.argv[0], request.argv, request.env)
+
+
+def _run_main(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
+    """Go on as an interpreter that has just been started."""
+    exit_code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.update(env)
+        sys.argv = ["-c"]
+        # What has led here takes nothing of the depth that a program expects.
+        sys.setrecursionlimit(sys.getrecursionlimit() + len(list(traceback.walk_stack(None))))
+        main()
+        exit_code = 0
+    finally:
+        if exit_code:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def _become_runner(program: _Program, control: socket.socket) -> NoReturn:
     """Enter the place and see one command through. Nothing returns into the supervisor's code."""
     try:
         signal.set_wakeup_fd(-1)
         os.setsid()
         hide_from_tracers()
-        # Held from before the change of root, for the program to join with.
-        members = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in place.cgroup.member_paths]
-        place.enter()
-        if place.has_own_pids and os.fork() != 0:
+        program.open_members()
+        program.place.enter()
+        if program.place.has_own_pids and os.fork() != 0:
             os._exit(0)
-        if request.builtin:
-            _work_inside(place, request, control, streams)
         adopt_orphans()
-        _Runner(place, control).run(request, streams, members)
+        _Runner(program, control).run()
     finally:
         os._exit(1)
 
 
-def _work_inside(
-    place: Place, request: Request, control: socket.socket, streams: tuple[int, int, int]
-) -> NoReturn:
-    """Do what a supervisor wants done inside, as a program would, but without a process above it."""
-    started_at = time.monotonic()
-    for target, descriptor in enumerate(streams):
-        os.dup2(descriptor, target)
-        os.close(descriptor)
-    error, exit_code = "", 127
-    try:
-        _give_up(place, request)
-        exit_code = run_builtin(request.builtin, request.details)
-    except (OSError, MemoryError) as caught:
-        error = str(caught)
-    report = {"status": exit_code << 8, "error": error, "duration_s": time.monotonic() - started_at}
-    control.sendall(json.dumps(report).encode())
-    os._exit(0)
-
-
 class _Runner:
-    def __init__(self, place: Place, control: socket.socket) -> None:
-        self._place = place
+    def __init__(self, program: _Program, control: socket.socket) -> None:
+        self._program = program
+        self._place = program.place
         self._control = control
         self._pid = os.getpid()
         self._status: int | None = None
@@ -140,22 +252,22 @@ class _Runner:
         self._kill_at = math.inf
         """When force begins."""
 
-    def run(self, request: Request, streams: tuple[int, int, int], members: list[int]) -> None:
+    def run(self) -> None:
         """Start the program, wait for it and for all that it started, report."""
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         error_r, error_w = os.pipe2(os.O_CLOEXEC)
-        started_at = time.monotonic()
         program_pid = os.fork()
         if program_pid == 0:
             signal.set_wakeup_fd(-1)
-            become_program(self._place, request, streams, members, error_w)
-        for descriptor in (*streams, *members, error_w):
-            os.close(descriptor)
+            self._program.begin(error_w)
+        os.close(error_w)
+        self._program.close()
         # Ends with the program's start, which closes the other end.
         with open(error_r, "rb") as errors:
             error = errors.read().decode(errors="replace")
+        started_at = time.monotonic()
         self._wait_for_all(program_pid, wake_r)
         report = {
             "status": self._status,
@@ -262,38 +374,12 @@ def _list_entries(path: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def become_program(
-    place: Place, request: Request, streams: tuple[int, int, int], members: list[int], error_w: int
-) -> NoReturn:
-    """Give up what a program must not have, then turn into it. Ends with 127 if that fails."""
-    try:
-        os.setsid()
-        for member in members:
-            os.write(member, b"0")
-        for target, descriptor in enumerate(streams):
-            os.dup2(descriptor, target)
-        os.dup2(error_w, _ERROR_DESCRIPTOR, inheritable=False)
-        close_all_above(_ERROR_DESCRIPTOR)
-        _give_up(place, request)
-        # Python ignores these two; a program expects them as they were.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        set_limit(resource.RLIMIT_AS, place.limits.memory_bytes)
-        os.execvpe(request.argv[0], request.argv, request.env)
-    except (OSError, ValueError, MemoryError) as error:
-        os.write(_ERROR_DESCRIPTOR, str(error).encode(errors="replace"))
-    finally:
-        os._exit(127)
-
-
-def _give_up(place: Place, request: Request) -> None:
+def _give_up(place: Place) -> None:
     os.umask(0o022)
-    _limit_resources(place, request.wall_limit_s)
     forbid_privileges()
     if place.user is not None:
         become(*place.user)
     drop_capabilities()
-    os.chdir(request.cwd)
 
 
 def _limit_resources(place: Place, wall_limit_s: float) -> None:

@@ -123,6 +123,9 @@ class SandboxSpec:
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the clean environment: PATH, LANG, HOME, TMPDIR and PYTHONHASHSEED."""
+    python_source: str = ""
+    """Python that defines `main`, for `Sandbox.run_main`. It is the caller's own: it is loaded once, outside
+    of every sandbox, and must do no more than import and define."""
     network: str = "none"
     """'none', or 'host' where a backend has it. A backend that cannot do without says so in its record."""
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
@@ -219,6 +222,16 @@ class Sandbox(Protocol):
         directory. A program that goes on reading after `stdin` meets the end of the file.
 
         Raises: SandboxLost if the sandbox does not answer. Never because of what the program does.
+        """
+        ...
+
+    async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
+        """Run `main` of `SandboxSpec.python_source`, as `exec` runs a program.
+
+        As the first command of a sandbox it runs in a fork of an interpreter that has loaded the source
+        already, where that interpreter is `python_argv`'s; else in one that is started.
+
+        Raises: SandboxLost, as `exec`; SandboxRefused with kind interpreter if no Python was found.
         """
         ...
 

@@ -22,9 +22,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from strop.sandbox.bubblewrap import BubblewrapPlace
 from strop.sandbox.cgroup import Cgroup, find_controllers
@@ -41,7 +42,7 @@ from strop.sandbox.linux import (
     own_mounts,
     sandbox_uid,
 )
-from strop.sandbox.place import Ground, Order, Place
+from strop.sandbox.place import Ground, LoadedPython, Order, Place
 from strop.sandbox.process import ProcessPlace, remove_tree
 from strop.sandbox.supervisor import Supervisor
 
@@ -73,6 +74,8 @@ class _Keeper:
         # Held open for as long as this process lives; each sandbox watches the other end.
         self._alive_r, self._alive_w = os.pipe()
         self._supervisors: set[int] = set()
+        self._mains: dict[str, Callable[[], None]] = {}
+        """By source."""
         self._numbers = itertools.count()
 
     def serve(self) -> None:
@@ -106,6 +109,7 @@ class _Keeper:
         with socket.socket(fileno=descriptors[0]) as connection:
             values = json.loads(text)
             order = Order(**{**values, "limits": Limits(**values["limits"])})
+            python = self._load(order.python_source)
             try:
                 for host_path, _, _ in order.binds:
                     self._stage(host_path)
@@ -116,9 +120,18 @@ class _Keeper:
             if pid == 0:
                 os.close(self._alive_w)
                 self._control.close()
-                _become_supervisor(order, self._ground, connection, self._alive_r)
+                _become_supervisor(order, python, self._ground, connection, self._alive_r)
             self._supervisors.add(pid)
         return True
+
+    def _load(self, source: str) -> LoadedPython:
+        """Load what sandboxes run in a fork of this interpreter; each source once."""
+        if source not in self._mains:
+            names: dict[str, Any] = {"__name__": "loaded", "main": _do_nothing}
+            exec(compile(source, "<python_source>", "exec"), names)
+            self._mains[source] = names["main"]
+            gc.freeze()
+        return LoadedPython(source=source, main=self._mains[source])
 
     def _stage(self, host_path: str) -> None:
         """Show a path that other users cannot reach where they can, until this process ends."""
@@ -180,7 +193,13 @@ class _Keeper:
             os.rmdir(self._ground.runtime_dir)
 
 
-def _become_supervisor(order: Order, ground: Ground, connection: socket.socket, keeper_end: int) -> NoReturn:
+def _do_nothing() -> None:
+    """Stand for the `main` of a sandbox without a Python source."""
+
+
+def _become_supervisor(
+    order: Order, python: LoadedPython, ground: Ground, connection: socket.socket, keeper_end: int
+) -> NoReturn:
     """Make the place and serve it. Nothing returns into the keeper's code."""
     try:
         signal.set_wakeup_fd(-1)
@@ -190,7 +209,7 @@ def _become_supervisor(order: Order, ground: Ground, connection: socket.socket, 
         uid, is_private_uid = sandbox_uid(os.getpid())
         place = _make_place(order, ground, uid, is_private_uid=is_private_uid, connection=connection)
         if place is not None:
-            Supervisor(place, order.env, connection, keeper_end).serve(IsolationLevel(order.min_level))
+            Supervisor(place, python, connection, keeper_end).serve(IsolationLevel(order.min_level))
             os._exit(0)
     finally:
         if sys.exc_info()[0] is not None:

@@ -22,6 +22,8 @@ _KEEPER_CODE = """
 import sys
 sys.path.insert(0, sys.stdin.readline().rstrip())
 from strop.sandbox.keeper import main
+# Its forks must find modules where any Python would.
+del sys.path[0]
 main(int(sys.argv[1]), int(sys.argv[2]))
 """
 
@@ -68,7 +70,7 @@ class KeeperHandle:
             with keeper_end:
                 self._popen = subprocess.Popen(
                     [
-                        sys.executable,
+                        python_candidates()[0],
                         "-I",
                         "-S",
                         "-B",
@@ -79,7 +81,7 @@ class KeeperHandle:
                     ],
                     stdin=subprocess.PIPE,
                     pass_fds=[keeper_end.fileno()],
-                    env={},
+                    env={"LANG": "C.UTF-8"},
                     cwd="/",
                     start_new_session=True,
                 )
@@ -100,6 +102,14 @@ class KeeperHandle:
         """Close this copy after a fork: the keeper is the parent's."""
         if self._control is not None:
             self._control.close()
+
+
+@cache
+def python_candidates() -> tuple[str, ...]:
+    """Return interpreters to try inside, the one that runs this first."""
+    base = getattr(sys, "_base_executable", None) or sys.executable
+    paths = [os.path.realpath(base), "/usr/bin/python3", "/usr/local/bin/python3"]
+    return tuple(dict.fromkeys(paths))
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,11 +72,11 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _checked(_libc.mount(*encoded, ctypes.c_ulong(flags), data), f"mount {target}")
 
 
-def close_all_above(last_kept: int) -> None:
-    """Close every descriptor of this process above a number."""
+def close_all_but(kept: Collection[int]) -> None:
+    """Close the descriptors of this process that are not among `kept`."""
     # Not os.closerange: where the C library is old it tries each of a billion numbers.
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > last_kept:
+        if int(name) not in kept:
             with suppress(OSError):  # The listing's own is closed already.
                 os.close(int(name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,12 +16,20 @@ class Order:
 
     backend: str
     limits: Limits
-    env: dict[str, str]
     min_level: int
     binds: list[tuple[str, str, bool]]
     """Host path, path inside, read-only."""
     bwrap_path: str = ""
     network: str = "none"
+    python_source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedPython:
+    """A sandbox's Python source, and the `main` that it defined when it was loaded."""
+
+    source: str
+    main: Callable[[], None]
 
 
 @dataclass(kw_only=True, slots=True)

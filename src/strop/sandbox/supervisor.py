@@ -13,6 +13,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,14 +25,13 @@ from strop.sandbox.command import ASK, KILL, Request, Started, start_command
 from strop.sandbox.contract import KIB, ExecKind, IsolationLevel
 from strop.sandbox.family import signal_descendants
 from strop.sandbox.frames import pack, unpack
-from strop.sandbox.place import Place, clean_env
+from strop.sandbox.place import LoadedPython, Place, clean_env
 
 DETACH_S = 0.2
 """How long output is awaited from a pipe that somebody still holds after a command."""
 _CHUNK_BYTES = 1 << 18
 _STUCK_S = 5.0
 """A command that was told to end and has not: what is above it is stopped or gone."""
-_PROBE_LIMIT_S = 10.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,9 +55,13 @@ class _Running:
 class Supervisor:
     """Serves one connection over one place."""
 
-    def __init__(self, place: Place, env: dict[str, str], connection: socket.socket, keeper_end: int) -> None:
+    def __init__(
+        self, place: Place, python: LoadedPython, connection: socket.socket, keeper_end: int
+    ) -> None:
         self._place = place
-        self._env = {**clean_env(place.scratch), **env}
+        self._python = python
+        self._first: Started | None = None
+        """The command that waits for the first request."""
         self._connection = connection
         self._keeper_end = keeper_end
         self._selector = selectors.DefaultSelector()
@@ -74,26 +78,32 @@ class Supervisor:
         self._selector.register(self._keeper_end, selectors.EVENT_READ, self._on_keeper_gone)
         if self._place.holder is not None:
             self._selector.register(self._place.holder, selectors.EVENT_READ, self._on_holder_gone)
-        self._probe(min_level)
+        self._measure(min_level)
         while not self._is_ending:
             self._turn()
         self._end()
 
-    def _probe(self, min_level: IsolationLevel) -> None:
-        def tell(header: dict[str, Any], body: bytes) -> None:
-            if header["kind"] != ExecKind.EXITED or header["exit_code"] != 0:
-                self.refuse("probe", f"a first command inside failed: {header} {body!r}")
-                return
-            isolation = self._place.describe(json.loads(body))
-            if isolation.level < min_level:
-                self.refuse("level", f"{isolation.level.word} was reached: {isolation}")
-                return
-            self._send({"ready": asdict(isolation), "scratch": self._place.scratch})
-
-        request = Request(
-            argv=[], env={}, cwd=self._place.scratch, wall_limit_s=_PROBE_LIMIT_S, builtin="probe"
-        )
-        self._start(-1, request, b"", tell)
+    def _measure(self, min_level: IsolationLevel) -> None:
+        try:
+            first = start_command(self._place, main=self._python.main)
+        except OSError as error:
+            self.refuse("probe", f"a first process inside did not start: {error}")
+            return
+        try:
+            facts = first.read_facts()
+        except OSError as error:
+            first.close()
+            self.refuse("probe", f"a first process inside failed: {error}")
+            return
+        if facts["nested_userns"]:
+            first.close()
+        else:
+            self._first = first
+        isolation = self._place.describe(facts)
+        if isolation.level < min_level:
+            self.refuse("level", f"{isolation.level.word} was reached: {isolation}")
+            return
+        self._send({"ready": asdict(isolation), "scratch": self._place.scratch})
 
     def refuse(self, kind: str, why: str) -> None:
         """Tell why there is no sandbox, and end."""
@@ -142,18 +152,25 @@ class Supervisor:
         def answer(result: dict[str, Any], output: bytes) -> None:
             self._send({"id": command_id, **result}, output)
 
-        request = Request(
-            argv=header.get("argv", []),
-            env={**self._env, **header.get("env", {})},
+        try:
+            self._start(command_id, self._read_request(header), body, answer)
+        except OSError as error:
+            self._send({"id": command_id, "lost": "infra", "why": str(error)})
+
+    def _read_request(self, header: dict[str, Any]) -> Request:
+        argv, is_main = header.get("argv", []), header.get("is_main", False)
+        if is_main and (self._first is None or argv[0] != sys.executable):
+            # Later processes know of earlier requests; and this Python may be out of a program's reach.
+            argv, is_main = [*argv, "-c", f"{self._python.source}\nmain()\n"], False
+        return Request(
+            argv=argv,
+            env={**clean_env(self._place.scratch), **header.get("env", {})},
             cwd=header.get("cwd") or self._place.scratch,
             wall_limit_s=header["wall_limit_s"],
             builtin=header.get("builtin", ""),
             details=header.get("details", {}),
+            is_main=is_main,
         )
-        try:
-            self._start(command_id, request, body, answer)
-        except OSError as error:
-            self._send({"id": command_id, "lost": "infra", "why": str(error)})
 
     # Commands.
 
@@ -162,7 +179,11 @@ class Supervisor:
     ) -> None:
         limits = self._place.limits
         oom_kills = self._place.cgroup.count_oom_kills()
-        started = start_command(self._place, request)
+        started, self._first = self._first, None
+        if started is None:
+            started = start_command(self._place, request)
+        else:
+            started.order(request)
         now = time.monotonic()
         # What is done inside on the user's behalf answers whole.
         head_bytes = request.details.get("max_bytes", KIB) if request.builtin else limits.output_head_bytes

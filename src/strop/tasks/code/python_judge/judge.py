@@ -54,13 +54,12 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
     limits = Limits(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES, max_open_files=MAX_OPEN_FILES)
     backend = await choose_backend(min_level=min_level)
     nonce = secrets.token_hex(16)
-    async with await backend.create(SandboxSpec(limits=limits, min_level=min_level)) as sandbox:
+    spec = SandboxSpec(limits=limits, min_level=min_level, python_source=read_runner())
+    async with await backend.create(spec) as sandbox:
         isolation = sandbox.isolation.level.word
         try:
-            result = await sandbox.exec(
-                [*sandbox.python_argv, "-c", read_runner()],
-                stdin=pack_job(job, nonce),
-                wall_limit_s=job.wall_s + START_LIMIT_S,
+            result = await sandbox.run_main(
+                stdin=pack_job(job, nonce), wall_limit_s=job.wall_s + START_LIMIT_S
             )
         except SandboxLost as error:
             if error.kind != ExecKind.FROM_INSIDE:
