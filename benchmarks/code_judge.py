@@ -1,7 +1,9 @@
 """How fast programs are judged in fresh sandboxes: `python -m benchmarks.code_judge [--seconds 20]`.
 
-Two figures: MBPP-size judgements per second with one judging process a core, each judgement in a sandbox
-of its own, and the wall time of one problem with 1,440 tests. Prints JSON.
+Small programs are judged by one process a core, each judgement in a sandbox of its own; then one problem
+with 1,440 tests. Processor time is that of all processes of a judgement, which other load on the machine
+changes little; the rate and the wall time are what is left of an idle one. Exits with 1 where a goal is
+missed.
 """
 
 from __future__ import annotations
@@ -11,68 +13,161 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
+from benchmarks.machine import git_revision, load_average, machine_facts, num_cores
+from strop.sandbox.family import find_descendants
+from strop.store import write_bytes_atomically
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 
-_SMALL = JudgeJob(
-    source=(
-        "import re\n\ndef count_words(text, least):\n    found = {}\n"
-        "    for word in re.findall(r'[a-z]+', text.lower()):\n"
-        "        found[word] = found.get(word, 0) + 1\n"
-        "    return {word: n for word, n in found.items() if n >= least}\n"
-    ),
-    mode=JudgeMode.STATEMENTS,
-    names=("count_words",),
-    tests=(
-        "assert count_words('a b a', 2) == {'a': 2}",
-        "assert count_words('', 1) == {}",
-        "assert count_words('One one two', 1) == {'one': 2, 'two': 1}",
-    ),
-    num_tests=3,
+_SOURCE = (
+    "import re\n\ndef count_words(text, least):\n    found = {}\n"
+    "    for word in re.findall(r'[a-z]+', text.lower()):\n"
+    "        found[word] = found.get(word, 0) + 1\n"
+    "    return {word: n for word, n in found.items() if n >= least}\n"
 )
 _NUM_TESTS = 1440
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description="Speed of the judge of Python programs.")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """One figure, and what it has to be."""
+
+    name: str
+    needed: float
+    measured: float
+    unit: str
+    is_least: bool
+    """Whether `needed` is the least that is enough; otherwise it is the most that is allowed."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the figure is good enough."""
+        return self.measured >= self.needed if self.is_least else self.measured <= self.needed
+
+    def line(self) -> str:
+        """Say it in one line."""
+        word = "at least" if self.is_least else "at most"
+        verdict = "pass" if self.is_reached else "FAIL"
+        return f"{self.name:34} {word:8} {self.needed:6.1f} {self.unit:4} {self.measured:8.1f}  {verdict}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one process has judged."""
+
+    num_judged: int
+    wall_s: float
+    cpu_s: float
+    """Of that process and of all that it started."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and say with the exit code whether the goals are reached."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.code_judge", description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to judge small programs")
     parser.add_argument("--isolation", default="namespace", help="level of the sandboxes")
-    options = parser.parse_args()
-    num_processes = os.cpu_count() or 1
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(num_processes) as pool:
-        judge = partial(_judge_for, isolation=options.isolation)
-        pool.map(judge, [1.0] * num_processes)  # The first sandbox of a process looks at the host.
-        parts = pool.map(judge, [options.seconds] * num_processes)
-    rate = sum(num_judged / seconds for num_judged, seconds in parts)
-    print(
-        json.dumps(
-            {
-                "isolation": options.isolation,
-                "num_processes": num_processes,
-                "small_per_s": round(rate, 1),
-                "1440_tests_s": round(_time_many_tests(options.isolation), 2),
-                "load_average": os.getloadavg()[0],
-            }
-        )
+    parser.add_argument("--out", type=Path, help="file for the result as JSON")
+    options = parser.parse_args(arguments)
+    load_before = load_average()
+    shares = judge_on_all_cores(options.seconds, options.isolation)
+    goals = (
+        Goal(
+            name="MBPP-size judgements per second",
+            needed=25.0,
+            measured=sum(share.num_judged / share.wall_s for share in shares),
+            unit="/s",
+            is_least=True,
+        ),
+        Goal(
+            name="processor time of one of them",
+            needed=30.0,
+            measured=1e3 * sum(share.cpu_s for share in shares) / sum(share.num_judged for share in shares),
+            unit="ms",
+            is_least=False,
+        ),
+        Goal(
+            name=f"one problem with {_NUM_TESTS:,} tests",
+            needed=25.0,
+            measured=time_many_tests(options.isolation),
+            unit="s",
+            is_least=False,
+        ),
+    )
+    loads = {"before": load_before, "after": load_average()}
+    print(f"{num_cores()} cores, load {loads['before']:.1f} before and {loads['after']:.1f} after")
+    for goal in goals:
+        print(goal.line())
+    if options.out is not None:
+        document = {
+            "isolation": options.isolation,
+            "num_processes": len(shares),
+            "goals": [{**asdict(goal), "is_reached": goal.is_reached} for goal in goals],
+            "shares": [asdict(share) for share in shares],
+            "load_average": loads,
+            "machine": machine_facts(),
+            "revision": git_revision(Path(__file__).parents[1]),
+        }
+        write_bytes_atomically(options.out, json.dumps(document, indent=1).encode() + b"\n")
+    return 0 if all(goal.is_reached for goal in goals) else 1
+
+
+def judge_on_all_cores(seconds: float, isolation: str) -> list[Share]:
+    """Judge small programs with one process a core."""
+    judge = partial(judge_for, isolation=isolation)
+    with multiprocessing.get_context("spawn").Pool(num_cores()) as pool:
+        pool.map(judge, [1.0] * num_cores(), chunksize=1)  # The first sandbox of a process looks at the host.
+        return pool.map(judge, [seconds] * num_cores(), chunksize=1)
+
+
+def judge_for(seconds: float, isolation: str) -> Share:
+    """Judge right and wrong programs in turns for some seconds.
+
+    Raises: RuntimeError if one is judged wrongly.
+    """
+    cpu_before, started_at = _cpu_s(), time.monotonic()
+    num_judged = 0
+    while time.monotonic() - started_at < seconds:
+        is_right = num_judged % 2 == 0
+        verdict = judge_python(_small_job(is_right=is_right), min_isolation=isolation)
+        if verdict.is_right is not is_right:
+            raise RuntimeError(f"a program that is {'right' if is_right else 'wrong'} was judged: {verdict}")
+        num_judged += 1
+    return Share(num_judged=num_judged, wall_s=time.monotonic() - started_at, cpu_s=_cpu_s() - cpu_before)
+
+
+def _cpu_s() -> float:
+    """Return the processor time of this process and of all that it started, the dead included."""
+    ticks = 0
+    for pid in find_descendants(os.getpid()):
+        # User and system time of the process, and of the children that it has waited for.
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return time.process_time() + ticks / _TICKS_PER_S
+
+
+def _small_job(*, is_right: bool) -> JudgeJob:
+    return JudgeJob(
+        source=_SOURCE if is_right else _SOURCE.replace(">= least", "> least"),
+        mode=JudgeMode.STATEMENTS,
+        names=("count_words",),
+        tests=(
+            "assert count_words('a b a', 2) == {'a': 2}",
+            "assert count_words('', 1) == {}",
+            "assert count_words('One one two', 1) == {'one': 2, 'two': 1}",
+        ),
+        num_tests=3,
     )
 
 
-def _judge_for(seconds: float, isolation: str) -> tuple[int, float]:
-    """Judge small programs for some seconds; return how many, and in how many."""
-    started_at = time.monotonic()
-    num_judged = 0
-    while time.monotonic() - started_at < seconds:
-        verdict = judge_python(_SMALL, min_isolation=isolation)
-        if not verdict.is_right:
-            raise SystemExit(f"a right program was judged wrong: {verdict}")
-        num_judged += 1
-    return num_judged, time.monotonic() - started_at
+def time_many_tests(isolation: str) -> float:
+    """Return the wall seconds of one problem with many tests.
 
-
-def _time_many_tests(isolation: str) -> float:
+    Raises: RuntimeError if its program is judged wrong.
+    """
     numbers = range(_NUM_TESTS)
     data = {"inputs": [f"{n} {n}\n" for n in numbers], "outputs": [f"{2 * n}\n" for n in numbers]}
     job = JudgeJob(
@@ -86,9 +181,9 @@ def _time_many_tests(isolation: str) -> float:
     started_at = time.monotonic()
     verdict = judge_python(job, min_isolation=isolation)
     if not verdict.is_right:
-        raise SystemExit(f"a right program was judged wrong: {verdict}")
+        raise RuntimeError(f"a right program was judged wrong: {verdict}")
     return time.monotonic() - started_at
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -118,10 +118,6 @@ def start_command(
     stderr_r, stderr_w = os.pipe()
     try:
         if os.fork() == 0:
-            for descriptor in (stdin_w, stdout_r, stderr_r):
-                os.close(descriptor)
-            control.close()
-            orders.close()
             program = _Program(place, request, main, (stdin_r, stdout_w, stderr_w, order_end.fileno()))
             _become_runner(program, runner_end)
     finally:
@@ -148,10 +144,15 @@ class _Program:
         *self._streams, self._orders = descriptors
         self._members: list[int] = []
 
-    def open_members(self) -> None:
-        """Open what it joins its control groups with: from before the change of root."""
+    def prepare(self, control: socket.socket) -> None:
+        """Keep only the descriptors of this command, and join its place."""
+        # Whoever waits for the end of another command's input waits for all that hold its other end.
+        kept = {0, 1, 2, *self._streams, self._orders, control.fileno(), self.place.holder}
+        close_all_but({descriptor for descriptor in kept if descriptor is not None})
+        # From before the change of root.
         paths = self.place.cgroup.member_paths
         self._members = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in paths]
+        self.place.enter()
 
     def close(self) -> None:
         """Close the runner's copies of its descriptors."""
@@ -228,8 +229,7 @@ def _become_runner(program: _Program, control: socket.socket) -> NoReturn:
         signal.set_wakeup_fd(-1)
         os.setsid()
         hide_from_tracers()
-        program.open_members()
-        program.place.enter()
+        program.prepare(control)
         if program.place.has_own_pids and os.fork() != 0:
             os._exit(0)
         adopt_orphans()
@@ -267,12 +267,11 @@ class _Runner:
         # Ends with the program's start, which closes the other end.
         with open(error_r, "rb") as errors:
             error = errors.read().decode(errors="replace")
-        started_at = time.monotonic()
         self._wait_for_all(program_pid, wake_r)
         report = {
             "status": self._status,
             "error": error,
-            "duration_s": self._ended_at - started_at,
+            "ended_at": self._ended_at,
             "cpu_s": self._cpu_s,
             "oom_kills": self._num_oom_kills,
             "breach": self._breach,

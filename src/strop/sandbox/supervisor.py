@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -43,7 +42,6 @@ class _Running:
     started_at: float
     next_at: float
     """When its clock is looked at next: first its wall limit, later when to give up on it."""
-    on_end: Callable[[dict[str, Any], bytes], None]
     oom_kills_before: int
     report: dict[str, Any] | None = None
     is_timed_out: bool = False
@@ -148,12 +146,8 @@ class Supervisor:
             if (running := self._running.get(command_id)) is not None:
                 self._order(running, KILL)
             return
-
-        def answer(result: dict[str, Any], output: bytes) -> None:
-            self._send({"id": command_id, **result}, output)
-
         try:
-            self._start(command_id, self._read_request(header), body, answer)
+            self._start(command_id, self._read_request(header), body)
         except OSError as error:
             self._send({"id": command_id, "lost": "infra", "why": str(error)})
 
@@ -174,17 +168,15 @@ class Supervisor:
 
     # Commands.
 
-    def _start(
-        self, command_id: int, request: Request, stdin: bytes, on_end: Callable[[dict[str, Any], bytes], None]
-    ) -> None:
+    def _start(self, command_id: int, request: Request, stdin: bytes) -> None:
         limits = self._place.limits
         oom_kills = self._place.cgroup.count_oom_kills()
+        now = time.monotonic()
         started, self._first = self._first, None
         if started is None:
             started = start_command(self._place, request)
         else:
             started.order(request)
-        now = time.monotonic()
         # What is done inside on the user's behalf answers whole.
         head_bytes = request.details.get("max_bytes", KIB) if request.builtin else limits.output_head_bytes
         running = _Running(
@@ -194,7 +186,6 @@ class Supervisor:
             stderr=Capture(head_bytes, limits.output_tail_bytes),
             started_at=now,
             next_at=now + request.wall_limit_s,
-            on_end=on_end,
             oom_kills_before=oom_kills,
             open_streams={started.stdout, started.stderr},
         )
@@ -288,7 +279,7 @@ class Supervisor:
             # Killed by nobody's fault inside: that is no result, and the closed connection says so.
             return
         stdout, stderr = running.stdout.kept(), running.stderr.kept()
-        running.on_end(self._describe_end(running, stdout), stdout + stderr)
+        self._send({"id": command_id, **self._describe_end(running, stdout)}, stdout + stderr)
 
     def _describe_end(self, running: _Running, stdout: bytes) -> dict[str, Any]:
         report = running.report or {}
@@ -315,7 +306,7 @@ class Supervisor:
             "stdout_total": running.stdout.total,
             "stderr_total": running.stderr.total,
             "oom_kills": oom_kills,
-            "duration_s": report.get("duration_s", time.monotonic() - running.started_at),
+            "duration_s": report.get("ended_at", time.monotonic()) - running.started_at,
             "cpu_s": report.get("cpu_s", 0.0),
             "why": report.get("error") or report.get("breach") or "",
         }

@@ -1,0 +1,206 @@
+"""Python that a sandbox runs in a fork of an interpreter outside: as clean and as bounded as one inside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from strop.sandbox import ExecKind, ExecResult, Limits, Sandbox, SandboxSpec, make_backend
+from strop.sandbox.contract import MIB
+from tests.fixtures.sandboxes import needs_bubblewrap, on_every_backend, processes_with, spec_of
+
+T = TypeVar("T")
+
+
+def with_source(
+    backend: str,
+    source: str,
+    work: Callable[[Sandbox], Awaitable[T]],
+    *,
+    limits: Limits | None = None,
+    env: dict[str, str] | None = None,
+) -> T:
+    """Do some work in a fresh sandbox that has a Python source."""
+
+    async def run() -> T:
+        spec = SandboxSpec(
+            limits=limits or Limits(),
+            env=env or {},
+            min_level=spec_of().min_level,
+            python_source=source,
+        )
+        async with await make_backend(backend).create(spec) as sandbox:
+            return await work(sandbox)
+
+    return asyncio.run(run())
+
+
+def run_main(backend: str, source: str, stdin: bytes = b"", **more: Any) -> ExecResult:
+    """Run a source's main as the first command of a fresh sandbox."""
+    return with_source(
+        backend, source, lambda sandbox: sandbox.run_main(stdin=stdin, wall_limit_s=20), **more
+    )
+
+
+ABOUT_ITSELF = r"""
+import json, os, sys
+LOADED_BY = os.stat("/proc/self/ns/pid").st_ino
+def main():
+    here = "/proc/self/fd"
+    print(json.dumps({
+        "stdin": sys.stdin.read(),
+        "argv": sys.argv,
+        "path": sys.path,
+        "cwd": os.getcwd(),
+        "env": dict(os.environ),
+        "fds": len(os.listdir(here)) if os.access(here, os.R_OK) else 4,
+        "is_fork": LOADED_BY != os.stat("/proc/self/ns/pid").st_ino,
+        "executable": sys.executable,
+        "depth": depth(),
+    }))
+    sys.stderr.write("said")
+def depth(n=0):
+    try:
+        return depth(n + 1)
+    except RecursionError:
+        return n
+"""
+
+
+@on_every_backend
+def test_a_fork_is_as_an_interpreter_that_was_started_inside(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        found = []
+        for _ in range(2):
+            result = await sandbox.run_main(stdin=b"given", wall_limit_s=20)
+            assert (result.kind, result.exit_code, result.stderr) == (ExecKind.EXITED, 0, b"said")
+            found.append(json.loads(result.stdout))
+        first, second = found
+        assert first["env"]["ADDED"] == "yes"
+        assert first["cwd"] == sandbox.scratch
+        assert first["executable"] == sandbox.python_argv[0]
+        # Only a sandbox's first process may be a fork; what comes later knows of what was asked before.
+        assert not second.pop("is_fork")
+        is_fork = first.pop("is_fork")
+        assert is_fork is (backend == "bubblewrap")
+        # Where the count of frames above differs by the few of `-c`.
+        assert abs(first.pop("depth") - second.pop("depth")) <= 5
+        assert first == second
+
+    with_source(backend, ABOUT_ITSELF, work, env={"ADDED": "yes"})
+
+
+@on_every_backend
+def test_a_main_that_raises_exits_as_python_does(backend: str) -> None:
+    result = run_main(backend, "def main():\n    print('begun')\n    raise ValueError('no')")
+    assert (result.kind, result.exit_code, result.stdout) == (ExecKind.EXITED, 1, b"begun\n")
+    assert result.stderr.rstrip().endswith(b"ValueError: no")
+
+
+FIND = r"""
+import ctypes, sys
+def main():
+    # Opens its own memory to itself.
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+    word, found, num_bytes = bytes.fromhex(sys.stdin.read()), 0, 0
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", buffering=0) as memory:
+        for line in maps:
+            start, end = (int(number, 16) for number in line.split()[0].split("-"))
+            if "rw" in line.split()[1]:
+                memory.seek(start)
+                block = memory.read(end - start)
+                num_bytes += len(block)
+                found += block.count(word)
+    print(found, num_bytes)
+"""
+
+
+@needs_bubblewrap
+def test_a_fork_has_nothing_of_other_sandboxes_in_its_memory() -> None:
+    canary, own = "canary-81f3c6", "own-31d8aa"
+
+    async def run() -> tuple[str, str]:
+        backend = make_backend("bubblewrap")
+        other = SandboxSpec(min_level=spec_of().min_level, python_source=FIND, env={"SECRET": canary})
+        mine = SandboxSpec(min_level=spec_of().min_level, python_source=FIND, env={"OWN": own})
+        async with await backend.create(other) as before:
+            await before.exec(["/bin/echo", canary], stdin=canary.encode(), wall_limit_s=10)
+            await before.write("file", canary.encode())
+            async with await backend.create(mine) as sandbox, await backend.create(mine) as control:
+                result = await sandbox.run_main(stdin=canary.encode().hex().encode(), wall_limit_s=20)
+                # It would find what is there.
+                positive = await control.run_main(stdin=own.encode().hex().encode(), wall_limit_s=20)
+                return result.stdout.decode(), positive.stdout.decode()
+
+    words, positive_words = (text.split() for text in asyncio.run(run()))
+    # The word that was looked for is there itself, in the one object that it was made into.
+    assert int(words[1]) > MIB
+    assert int(words[0]) <= int(positive_words[0]) - 1
+    assert int(words[0]) <= 1
+
+
+@on_every_backend
+def test_a_fork_has_the_limits_of_a_program(backend: str) -> None:
+    source = """
+import os, resource, subprocess
+def main():
+    subprocess.Popen(["/bin/sleep", "7306"], start_new_session=True)
+    try:
+        bytearray(200 << 20)
+    except MemoryError:
+        print("memory", flush=True)
+    print(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_CPU), flush=True)
+    with open("large", "wb") as file:
+        try:
+            file.truncate(1 << 40)
+        except OSError as error:
+            print(error.errno, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+    result = run_main(backend, source, limits=Limits(memory_bytes=128 * MIB))
+    # 27 is EFBIG; the processor limit is the wall limit and a second.
+    assert result.stdout == b"memory\n(64, 64) (21, 21)\n27\n", result.stderr
+    assert (result.kind, result.signal) == (ExecKind.SIGNALED, 9)
+    assert processes_with("7306") == []
+
+
+@on_every_backend
+def test_a_fork_that_hangs_is_ended(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        started_at = time.monotonic()
+        result = await sandbox.run_main(wall_limit_s=0.5)
+        assert result.kind is ExecKind.TIMED_OUT
+        assert time.monotonic() - started_at < 2.5
+        assert (await sandbox.exec(["/bin/true"], wall_limit_s=10)).exit_code == 0
+
+    with_source(backend, "import time\ndef main():\n    while True: time.sleep(1)", work)
+
+
+@on_every_backend
+def test_a_command_in_progress_is_given_the_end_of_its_input(backend: str) -> None:
+    """Incident: a command forked meanwhile held the other end of it."""
+    data = bytes(300_000)
+
+    async def work(sandbox: Sandbox) -> None:
+        script = "sleep 0.3; wc -c"
+        reader = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", script], stdin=data, wall_limit_s=20))
+        await asyncio.sleep(0.1)
+        sleeper = asyncio.create_task(sandbox.exec(["/bin/sleep", "4"], wall_limit_s=20))
+        result = await reader
+        assert (int(result.stdout), result.kind) == (300_000, ExecKind.EXITED)
+        assert result.duration_s < 2
+        sleeper.cancel()
+
+    with_source(backend, "", work)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@needs_bubblewrap
+def test_a_main_of_one_source_is_not_anothers(is_first: bool) -> None:
+    result = run_main("bubblewrap", f"def main(): print({is_first})")
+    assert result.stdout.decode() == f"{is_first}\n"
