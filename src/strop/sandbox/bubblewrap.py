@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import select
 import signal
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel, Sandbox, SandboxSpec
-from strop.sandbox.inside import NAMESPACES
 from strop.sandbox.linux import (
     ALL_NAMESPACES,
     CLONE_NEWNET,
@@ -69,6 +68,7 @@ class BubblewrapPlace:
         self.limits = limits = order.limits
         self._uid = uid
         self._network = order.network
+        self._namespaces = ground.namespaces
         self.user = (INSIDE_ID, INSIDE_ID) if os.geteuid() == 0 else None
         self._cat_in, self.holder = self._start(_bwrap_argv(order, ground))
         # Root can direct its own children into the process namespace, which saves a fork each. An
@@ -77,7 +77,8 @@ class BubblewrapPlace:
         if not self.has_own_pids:
             enter_namespaces(self.holder, CLONE_NEWPID)
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
-        version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+        self._kernel = ground.kernel
+        version = tuple(int(part) for part in ground.kernel.split("-")[0].split(".")[:2])
         self._has_own_count = is_private_uid or version >= _KERNEL_WITH_COUNTS
         # Process 1 is of the same user.
         self.max_user_processes = limits.max_processes + 1 if self._has_own_count else None
@@ -97,8 +98,10 @@ class BubblewrapPlace:
         cat_out_r, cat_out_w = os.pipe()
         error_r, error_w = os.pipe()
         info_r, info_w = os.pipe()
-        if os.fork() == 0:
+        bwrap_pid = os.fork()
+        if bwrap_pid == 0:
             self._become_bwrap(argv, (cat_in_r, cat_out_w, error_w, info_w))
+        self._bwrap = os.pidfd_open(bwrap_pid)
         for descriptor in (cat_in_r, cat_out_w, error_w, info_w):
             os.close(descriptor)
         # cat answers once everything is set up.
@@ -142,14 +145,15 @@ class BubblewrapPlace:
 
     def kill(self) -> None:
         """Kill process 1, and the kernel all others with it."""
-        with suppress(OSError):
-            signal.pidfd_send_signal(self.holder, signal.SIGKILL)
+        for descriptor in (self.holder, self._bwrap):
+            with suppress(OSError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached, by comparison of namespaces with this process's own."""
-        own = {name: facts["namespaces"][name] != os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
+        own = {name: facts["namespaces"][name] != outside for name, outside in self._namespaces.items()}
         root_is = _root_inside(Path(f"/proc/{self._holder_pid}/uid_map").read_text())
-        needed = [own[name] for name in NAMESPACES if name != "net" or self._network == "none"]
+        needed = [is_own for name, is_own in own.items() if name != "net" or self._network == "none"]
         is_contained = (
             all(needed)
             and facts["no_new_privs"]
@@ -179,13 +183,13 @@ class BubblewrapPlace:
             disk=Guard.ENFORCED,
             files=Guard.ENFORCED,
             network="none" if own["net"] else "host",
-            kernel=platform.release(),
+            kernel=self._kernel,
         )
 
     def close(self) -> None:
         """Let go; the kernel has removed the file systems with their last process."""
         self.cgroup.remove()
-        for descriptor in (self._cat_in, self.holder):
+        for descriptor in (self._cat_in, self.holder, self._bwrap):
             os.close(descriptor)
 
 
@@ -195,15 +199,8 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
         words.append("--share-net")
     words += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
     words += ["--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID), "--info-fd", "3"]
-    words += ["--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        path = Path("/", name)
-        if path.is_symlink():
-            words += ["--symlink", os.readlink(path), str(path)]
-        elif path.is_dir():
-            words += ["--ro-bind", str(path), str(path)]
-    for path in (Path("/etc/ld.so.cache"), Path("/etc/alternatives")):
-        words += ["--ro-bind-try", str(path), str(path)]
+    words += [*system_binds(), "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
     words += ["--proc", "/proc", "--dev", "/dev"]
     for where in ("/tmp", "/dev/shm"):
         words += ["--perms", "1777", "--size", str(order.limits.scratch_bytes), "--tmpfs", where]
@@ -213,6 +210,19 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
     # The directories that bwrap made for all this are in memory too, and unbounded.
     words += ["--remount-ro", "/dev", "--remount-ro", "/"]
     return [*words, "--", "/usr/bin/cat"]
+
+
+@cache
+def system_binds() -> tuple[str, ...]:
+    """Return the words that show /usr, and whatever of it or beside it this host has in its root."""
+    words = ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            words += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            words += ["--ro-bind", str(path), str(path)]
+    return tuple(words)
 
 
 def _root_inside(uid_map: str) -> str:

@@ -38,7 +38,7 @@ _KIND_BY_ERRNO = {
     errno.ENOSPC: "no_space",
     errno.EDQUOT: "no_space",
 }
-NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "uts")
+_NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "uts")
 _CHUNK_BYTES = 1 << 16
 
 
@@ -88,6 +88,11 @@ def _write(request: dict[str, Any]) -> int:
     return 0
 
 
+def read_namespaces() -> dict[str, str]:
+    """Return what the namespaces of this process are called."""
+    return {name: os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES}
+
+
 def measure_self() -> dict[str, Any]:
     """Return what this process is, as the kernel sees it.
 
@@ -100,7 +105,7 @@ def measure_self() -> dict[str, Any]:
         "permitted": int(status["CapPrm"], 16),
         "no_new_privs": status.get("NoNewPrivs") == "1",
         "seccomp": status.get("Seccomp", "0") != "0",
-        "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES},
+        "namespaces": read_namespaces(),
     }
     try:
         # Last: where it succeeds it changes this process.

@@ -14,6 +14,7 @@ import gc
 import itertools
 import json
 import os
+import platform
 import select
 import signal
 import socket
@@ -27,11 +28,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from strop.sandbox.bubblewrap import BubblewrapPlace
+from strop.sandbox.bubblewrap import BubblewrapPlace, system_binds
 from strop.sandbox.cgroup import Cgroup, find_controllers
 from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.family import kill_strays, signal_descendants
 from strop.sandbox.frames import pack
+from strop.sandbox.inside import read_namespaces
 from strop.sandbox.linux import (
     adopt_orphans,
     bind,
@@ -253,7 +255,15 @@ def _prepare_ground() -> Ground:
         except OSError:
             # Root of a container without the right to mount: paths stay where they are.
             can_mount = False
-    return Ground(runtime_dir=runtime_dir, can_mount=can_mount, controllers=find_controllers())
+    # Looked up once, so that the forks need not.
+    system_binds()
+    return Ground(
+        runtime_dir=runtime_dir,
+        kernel=platform.release(),
+        namespaces=read_namespaces(),
+        can_mount=can_mount,
+        controllers=find_controllers(),
+    )
 
 
 def _remove_abandoned(base: str) -> None:

@@ -38,6 +38,10 @@ class Ground:
 
     runtime_dir: str
     """A directory that any user may enter; private directories are made in it."""
+    kernel: str
+    """Its release."""
+    namespaces: dict[str, str]
+    """What this host's namespaces are called, by their kind."""
     can_mount: bool
     """Whether file systems can be mounted below `runtime_dir`, unseen by the host."""
     staged: dict[str, str] = field(default_factory=dict)

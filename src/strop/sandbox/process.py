@@ -12,7 +12,6 @@ Tried on Linux 6.18, as root and as an ordinary user.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.command import count_user_tasks
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel, Sandbox, SandboxSpec
-from strop.sandbox.inside import NAMESPACES
 from strop.sandbox.linux import detach_mount, mount_tmpfs
 from strop.sandbox.place import Ground, Order, Watch, guard
 
@@ -52,6 +50,8 @@ class ProcessPlace:
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
         self.limits = limits = order.limits
         self._uid = uid
+        self._namespaces = ground.namespaces
+        self._kernel = ground.kernel
         self.scratch = str(Path(ground.runtime_dir, str(os.getpid())))
         self._has_mount = False
         self._make_scratch(ground)
@@ -92,7 +92,7 @@ class ProcessPlace:
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached; namespaces are the host's."""
         is_harmless = facts["no_new_privs"] and facts["permitted"] == 0 and self._uid != 0
-        own = {name: facts["namespaces"][name] != os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
+        own = {name: facts["namespaces"][name] != outside for name, outside in self._namespaces.items()}
         return Isolation(
             level=IsolationLevel.RLIMIT if is_harmless else IsolationLevel.NONE,
             backend="process",
@@ -114,7 +114,7 @@ class ProcessPlace:
             disk=guard(self._has_mount, is_watched=True),
             files=Guard.ENFORCED,
             network="host",
-            kernel=platform.release(),
+            kernel=self._kernel,
         )
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ from strop.sandbox.place import LoadedPython, Place, clean_env
 
 DETACH_S = 0.2
 """How long output is awaited from a pipe that somebody still holds after a command."""
-_CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 16
+_NAMESPACE_KILL_S = 0.05
 _STUCK_S = 5.0
 """A command that was told to end and has not: what is above it is stopped or gone."""
 
@@ -344,12 +345,16 @@ class Supervisor:
             with suppress(KeyError):
                 self._selector.unregister(self._place.holder)
         self._place.kill()
-        deadline = time.monotonic() + _STUCK_S
-        while time.monotonic() < deadline:
-            signal_descendants(os.getpid(), signal.SIGKILL)
+        now = time.monotonic()
+        # Where the kernel kills all with process 1, nobody need be looked for.
+        look_at = now if self._place.holder is None else now + _NAMESPACE_KILL_S
+        while now < look_at + _STUCK_S:
+            if now >= look_at:
+                signal_descendants(os.getpid(), signal.SIGKILL)
             if not _collect_children():
                 return
             time.sleep(0.001)
+            now = time.monotonic()
 
     def _close_stream(self, descriptor: int) -> int:
         with suppress(KeyError):
