@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel, Sandbox, SandboxSpec
@@ -30,8 +30,7 @@ from strop.sandbox.linux import (
     ALL_NAMESPACES,
     CLONE_NEWNET,
     CLONE_NEWPID,
-    become,
-    close_all_but,
+    acting_as,
     enter_namespaces,
 )
 from strop.sandbox.place import Ground, Order, Watch, guard
@@ -98,11 +97,14 @@ class BubblewrapPlace:
         cat_out_r, cat_out_w = os.pipe()
         error_r, error_w = os.pipe()
         info_r, info_w = os.pipe()
-        bwrap_pid = os.fork()
-        if bwrap_pid == 0:
-            self._become_bwrap(argv, (cat_in_r, cat_out_w, error_w, info_w))
+        ends = (cat_in_r, cat_out_w, error_w, info_w)
+        actions = [(os.POSIX_SPAWN_DUP2, descriptor, target) for target, descriptor in enumerate(ends)]
+        # Inside a user namespace the host's root would still be who may read every file.
+        with acting_as(self._uid):
+            # Not a fork, which copies the page tables of an interpreter for a program that needs none.
+            bwrap_pid = os.posix_spawn(argv[0], argv, {}, file_actions=actions)
         self._bwrap = os.pidfd_open(bwrap_pid)
-        for descriptor in (cat_in_r, cat_out_w, error_w, info_w):
+        for descriptor in ends:
             os.close(descriptor)
         # cat answers once everything is set up.
         os.write(cat_in_w, b"\n")
@@ -120,21 +122,6 @@ class BubblewrapPlace:
         for descriptor in (cat_out_r, error_r, info_r):
             os.close(descriptor)
         return cat_in_w, holder
-
-    def _become_bwrap(self, argv: list[str], descriptors: tuple[int, int, int, int]) -> NoReturn:
-        try:
-            for target, descriptor in enumerate(descriptors):
-                os.dup2(descriptor, target)
-            close_all_but(range(len(descriptors)))
-            os.setsid()
-            if os.geteuid() == 0:
-                become(self._uid, self._uid)
-            os.chdir("/")
-            os.execve(argv[0], argv, {})
-        except OSError as error:
-            os.write(2, str(error).encode())
-        finally:
-            os._exit(127)
 
     def enter(self) -> None:
         """Join all namespaces of process 1."""

@@ -109,6 +109,7 @@ class _Keeper:
         if not text:
             return False
         with socket.socket(fileno=descriptors[0]) as connection:
+            connection.set_inheritable(False)
             values = json.loads(text)
             order = Order(**{**values, "limits": Limits(**values["limits"])})
             python = self._load(order.python_source)

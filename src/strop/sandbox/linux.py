@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CLONE_NEWNS = 0x00020000
@@ -112,6 +112,25 @@ def become(uid: int, gid: int) -> None:
         os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
+
+
+@contextmanager
+def acting_as(uid: int) -> Iterator[None]:
+    """Be another user for what is executed meanwhile, which has no way back. Raises: OSError.
+
+    Does nothing where this process is not root, or is to stay it.
+    """
+    if os.geteuid() != 0 or uid == 0:
+        yield
+        return
+    os.setgroups([])
+    os.setresgid(uid, uid, 0)
+    os.setresuid(uid, uid, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
 
 
 def sandbox_uid(pid: int) -> tuple[int, bool]:

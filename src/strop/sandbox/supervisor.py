@@ -16,11 +16,11 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from strop.sandbox.capture import Capture
-from strop.sandbox.command import ASK, KILL, Request, Started, start_command
+from strop.sandbox.command import ASK, KILL, Request, Started, as_record, start_command
 from strop.sandbox.contract import KIB, ExecKind, IsolationLevel
 from strop.sandbox.family import signal_descendants
 from strop.sandbox.frames import pack, unpack
@@ -102,7 +102,7 @@ class Supervisor:
         if isolation.level < min_level:
             self.refuse("level", f"{isolation.level.word} was reached: {isolation}")
             return
-        self._send({"ready": asdict(isolation), "scratch": self._place.scratch})
+        self._send({"ready": as_record(isolation), "scratch": self._place.scratch})
 
     def refuse(self, kind: str, why: str) -> None:
         """Tell why there is no sandbox, and end."""
