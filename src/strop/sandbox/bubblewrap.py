@@ -106,8 +106,9 @@ class BubblewrapPlace:
         self._bwrap = os.pidfd_open(bwrap_pid)
         for descriptor in ends:
             os.close(descriptor)
-        # cat answers once everything is set up.
-        os.write(cat_in_w, b"\n")
+        # cat answers once everything is set up, and a bwrap that has given up is silent.
+        with suppress(BrokenPipeError):
+            os.write(cat_in_w, b"\n")
         answer = _read_within(cat_out_r, 1, _START_LIMIT_S)
         if not answer:
             os.set_blocking(error_r, False)
