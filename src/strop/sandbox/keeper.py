@@ -20,7 +20,6 @@ import signal
 import socket
 import stat
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -51,6 +50,7 @@ from strop.sandbox.supervisor import Supervisor
 MAX_ORDER_BYTES = 1 << 17
 _END_LIMIT_S = 10.0
 _PREFIX = "strop-sandbox-"
+_BASES = ("/tmp", "/var/tmp", "/dev/shm")
 _ABANDONED_AFTER_S = 60.0
 _PLACES: dict[str, type[ProcessPlace | BubblewrapPlace]] = {
     "process": ProcessPlace,
@@ -240,10 +240,11 @@ def _refuse(connection: socket.socket, kind: str, why: str) -> None:
 
 def _prepare_ground() -> Ground:
     is_root = os.geteuid() == 0
-    bases = [tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]
-    base = next((path for path in bases if not is_root or can_reach(path)), bases[0])
+    base = next((path for path in _BASES if can_reach(path) and os.access(path, os.W_OK)), _BASES[0])
     _remove_abandoned(base)
-    runtime_dir = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
+    # Not tempfile: its random numbers are made anew in each fork, which costs as much as the fork.
+    runtime_dir = f"{base}/{_PREFIX}{os.urandom(8).hex()}"
+    os.mkdir(runtime_dir, 0o711)
     os.chmod(runtime_dir, 0o711)
     # Held by this process and its sandboxes for as long as one of them lives.
     _lock(runtime_dir)

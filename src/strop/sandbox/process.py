@@ -12,8 +12,6 @@ Tried on Linux 6.18, as root and as an ordinary user.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +127,11 @@ class ProcessPlace:
 
 def remove_tree(path: str) -> None:
     """Remove a directory of this user's and all below it, whatever the modes are."""
+    # Here: it brings threads along, which every fork of the keeper would look after.
+    import subprocess
+
     # rm: Python's own removal recurses, and a program may nest directories deeper than that.
     for step in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         if os.path.isdir(path):
-            program = shutil.which(step[0], path="/usr/bin:/bin") or step[0]
-            subprocess.run([program, *step[1:], path], check=False, stderr=subprocess.DEVNULL)
+            env = {"PATH": "/usr/bin:/bin"}
+            subprocess.run([*step, path], check=False, env=env, stderr=subprocess.DEVNULL)
