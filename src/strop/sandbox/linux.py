@@ -123,7 +123,8 @@ def acting_as(uid: int) -> Iterator[None]:
     if os.geteuid() != 0 or uid == 0:
         yield
         return
-    os.setgroups([])
+    if os.getgroups():
+        os.setgroups([])
     os.setresgid(uid, uid, 0)
     os.setresuid(uid, uid, 0)
     try:
