@@ -19,13 +19,10 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TextIO
 
 from strop.tasks.code.python_judge.channel import Caught, Channel, describe
 from strop.tasks.code.python_judge.values import decode, encode
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
-    from typing import Any, NoReturn, TextIO
 
 CALLS, PROGRAMS, END = b"C", b"P", b"E"
 """Orders: fork a process that serves calls, or one that runs programs (a socket comes along); end it."""

@@ -9,12 +9,9 @@ import socket
 import struct
 import time
 from types import TracebackType
+from typing import Any
 
 from strop.tasks.code.python_judge.values import MalformedValue, dump, parse
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
-    from typing import Any
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 16 << 20

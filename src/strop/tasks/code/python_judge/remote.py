@@ -13,14 +13,12 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from strop.tasks.code.python_judge.candidate import CALLS, END, PROGRAMS, STATUS
 from strop.tasks.code.python_judge.channel import Caught, Channel, ChannelEnded, describe
 from strop.tasks.code.python_judge.values import decode, encode
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
-    from typing import Any
 
 _GRACE_S = 0.2
 """How much later than the connection's limit the alarm rings, for what runs in this process."""
@@ -43,17 +41,17 @@ class JudgeFault(Exception):
     """Raised where the judge itself cannot go on; there is no verdict then."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What the candidate's process is to load. No data class: their module takes 10 ms to import."""
+    """What the candidate's process is to load."""
 
-    def __init__(self, text: str, *, imports: Sequence[str], names: Sequence[str], in_class: bool) -> None:
-        self.text = text
-        self.imports = imports
-        """Import statements that the tests bring along; the candidate's code may lean on them."""
-        self.names = names
-        """Tested names, the entry point first; empty for a program."""
-        self.in_class = in_class
-        """Whether a name may be a method of a class Solution."""
+    text: str
+    imports: Sequence[str]
+    """Import statements that the tests bring along; the candidate's code may lean on them."""
+    names: Sequence[str]
+    """Tested names, the entry point first; empty for a program."""
+    in_class: bool
+    """Whether a name may be a method of a class Solution."""
 
 
 class Alarm:

@@ -13,14 +13,11 @@ import json
 import os
 import signal
 import sys
+from typing import Any
 
 from strop.tasks.code.python_judge.candidate import start_nursery
 from strop.tasks.code.python_judge.remote import Session, Source
 from strop.tasks.code.python_judge.trials import PASSED, run_calls, run_programs, run_statements
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
-    from typing import Any
 
 STARTED = "started"
 _PR_SET_DUMPABLE = 4
@@ -43,14 +40,14 @@ def main() -> None:
     job = json.loads(_read_all(0))
     _write(f"{STARTED} {job['nonce']}\n")
     _write(json.dumps({"nonce": job["nonce"], **judge(nursery, job)}) + "\n")
-    # All is said; taking the interpreter down in order takes a tenth of a short judgement.
+    # All is said, and to take an interpreter down in order takes milliseconds.
     os._exit(0)
 
 
 def judge(nursery: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Run all tests of a job and count what became of them."""
     source = Source(
-        job["source"], imports=job["imports"], names=job["names"], in_class=job["mode"] == "calls"
+        text=job["source"], imports=job["imports"], names=job["names"], in_class=job["mode"] == "calls"
     )
     session = Session(nursery, source, job["limits"], is_program=job["mode"] == "programs")
     results = _MODES[job["mode"]](session, job)

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
+from typing import Any
 
 from strop.tasks.code.python_judge.channel import Caught, describe
 from strop.tasks.code.python_judge.remote import (
@@ -25,13 +26,8 @@ from strop.tasks.code.python_judge.remote import (
     TimeUp,
 )
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
-    from typing import Any
-
-    RunTest = Callable[[Session, Any, float], None]
-    """Runs one test until an instant; raises AssertionError where the answer is wrong."""
-
+RunTest = Callable[[Session, Any, float], None]
+"""Runs one test until an instant; raises AssertionError where the answer is wrong."""
 PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
 _REL_TOLERANCE = 1e-6
 _SPARE_OUTPUT_BYTES = 1 << 16

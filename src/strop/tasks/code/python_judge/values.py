@@ -12,10 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` takes a tenth of a short judgement to import.
-    from typing import Any
+from typing import Any
 
 _MAX_JSON_INT = 1 << 53
 _MAX_JSON_DIGITS = 20
