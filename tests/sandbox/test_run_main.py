@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+import strop
 from strop.sandbox import ExecKind, ExecResult, Limits, Sandbox, SandboxSpec, make_backend
 from strop.sandbox.contract import MIB
 from tests.fixtures.sandboxes import needs_bubblewrap, on_every_backend, processes_with, spec_of
@@ -51,14 +55,13 @@ ABOUT_ITSELF = r"""
 import json, os, sys
 LOADED_BY = os.stat("/proc/self/ns/pid").st_ino
 def main():
-    here = "/proc/self/fd"
     print(json.dumps({
         "stdin": sys.stdin.read(),
         "argv": sys.argv,
         "path": sys.path,
         "cwd": os.getcwd(),
         "env": dict(os.environ),
-        "fds": len(os.listdir(here)) if os.access(here, os.R_OK) else 4,
+        "fds": len(os.listdir("/proc/self/fd")),
         "is_fork": LOADED_BY != os.stat("/proc/self/ns/pid").st_ino,
         "executable": sys.executable,
         "depth": depth(),
@@ -83,6 +86,8 @@ def test_a_fork_is_as_an_interpreter_that_was_started_inside(backend: str) -> No
         first, second = found
         assert first["env"]["ADDED"] == "yes"
         assert first["cwd"] == sandbox.scratch
+        # Three streams and the listing itself.
+        assert first["fds"] == 4
         assert first["executable"] == sandbox.python_argv[0]
         # Only a sandbox's first process may be a fork; what comes later knows of what was asked before.
         assert not second.pop("is_fork")
@@ -103,10 +108,8 @@ def test_a_main_that_raises_exits_as_python_does(backend: str) -> None:
 
 
 FIND = r"""
-import ctypes, sys
+import sys
 def main():
-    # Opens its own memory to itself.
-    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
     word, found, num_bytes = bytes.fromhex(sys.stdin.read()), 0, 0
     with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", buffering=0) as memory:
         for line in maps:
@@ -197,6 +200,30 @@ def test_a_command_in_progress_is_given_the_end_of_its_input(backend: str) -> No
         sleeper.cancel()
 
     with_source(backend, "", work)
+
+
+NO_ENTRY = """
+from types import SimpleNamespace
+from strop.sandbox.cgroup import Cgroup
+from strop.sandbox.command import start_command
+def enter():
+    raise OSError("closed")
+place = SimpleNamespace(holder=None, cgroup=Cgroup(), has_own_pids=False, enter=enter)
+started = start_command(place)
+try:
+    started.read_facts()
+except OSError as error:
+    print(error)
+started.close()
+"""
+
+
+def test_a_place_that_cannot_be_entered_is_told() -> None:
+    env = {"PYTHONPATH": str(Path(strop.__file__).parent.parent)}
+    ended = subprocess.run(
+        [sys.executable, "-c", NO_ENTRY], env=env, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "it ended without a word\n"
 
 
 @pytest.mark.parametrize("is_first", [True, False])

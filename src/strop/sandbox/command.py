@@ -37,6 +37,7 @@ from strop.sandbox.linux import (
     drop_capabilities,
     forbid_privileges,
     hide_from_tracers,
+    open_to_tracers,
 )
 from strop.sandbox.place import Place
 
@@ -92,7 +93,7 @@ class Started:
         if facts := self.orders.recv(1 << 16):
             return dict(json.loads(facts))
         report = self.control.recv(1 << 16)
-        raise OSError(json.loads(report)["error"] if report else "it was killed")
+        raise OSError(json.loads(report)["error"] if report else "it ended without a word")
 
     def close(self) -> None:
         """Let go of a command that is not wanted; without its orders it ends."""
@@ -130,6 +131,8 @@ def start_command(
         order_end.close()
         for descriptor in (stdin_r, stdout_w, stderr_w):
             os.close(descriptor)
+    if request is not None:
+        orders.close()
     return Started(control=control, stdin=stdin_w, stdout=stdout_r, stderr=stderr_r, orders=orders)
 
 
@@ -214,6 +217,7 @@ def _run_main(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
     exit_code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        open_to_tracers()
         os.environ.update(env)
         sys.argv = ["-c"]
         # What has led here takes nothing of the depth that a program expects.

@@ -91,6 +91,11 @@ def hide_from_tracers() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
+def open_to_tracers() -> None:
+    """Undo `hide_from_tracers`: what /proc shows of this process belongs to its user again."""
+    _prctl(_PR_SET_DUMPABLE, 1)
+
+
 def forbid_privileges() -> None:
     """Gain nothing from set-uid programs or file capabilities, ever again. Raises: OSError."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
