@@ -226,11 +226,11 @@ def test_without_langdetect_the_task_says_what_to_install(
 
 def test_ifbench_refuses_or_leaves_out_what_it_cannot_judge(tmp_path: Path) -> None:
     rows = [eval_row(n, {id_: case}) for n, (id_, case) in enumerate(BENCH_ARGUMENTS.items())]
-    rows.insert(1, eval_row(77, {"count:pronouns": {"N": 3}}))
+    rows.insert(1, eval_row(77, {"count:words_french": {"N": 3}}))
     source = write(tmp_path / "bench.jsonl", rows)
     task = build_task(IfBenchSpec(name="ifbench", source=source))
     with pytest.raises(
-        DataError, match=r"row 2 asks for the instruction 'count:pronouns', which has no checker"
+        DataError, match=r"row 2 asks for the instruction 'count:words_french', which has no checker"
     ):
         task.examples(Split.HELD_OUT)
     kept = build_task(IfBenchSpec(name="ifbench", source=source, skip_unjudged=True))

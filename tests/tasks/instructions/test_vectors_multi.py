@@ -7,6 +7,7 @@ import pytest
 from strop.tasks.instructions.bench import BENCH
 from strop.tasks.instructions.google import GOOGLE
 from strop.tasks.instructions.multi import MULTI
+from tests.tasks.instructions.test_vectors_bench import VECTORS as LIST_VECTORS
 
 ASK = "Tell me why the sea is blue"
 ASK_SMALL = ASK.lower()
@@ -223,4 +224,4 @@ def test_bench(instruction_id: str, arguments: dict[str, object], good: list[str
 
 def test_every_instruction_has_a_vector() -> None:
     assert {vector[0] for vector in MULTI_VECTORS} == set(MULTI) - set(GOOGLE)
-    assert {vector[0] for vector in BENCH_VECTORS} == set(BENCH)
+    assert {vector[0] for vector in (*BENCH_VECTORS, *LIST_VECTORS)} == set(BENCH)

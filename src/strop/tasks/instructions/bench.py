@@ -1,10 +1,9 @@
 """The instructions of IFBench: those about words, counts and ratios, and what has no checker.
 
 Source of ids and arguments: arXiv:2507.02833. Own implementations of what each instruction says; the
-first line of each checker says what that was taken to be. `bench_forms.py` has those about format.
-
-Left out is what two readers would judge differently, or what a list from outside decides; a row with
-such an instruction is refused by name, or left out where the run asks for that.
+first line of each checker says what that was taken to be. `bench_forms.py` has those about format,
+`bench_customs.py` those with a question of their own, `bench_lists.py` those that a list of words decides.
+Together they are the 58 of the published checkers; any other id is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import Counter
 from itertools import pairwise
 from types import MappingProxyType
 
-from strop.tasks.instructions.bench_forms import FORMS
+from strop.tasks.instructions.bench_lists import LISTS
 from strop.tasks.instructions.checkers import Checkers, Count, Position, Stage, Text
 from strop.tasks.instructions.drafts import FILLER, lengthen, repeat_words
 from strop.tasks.instructions.google import remove_text
@@ -22,33 +21,12 @@ from strop.tasks.instructions.multi import folded_words, is_palindrome
 from strop.tasks.instructions.rlvr import count_word
 from strop.tasks.instructions.segments import bare_words, lines, sentences, strip_marks
 
-BENCH = Checkers("IFBench", on=FORMS)
+BENCH = Checkers("IFBench", on=LISTS)
 
 UNJUDGED = MappingProxyType(
-    {
-        "count:person_names": "the list of names that count stands in the prompt only",
-        "count:pronouns": "which words are pronouns is decided by a list",
-        "count:words_french": "which words are French is decided by a detector on single words",
-        "ratio:stop_words": "which words are stop words is decided by a list",
-        "ratio:overlap": "whether trigrams are of words or letters is not said",
-        "words:odd_even_syllables": "syllables are counted by a dictionary",
-        "words:start_verb": "whether a word is a verb is decided by a tagger",
-        "words:vowel": "whether a word or the paragraph has the three vowels is not said",
-        "format:thesis": "what a section is, and what its thesis, is not said",
-        "format:title_case": "which words are major is not said",
-        "format:quotes": "apostrophes and single quotes cannot be told apart",
-        "repeat:repeat_span": "whether the first word has index 0 or 1 is not said",
-        "custom:mcq_count_length": "its numbers stand in the prompt only",
-        "custom:reverse_newline": "which countries count, and under which names, is decided by a list",
-        "custom:word_reverse": "the answer to its question stands nowhere in the row",
-        "custom:character_reverse": "the answer to its question stands nowhere in the row",
-        "custom:european_capitals_sort": "which capitals count is decided by a list",
-        "custom:csv_city": "its numbers stand in the prompt only",
-        "custom:csv_special_character": "its numbers stand in the prompt only",
-        "custom:csv_quotes": "its numbers stand in the prompt only",
-    }
+    {"count:words_french": "the paper names it; the published checkers have count:words_japanese instead"}
 )
-"""Ids of IFBench without a checker, and why."""
+"""Ids named with IFBench without a checker, and why."""
 
 _CONJUNCTIONS = ("for", "and", "nor", "but", "or", "yet", "so")
 _NUMBER = re.compile(r"(?<![\w.,])[-+]?\d+(?:[.,]\d+)*(?!\w)")
