@@ -109,16 +109,34 @@ class Tokenizer:
             )
         return self._chat_template
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], *, is_thinking: bool | None = None) -> str:
         """Write a chat the way the model was trained on it, up to where the reply begins.
 
-        Raises: ConfigError if the model has no chat template or its template refuses the messages.
+        `is_thinking` is told to the template as `enable_thinking`; None leaves it to the template.
+
+        Raises: ConfigError if the model has no chat template, its template refuses the messages, or it
+            cannot be told whether to think.
         """
         source = self.require_chat_template()
+        if is_thinking is not None and "enable_thinking" not in source:
+            raise ConfigError(
+                explain_refusal(
+                    f"task.thinking={'on' if is_thinking else 'off'}, but the chat template of model"
+                    f" {self._source} does not read enable_thinking",
+                    allowed="model_default with a model whose template has one way to write a chat",
+                    next_step="leave task.thinking out",
+                )
+            )
+        choice = {} if is_thinking is None else {"enable_thinking": is_thinking}
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return self._compiled_template(source).render(
-                messages=chat, tools=None, documents=None, add_generation_prompt=True, **self._special_texts
+                messages=chat,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **choice,
+                **self._special_texts,
             )
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)

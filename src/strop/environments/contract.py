@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from strop.rollout import Example, FinishReason, Message, Outcome
 
@@ -26,6 +26,16 @@ class StepResult:
     """Shown to the policy before its next turn; empty when done."""
     done: bool
     """Whether the attempt is over."""
+
+
+@runtime_checkable
+class PlainlyStopped(Protocol):
+    """What an environment has beside, if further texts end a reply to a prompt in plain text."""
+
+    @property
+    def base_stop_strings(self) -> tuple[str, ...]:
+        """Texts that end a reply there, beside `stop_strings`."""
+        ...
 
 
 class Environment(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
-from strop.environments.contract import Action, Environment
+from strop.environments.contract import Action, Environment, PlainlyStopped
 from strop.environments.conversation import count_kept_tokens, encode_next_messages, reads_as
 from strop.errors import DataError, EngineError, explain_refusal
 from strop.rollout import (
@@ -164,7 +164,7 @@ class _Attempt:
             sampling=plan.sampling,
             max_tokens=plan.max_reply_tokens,
             stop_token_ids=self.prompts.tokenizer.stop_token_ids,
-            stop_strings=self.environment.stop_strings,
+            stop_strings=self._stop_strings(),
         )
         self.stage_owner = FailureOwner.ENGINE
         started_at = self.clock()
@@ -182,6 +182,13 @@ class _Attempt:
         self.turns.append(self._without_stop_string(turn))
         self.stage_owner = FailureOwner.TASK
         return completion
+
+    def _stop_strings(self) -> tuple[str, ...]:
+        """Return the texts that end a reply here: in plain text a world may have further ones."""
+        stop_strings = self.environment.stop_strings
+        if self.prompts.prompt_format is PromptFormat.BASE and isinstance(self.environment, PlainlyStopped):
+            return stop_strings + self.environment.base_stop_strings
+        return stop_strings
 
     def _without_stop_string(self, reply: Turn) -> Turn:
         """Leave out the tokens that lie wholly in the stop string that ended a reply."""

@@ -20,12 +20,14 @@ class SingleTurn:
         self._example: Example | None = None
         self._reply: Action | None = None
         self.stop_strings = task.limits.stop_strings
+        self.base_stop_strings = task.limits.base_stop_strings
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Pose the example; the seed has nothing to decide here."""
         self._example = example
         self._reply = None
-        self.stop_strings = limits_of(self._task, example).stop_strings
+        limits = limits_of(self._task, example)
+        self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
         return self._task.render(example)
 
     async def step(self, action: Action) -> StepResult:

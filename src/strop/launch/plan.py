@@ -35,7 +35,7 @@ from strop.spec.base import DEFAULT
 from strop.store import follow_store
 from strop.store.data_files import find_data
 from strop.store.model_files import check_model_dir
-from strop.tasks import Task, build_task, render_prompt, resolve_prompt_format
+from strop.tasks import PromptFormat, Task, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.rows.layout import is_path
 from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Demonstrations
@@ -287,7 +287,7 @@ def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | No
         text=rendered[0][0],
         num_tokens=lengths[0],
         prompt_format=prompt_format.value,
-        stops=(*terminators, *task.limits.stop_strings),
+        stops=(*terminators, *task.limits.stops(is_base=prompt_format is PromptFormat.BASE)),
         example_id=measured[0].example_id,
         num_measured=len(lengths),
         tokens_mean=fmean(lengths),

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.spec.task_base import EvaluationRows, HeldOutRows
+from strop.spec.task_base import EvaluationRows, FewShot, HeldOutRows
 
 
 class _CodeTaskSection(HeldOutRows):
@@ -20,7 +20,7 @@ class _CodeTaskSection(HeldOutRows):
     )
 
 
-class MbppSpec(_CodeTaskSection):
+class MbppSpec(FewShot, _CodeTaskSection):
     """Short Python functions, in the columns of MBPP."""
 
     name: Literal["mbpp"] = Field(description="Which task: short Python functions with tests.")
@@ -29,6 +29,17 @@ class MbppSpec(_CodeTaskSection):
         min_length=1,
         description="Where the problems are: a hub id such as google-research-datasets/mbpp, or a path, as"
         " for gsm8k.",
+    )
+    rules: Literal["own", "lm-eval"] = Field(
+        default="own",
+        description="How a reply is judged. lm-eval = as its task mbpp 0.4.13 does, for comparison with"
+        " published scores: 512 tokens, all of the reply before [DONE] is the program, 3 s, the shown tests"
+        " only, without test_setup_code.",
+    )
+    hidden_tests: bool = Field(
+        default=True,
+        description="Whether held-out problems must also pass their challenge_test_list, which no prompt"
+        " shows.",
     )
     num_train: int | None = Field(
         default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."

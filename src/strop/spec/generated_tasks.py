@@ -12,11 +12,16 @@ from strop.spec.task_base import TaskSection
 
 
 class ArithmeticSpec(TaskSection):
-    """Sums of two whole numbers: What is a + b?"""
+    """Sums, differences and products of two whole numbers: What is a + b?"""
 
     name: Literal["arithmetic"] = Field(default="arithmetic", description="Which task: sums of two numbers.")
-    min_value: int = Field(default=1, ge=0, le=10**9, description="Smallest summand, included.")
-    max_value: int = Field(default=20, ge=0, le=10**9, description="Largest summand, included.")
+    min_value: int = Field(
+        default=1, ge=0, le=10**9, description="Smallest number, included; 10 with 99: two digits each."
+    )
+    max_value: int = Field(default=20, ge=0, le=10**9, description="Largest number, included.")
+    operators: Literal["+", "-", "*", "+-", "+*", "-*", "+-*"] = Field(
+        default="+", description="What is done with the two numbers; each of the signs equally often."
+    )
     num_held_out: int = Field(
         default=100,
         ge=1,
@@ -27,8 +32,8 @@ class ArithmeticSpec(TaskSection):
 
     @property
     def num_pairs(self) -> int:
-        """All ordered pairs of summands, training and held-out together."""
-        return (self.max_value - self.min_value + 1) ** 2
+        """All ordered pairs of numbers under each operator, training and held-out together."""
+        return (self.max_value - self.min_value + 1) ** 2 * len(self.operators)
 
     @model_validator(mode="after")
     def _check_range(self) -> ArithmeticSpec:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from strop.spec.base import Section, SpecConflict
-from strop.spec.task_base import SOURCE_HELP, EvaluationRows, TrainingRows
+from strop.spec.task_base import SOURCE_HELP, EvaluationRows, FewShot, TrainingRows
 
 
 class _MathAnswer(Section):
@@ -21,7 +21,7 @@ class _MathAnswer(Section):
     )
 
 
-class Gsm8kSpec(TrainingRows):
+class Gsm8kSpec(FewShot, TrainingRows):
     """Grade-school word problems, in the columns `question` and `answer` of gsm8k."""
 
     name: Literal["gsm8k"] = Field(description="Which task: grade-school word problems.")
@@ -41,7 +41,7 @@ class Gsm8kSpec(TrainingRows):
     )
 
 
-class MathSpec(_MathAnswer, TrainingRows):
+class MathSpec(_MathAnswer, FewShot, TrainingRows):
     """Competition problems with worked solutions, in the columns of MATH."""
 
     name: Literal["math"] = Field(description="Which task: competition problems of MATH.")
@@ -101,7 +101,7 @@ class AimeSpec(EvaluationRows):
     )
 
 
-class MmluSpec(TrainingRows):
+class MmluSpec(FewShot, TrainingRows):
     """Multiple-choice questions of 57 subjects; the model writes the letter."""
 
     name: Literal["mmlu"] = Field(description="Which task: multiple-choice questions of MMLU.")

@@ -82,6 +82,13 @@ class MixtureSpec(TaskSection):
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
+        if self.thinking != "model_default":
+            raise SpecConflict(
+                {"task.thinking": self.thinking},
+                "each part of a mixture says for itself whether the model thinks",
+                allowed="thinking in [task.parts.LABEL]",
+                next_step="move the setting into the parts",
+            )
         if not self.parts:
             raise SpecConflict(
                 {"task.parts": self.parts},

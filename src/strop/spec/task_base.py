@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,12 @@ class TaskSection(Section):
         lt=1.0,
         description="Share of training prompts that may leave no room for a whole reply in the model's"
         " positions. They are not attempted; above this share the run is refused.",
+    )
+    thinking: Literal["off", "on", "model_default"] = Field(
+        default="model_default",
+        description="Whether a chat model is told to think before it answers, if its chat template can be"
+        " told. on = the reply has 8192 tokens beyond the task's own limit, and no text ends it. Judged is"
+        " what stands behind the thinking, and thinking without an end is no answer.",
     )
     order_file: str | None = Field(
         default=None,
@@ -76,6 +82,18 @@ SOURCE_HELP = (
     " starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path, and a relative one is"
     " taken from the file that names it."
 )
+
+
+class FewShot(Section):
+    """What tasks share that can show solved examples first."""
+
+    num_few_shot: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="Solved examples before the problem where the model is asked in plain text, from the"
+        " data itself. A chat shows none.",
+    )
 
 
 class HeldOutRows(TaskSection):

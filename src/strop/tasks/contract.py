@@ -23,6 +23,9 @@ class TaskLimits:
     """The task's own budget where a run lowered `max_reply_tokens`. None: it did not."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a reply, beside the model's own terminator."""
+    base_stop_strings: tuple[str, ...] = ()
+    """Further ones where the model is asked in plain text: what base models write when they go on to a
+    problem of their own making. In a chat they would cut replies that may hold them."""
     max_reward: float = 1.0
     """What a right reply earns. Rewards lie in [0, max_reward]."""
     chance: float = 0.0
@@ -33,6 +36,10 @@ class TaskLimits:
     verify_keeps_time: bool = False
     """Whether the verifier ends in time by itself, as one whose work a sandbox ends. Then a slow judgement
     keeps its place, and no more run at once than there are cores: their own limits are wall time too."""
+
+    def stops(self, *, is_base: bool) -> tuple[str, ...]:
+        """Return the texts that end a reply to a prompt of this form."""
+        return self.stop_strings + self.base_stop_strings if is_base else self.stop_strings
 
     @property
     def own_reply_tokens(self) -> int:

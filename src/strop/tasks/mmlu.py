@@ -8,24 +8,30 @@ subject.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import cached_property
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import MmluSpec
 from strop.tasks.contract import TaskLimits
-from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, require_texts
+from strop.tasks.prompt import join_shots, pose
+from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
+from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
 from strop.tasks.rows.row_task import RowTask
-from strop.tasks.thinking import text_after_thinking
+from strop.tasks.thinking import judged_text
 
 _LETTERS = "ABCD"
 _PROMPT = (
     "The following is a multiple choice question{about}. Reply with the letter of the right choice"
     " alone.\n\n{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
 )
-_VERIFIER = "first-letter-1"
+_BASE_HEADER = "The following are multiple choice questions (with answers) about {subject}.\n\n"
+_BASE_PROMPT = "{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
+"""The form of lm-eval 0.4.13's mmlu, also of its generative variant."""
+_VERIFIER = "first-letter-2"
 _MAX_REPLY_TOKENS = 32
-_STOP_STRINGS = ("\n",)
+_STOP_STRINGS = ("\n", "</s>")
 # 'A' may be an article: 'A cell is ...' names no choice.
 _LETTER = re.compile(r"(?<![\w'])(?:[B-D]|A(?! [a-z]))(?![\w'])")
 _LETTER_ALONE = re.compile(r"\(?[A-D]\)?[.:]?")
@@ -47,6 +53,7 @@ class Mmlu(RowTask):
             layout=DataLayout(
                 train=("all/auxiliary_train-00000-of-00001.parquet",),
                 held_out=("all/test-00000-of-00001.parquet",),
+                shots=("all/dev-00000-of-00001.parquet",),
             ),
             to_example=_to_example,
             # Many questions read alike ('Which of these is true?') and differ in their choices.
@@ -54,27 +61,46 @@ class Mmlu(RowTask):
             why_left_out=why_left_out,
             drops_shared=True,
         )
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, stop_strings=_STOP_STRINGS)
-        super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_STOP_STRINGS)
+        super().__init__(
+            spec,
+            reading,
+            limits,
+            source=spec.source,
+            prompt=_PROMPT,
+            base_prompt=_BASE_HEADER + _BASE_PROMPT,
+            verifier=_VERIFIER,
+        )
+        self._num_few_shot = spec.num_few_shot
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the question with its choices, under a line that names the subject."""
-        fields = example.fields
-        subject = fields["subject"].replace("_", " ")
-        a, b, c, d = fields["choices"]
-        content = _PROMPT.format(
-            about=f" about {subject}" if subject else "",
-            question=fields["question"].strip(),
-            a=a,
-            b=b,
-            c=c,
-            d=d,
-        )
-        return (Message(role="user", content=content),)
+        subject = example.fields["subject"].replace("_", " ")
+        content = _PROMPT.format(about=f" about {subject}" if subject else "", **_choices(example))
+        header = _BASE_HEADER.format(subject=subject) if subject else ""
+        shots = self._shots_by_subject.get(example.fields["subject"], ())[: self._num_few_shot]
+        solved = join_shots([(_BASE_PROMPT.format(**_choices(shot)), f" {shot.answer}") for shot in shots])
+        base = header + solved + _BASE_PROMPT.format(**_choices(example))
+        return pose(content, base=base, thinking=self._spec.thinking)
+
+    @cached_property
+    def _shots_by_subject(self) -> dict[str, list[Example]]:
+        by_subject: dict[str, list[Example]] = {}
+        for shot in self._splits.shots:
+            by_subject.setdefault(shot.fields["subject"], []).append(shot)
+        return by_subject
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        splits = self._read_splits()
+        if not self._num_few_shot:
+            return splits
+        rows = read_shot_rows(self._source, self._reading.layout)
+        return replace(splits, shots=tuple(_to_example(row) for row in rows))
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the first letter of the first line with the right one."""
-        line = (text_after_thinking(text) or "").strip().partition("\n")[0].strip()
+        line = (judged_text(text) or "").strip().partition("\n")[0].strip()
         letter = _LETTER.search(line)
         is_correct = letter is not None and letter.group() == example.answer
         return Outcome(
@@ -89,6 +115,12 @@ class Mmlu(RowTask):
         letter = example.answer or "A"
         choice = example.fields["choices"][_LETTERS.index(letter)]
         return letter, f"{letter}. {choice}", f" ({letter})", f"The answer is {letter}."
+
+
+def _choices(example: Example) -> dict[str, str]:
+    """Return what the prompts name of a question."""
+    a, b, c, d = example.fields["choices"]
+    return {"question": example.fields["question"].strip(), "a": a, "b": b, "c": c, "d": d}
 
 
 def _to_example(row: Row) -> Example:

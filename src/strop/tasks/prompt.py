@@ -7,6 +7,7 @@ one place for training, evaluation and sampling (TOK-3).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from strop.errors import ConfigError, DataError, explain_refusal
@@ -23,6 +24,40 @@ class PromptFormat(StrEnum):
     """The model's own chat template."""
     BASE = "base"
     """Plain text, for models without chat training."""
+
+
+class Thinking(StrEnum):
+    """Whether a chat model is asked to think before it answers; the values of `task.thinking`."""
+
+    OFF = "off"
+    ON = "on"
+    MODEL_DEFAULT = "model_default"
+    """As the chat template does it when nobody says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PosedMessage(Message):
+    """The message that poses a problem, in the forms that a model may be asked in."""
+
+    base: str | None = None
+    """The whole prompt for a model without chat training, to the letter; None: the content as it stands."""
+    thinking: Thinking = Thinking.MODEL_DEFAULT
+    """For chat models. A base prompt knows nothing of it."""
+
+
+def pose(
+    content: str, *, base: str | None = None, thinking: Thinking | str = Thinking.MODEL_DEFAULT
+) -> tuple[Message, ...]:
+    """Return the messages that pose a problem: one user turn, with its base form beside it."""
+    return (PosedMessage(role="user", content=content, base=base, thinking=Thinking(thinking)),)
+
+
+def join_shots(shots: Sequence[tuple[str, str]]) -> str:
+    """Return solved examples, each a prompt and its target, as lm-eval writes them before a problem.
+
+    Behind each stands a blank line.
+    """
+    return "".join(f"{prompt}{target}\n\n" for prompt, target in shots)
 
 
 def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> PromptFormat:
@@ -51,11 +86,16 @@ def render_prompt(
 ) -> tuple[str, IntArray]:
     """Return the prompt as text and as ids.
 
-    Raises: ConfigError like `resolve_prompt_format`; DataError if no token is left to ask with.
+    Raises: ConfigError like `resolve_prompt_format`, or if thinking is asked of a model that cannot be told;
+        DataError if no token is left to ask with.
     """
     resolved = resolve_prompt_format(tokenizer, prompt_format)
-    chat = resolved is PromptFormat.CHAT
-    text = tokenizer.render(messages) if chat else tokenizer.render_base(messages)
+    thinking = _thinking_of(messages)
+    if resolved is PromptFormat.CHAT:
+        is_thinking = None if thinking is Thinking.MODEL_DEFAULT else thinking is Thinking.ON
+        text = tokenizer.render(messages, is_thinking=is_thinking)
+    else:
+        text = _base_text(tokenizer, messages, thinking)
     prompt_ids = tokenizer.encode(text)
     if not len(prompt_ids):
         raise DataError(
@@ -66,3 +106,27 @@ def render_prompt(
             )
         )
     return text, prompt_ids
+
+
+def _thinking_of(messages: Sequence[Message]) -> Thinking:
+    """Return what the last posed message says; a conversation goes on as it began."""
+    posed = [message.thinking for message in messages if isinstance(message, PosedMessage)]
+    return posed[-1] if posed else Thinking.MODEL_DEFAULT
+
+
+def _base_text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: Thinking) -> str:
+    """Return plain text: the base form of a problem to the letter, or all contents with their line breaks.
+
+    Raises: ConfigError if thinking is asked for, of which plain text cannot speak.
+    """
+    if thinking is Thinking.ON:
+        raise ConfigError(
+            explain_refusal(
+                "task.thinking=on with a prompt in base format",
+                allowed="thinking=on where the prompt is a chat",
+                next_step="leave task.thinking out, or set model.prompt_format=chat with a chat model",
+            )
+        )
+    if len(messages) == 1 and isinstance(messages[0], PosedMessage) and messages[0].base is not None:
+        return messages[0].base
+    return tokenizer.render_base(messages)

@@ -27,6 +27,23 @@ def hash_version(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+THINKING_TOKENS = 8192
+"""What a reply may use beyond the task's own limit where the model is told to think."""
+
+
+def fit_limits(limits: TaskLimits, spec: TaskSpec) -> TaskLimits:
+    """Return a task's limits as its section of the run file asks for them.
+
+    A reply that thinks has room for it, and no text ends it: thoughts may hold any.
+
+    Raises: ConfigError like `limit_reply`.
+    """
+    if spec.thinking == "on":
+        num_tokens = limits.max_reply_tokens + THINKING_TOKENS
+        limits = replace(limits, max_reply_tokens=num_tokens, stop_strings=(), base_stop_strings=())
+    return limit_reply(limits, spec.max_reply_tokens)
+
+
 def limit_reply(limits: TaskLimits, max_reply_tokens: int | None) -> TaskLimits:
     """Apply `task.max_reply_tokens`, and remember the task's own limit beside it.
 

@@ -133,9 +133,13 @@ class Sieve:
             return OVERLONG
         if any(num_tokens > limits.max_reply_tokens for _, num_tokens in candidate.replies):
             return LONG_REPLY
-        if any(stop in text for text, _ in candidate.replies for stop in limits.stop_strings):
+        if any(stop in text for text, _ in candidate.replies for stop in self._stops()):
             return STOP_STRING
         return None
+
+    def _stops(self) -> tuple[str, ...]:
+        framing = self.framing
+        return framing.task.limits.stops(is_base=framing.prompt_format is PromptFormat.BASE)
 
     def finish(self, source: str, max_dropped_frac: float) -> tuple[Demonstration, ...]:
         """Return what was kept.
@@ -151,7 +155,7 @@ class Sieve:
                     f"{num_dropped} of {self.num_seen} demonstrations of sft.source={source} were dropped"
                     f" ({causes}), more than sft.max_dropped_frac={max_dropped_frac:g}; the model has"
                     f" {self.framing.max_positions} positions, task.max_reply_tokens is"
-                    f" {limits.max_reply_tokens}, and the stop strings are {list(limits.stop_strings)}",
+                    f" {limits.max_reply_tokens}, and the stop strings are {list(self._stops())}",
                     allowed="demonstrations that the model could have given as replies in this run",
                     next_step="mend the rows, or raise sft.max_dropped_frac to train without them",
                 )

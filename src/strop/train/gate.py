@@ -34,7 +34,7 @@ from strop.policy.packing import PackedBatch, PackedGroup
 from strop.policy.scoring import score_batch, score_reply
 from strop.rollout import Example, FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
-from strop.tasks import Task, render_prompt, self_test
+from strop.tasks import PromptFormat, Task, render_prompt, resolve_prompt_format, self_test
 from strop.tasks.audit import (
     PROBE_IDS,
     QUICK_PROBES,
@@ -196,10 +196,12 @@ def check_prompt(gate: GateInput) -> GateCheck:
     too_long_frac = num_too_long / len(lengths)
     is_passed = too_long_frac <= spec.task.max_too_long_frac
     stops = [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.stop_token_ids)]
+    prompt_format = resolve_prompt_format(tokenizer, spec.model.prompt_format)
+    is_base = prompt_format is PromptFormat.BASE
     share = (
         f"{num_too_long} of {len(lengths)} measured prompts ({too_long_frac:.1%}) leave no room for a reply"
     )
-    detail = f"prompt {text!r}, stops {stops + list(task.limits.stop_strings)}; {share}"
+    detail = f"prompt {text!r}, stops {stops + list(task.limits.stops(is_base=is_base))}; {share}"
     if not is_passed:
         detail = (
             f"the longest prompt has {max(lengths)} tokens and a reply may have {reply_tokens}, together"

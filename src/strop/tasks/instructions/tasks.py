@@ -30,12 +30,13 @@ from strop.tasks.instructions.replies import (
     write_replies,
 )
 from strop.tasks.instructions.rlvr import RLVR
+from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "{prompt}"
-_VERIFIER = "instructions-1"
+_VERIFIER = "instructions-2"
 _MAX_REPLY_TOKENS = {"ifeval": 4096, "ifbench": 4096, "rlvr-ifeval": 2048, "if-multi": 2048}
 _PATTERN_LIMIT_S = 20.0
 """The patterns of lm-eval's rules can take quadratic time on a long reply."""
@@ -102,7 +103,7 @@ class InstructionTask:
         limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS[spec.name])
         if self._has_harness_rules:
             limits = replace(limits, verify_limit_s=_PATTERN_LIMIT_S)
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        self.limits = fit_limits(limits, spec)
 
     @property
     def checkers(self) -> Checkers:
@@ -126,7 +127,8 @@ class InstructionTask:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the user's text as it stands."""
-        return (Message(role="user", content=_PROMPT.format(prompt=example.fields["prompt"])),)
+        prompt = example.fields["prompt"]
+        return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Ask the checker of every instruction.

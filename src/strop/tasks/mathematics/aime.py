@@ -14,20 +14,24 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.task import AimeSpec
 from strop.tasks.contract import TaskLimits
-from strop.tasks.mathematics.answers import AnswerForm, find_answer, judged_text, last_formula
+from strop.tasks.mathematics.answers import AnswerForm, find_answer, last_formula
 from strop.tasks.mathematics.boxed_math import problem_text
 from strop.tasks.mathematics.normal_form import normal_form, without_name
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, require_texts
 from strop.tasks.rows.row_task import RowTask
+from strop.tasks.thinking import judged_text
 
 _PROMPT = (
     "{problem}\n\nReason step by step, and give the final answer, a whole number from 0 to 999, in"
     " \\boxed{{}}."
 )
-_VERIFIER = "integer-1"
+_BASE_PROMPT = "Question: {problem}\nAnswer:"
+"""The form of lm-eval 0.4.13's aime24 and aime25."""
+_VERIFIER = "integer-2"
 _MAX_REPLY_TOKENS = 32768
-_STOP_STRINGS = ("Question:",)
+_MARKERS = ("Question:",)
+_STOP_STRINGS = (*_MARKERS, "</s>", "<|im_end|>", "<|eot_id|>")
 _MAX_ANSWER = 999
 _INTEGER = re.compile(r"(?<![\w.,])-?[0-9]{1,30}(?![\w]|[.,][0-9])")
 _DATA: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -54,14 +58,20 @@ class Aime(RowTask):
             to_example=_to_example,
             question=problem_text,
         )
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, stop_strings=_STOP_STRINGS)
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_STOP_STRINGS)
         super().__init__(
-            spec, reading, limits, source=spec.source or source, prompt=_PROMPT, verifier=_VERIFIER
+            spec,
+            reading,
+            limits,
+            source=spec.source or source,
+            prompt=_PROMPT,
+            base_prompt=_BASE_PROMPT,
+            verifier=_VERIFIER,
         )
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare whole numbers."""
-        judged = judged_text(text, _STOP_STRINGS)
+        judged = judged_text(text, _MARKERS)
         extracted = None if judged is None else _find(judged)
         value = None if extracted is None else _to_integer(extracted)
         is_correct = value is not None and str(value) == example.answer

@@ -14,12 +14,8 @@ problem. All scans are linear in the text, whatever the policy writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-
-from strop.tasks.answers import cut_at_first
-from strop.tasks.thinking import text_after_thinking
 
 
 class AnswerForm(StrEnum):
@@ -61,11 +57,6 @@ _EDGES = " \t\r\n,;:?*_`'\""
 _MAX_EXPRESSION_CHARS = 200
 _MAX_SENTENCE_CHARS = 1000
 _MAX_LAST_LINE_CHARS = 4000
-
-
-def judged_text(reply: str, markers: Sequence[str]) -> str | None:
-    """Return the part of a reply that counts; None if its thinking did not end."""
-    return text_after_thinking(cut_at_first(reply, tuple(markers)))
 
 
 def find_answer(text: str) -> FoundAnswer | None:

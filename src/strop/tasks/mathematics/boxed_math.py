@@ -1,7 +1,7 @@
 r"""What the tasks with competition problems share: the prompt, the verdict, and the gold replies.
 
 The problem is asked with one sentence that wants the final answer in `\boxed{}`. How the answer is
-found in a reply is `math_answers`, and when it is right `math_equivalence`. An answer that nobody can
+found in a reply is `answers`, and when it is right `equivalence`. An answer that nobody can
 read is wrong; a gold answer that nobody can read is refused when the data is read.
 """
 
@@ -11,15 +11,18 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Outcome
 from strop.spec.task import BoxedMathSpec
 from strop.tasks.contract import TaskLimits
-from strop.tasks.mathematics.answers import AnswerForm, FoundAnswer, find_answer, find_boxes, judged_text
+from strop.tasks.mathematics.answers import AnswerForm, FoundAnswer, find_answer, find_boxes
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal, equal_at_once
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.layout import Row
 from strop.tasks.rows.reading import RowReading
 from strop.tasks.rows.row_task import RowTask
+from strop.tasks.thinking import judged_text
 
 _PROMPT = "{problem}\n\nReason step by step, and give the final answer in \\boxed{{}}."
-_VERIFIER = "math-equivalence-1"
+_BASE_PROMPT = "Problem:\n{problem}\n\nSolution:"
+"""The form of lm-eval 0.4.13's minerva_math."""
+_VERIFIER = "math-equivalence-2"
 _STOP_STRINGS = ("Problem:", "\n\n\n")
 _VERIFY_LIMIT_S = 2.0
 _MAX_QUICK_CHARS = 1 << 15
@@ -41,10 +44,18 @@ class BoxedMath(RowTask):
         is_symbolic = self._strictness is Strictness.SYMBOLIC
         limits = TaskLimits(
             max_reply_tokens=max_reply_tokens,
-            stop_strings=_STOP_STRINGS,
+            base_stop_strings=_STOP_STRINGS,
             verify_limit_s=_VERIFY_LIMIT_S if is_symbolic else None,
         )
-        super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
+        super().__init__(
+            spec,
+            reading,
+            limits,
+            source=spec.source,
+            prompt=_PROMPT,
+            base_prompt=_BASE_PROMPT,
+            verifier=_VERIFIER,
+        )
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the final answer with the gold answer.

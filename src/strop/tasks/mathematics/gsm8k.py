@@ -8,7 +8,7 @@ from functools import cached_property
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import Gsm8kSpec
-from strop.tasks.answers import cut_at_first, parse_number
+from strop.tasks.answers import parse_number
 from strop.tasks.contract import TaskLimits
 from strop.tasks.mathematics.gsm8k_answers import (
     MARKED,
@@ -17,18 +17,23 @@ from strop.tasks.mathematics.gsm8k_answers import (
     harness_clean,
     harness_gold,
 )
+from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
-from strop.tasks.thinking import text_after_thinking
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.thinking import judged_text
+from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 1024
 _PROMPT = (
     "{question}\n\nSolve this step by step. Then write '####', a space and the final number on the last line."
 )
-_VERIFIER = "gsm8k-number-2"
+_BASE_PROMPT = "Q: {question}\nA:"
+_BASE_PROMPT_HASH = "Question: {question}\nAnswer:"
+"""The forms of lm-eval 0.4.13's gsm8k_cot and gsm8k. Shots are of the second, whose answers the data has."""
+_VERIFIER = "gsm8k-number-3"
 # What base models write when they go on to a problem of their own making.
-_STOP_STRINGS = ("Question:", "[Question]", "Q:", "\n\n\n")
+_MARKERS = ("Question:", "[Question]", "Q:", "\n\n\n")
+_STOP_STRINGS = (*_MARKERS, "</s>", "<|im_end|>")
 
 
 class Gsm8k:
@@ -44,13 +49,20 @@ class Gsm8k:
 
     def __init__(self, spec: Gsm8kSpec) -> None:
         self._spec = spec
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, stop_strings=_STOP_STRINGS)
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_STOP_STRINGS)
+        self.limits = fit_limits(limits, spec)
 
     @cached_property
     def version(self) -> str:
         """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
-        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, self._splits.digest)
+        return hash_version(
+            self.name,
+            "".join((_PROMPT, self._base_prompt)),
+            _VERIFIER,
+            self.limits,
+            self._spec,
+            self._splits.digest,
+        )
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split, in the order of the data.
@@ -61,7 +73,12 @@ class Gsm8k:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the question and say how the answer is to be marked."""
-        return (Message(role="user", content=_PROMPT.format(question=example.fields["question"])),)
+        question = example.fields["question"]
+        return pose(
+            _PROMPT.format(question=question),
+            base=self._shots + self._base_prompt.format(question=question),
+            thinking=self._spec.thinking,
+        )
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the number that answers with the gold number."""
@@ -71,7 +88,7 @@ class Gsm8k:
             gold = harness_gold(mode, example.fields["solution"])
             is_correct = found is not None and harness_clean(found) == gold
             return _outcome(is_correct, found is not None, found)
-        judged = text_after_thinking(cut_at_first(text, _STOP_STRINGS)) or ""
+        judged = judged_text(text, _MARKERS) or ""
         found = find_number_text(judged)
         is_correct = found is not None and parse_number(found) == parse_number(example.answer or "")
         return _outcome(is_correct, MARKED.search(judged) is not None, found)
@@ -84,11 +101,25 @@ class Gsm8k:
         marked = (example.fields["solution"], f"#### {answer}")
         return marked if self._spec.mode == "hash" else (*marked, f"The answer is {answer}.")
 
+    @property
+    def _base_prompt(self) -> str:
+        is_hash = self._spec.mode == "hash" or self._spec.num_few_shot > 0
+        return _BASE_PROMPT_HASH if is_hash else _BASE_PROMPT
+
+    @cached_property
+    def _shots(self) -> str:
+        shots = [
+            (self._base_prompt.format(**e.fields), f" {e.fields['solution']}") for e in self._splits.shots
+        ]
+        return join_shots(shots)
+
     @cached_property
     def _splits(self) -> SplitExamples:
-        return read_examples(
-            _READING, self._spec.source, num_train=self._spec.num_train, num_held_out=self._spec.num_held_out
+        spec = self._spec
+        splits = read_examples(
+            _READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out
         )
+        return splits.with_shots(spec.num_few_shot)
 
 
 def _outcome(is_correct: bool, format_ok: bool, extracted: str | None) -> Outcome:

@@ -24,6 +24,7 @@ from strop.store.uris import is_remote
 _SUFFIXES = (".parquet", ".jsonl", ".json")
 _FOLDERS = ("", "main", "data")
 _TRAIN_STEMS = ("train",)
+_SHOT_STEMS = ("dev", "prompt")
 _HELD_OUT_STEMS = ("test", "validation")
 _HELD_OUT_SHARE = 10
 """One row in this many of a single file is held out, where no number is asked for."""
@@ -37,6 +38,8 @@ class DataLayout:
     """Empty: the data set is for evaluation only, and all of its rows are held out."""
     held_out: tuple[str, ...]
     """Empty: some of the training rows are held out, chosen by their content."""
+    shots: tuple[str, ...] = ()
+    """Files of a split of its own whose rows are shown as solved examples, such as dev or prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +79,29 @@ def read_split_rows(source: str, layout: DataLayout, *, num_held_out: int | None
         _require_rows(source, "training", train)
     _require_rows(source, "held-out", held_out)
     return SplitRows(source=source, train=tuple(train), held_out=tuple(held_out))
+
+
+def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
+    """Read the rows that the data set keeps for solved examples.
+
+    Raises: DataError if the source has none, or a file is unreadable.
+    """
+    if is_path(source) or is_remote(source):
+        path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
+        if not path.is_dir():
+            raise DataError(
+                explain_refusal(
+                    f"task.source={source} is one file, and solved examples have a split of their own",
+                    allowed=f"a folder with a file named {' or '.join(f'{stem}*' for stem in _SHOT_STEMS)}",
+                    next_step="name the folder in task.source, or set task.num_few_shot=0",
+                )
+            )
+        files = _split_files(path, layout.shots, _SHOT_STEMS)
+    else:
+        files = [_fetch(source, file) for file in layout.shots]
+    rows = [row for file in files for row in read_rows(file)]
+    _require_rows(source, "few-shot", rows)
+    return tuple(rows)
 
 
 def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]]:

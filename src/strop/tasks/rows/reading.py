@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Split
@@ -23,6 +23,24 @@ class SplitExamples:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """How many rows are no examples, by reason. Questions that stand twice in a split are not counted."""
 
+    shots: tuple[Example, ...] = ()
+    """Solved examples shown before a problem; none of them is in a split."""
+
+    def with_shots(self, num_shots: int) -> SplitExamples:
+        """Take that many training examples, from the first, as solved examples, out of the training split.
+
+        Raises: DataError if no training example is left.
+        """
+        if num_shots and num_shots >= len(self.train):
+            raise DataError(
+                explain_refusal(
+                    f"task.num_few_shot={num_shots} of {len(self.train)} training examples",
+                    allowed="fewer shots than training examples: a shot is not trained on",
+                    next_step="lower task.num_few_shot, or raise task.num_train",
+                )
+            )
+        return replace(self, shots=self.train[:num_shots], train=self.train[num_shots:])
+
     def of(self, split: Split) -> tuple[Example, ...]:
         """Return the examples of one split."""
         return self.train if split is Split.TRAIN else self.held_out
@@ -30,7 +48,7 @@ class SplitExamples:
     @property
     def digest(self) -> str:
         """Hash over all ids, which are hashes of content; for the task's version."""
-        ids = [example.example_id for example in (*self.train, *self.held_out)]
+        ids = [example.example_id for example in (*self.shots, *self.train, *self.held_out)]
         return hashlib.sha256("".join(ids).encode()).hexdigest()
 
 

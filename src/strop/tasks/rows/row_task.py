@@ -10,8 +10,9 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import RowTaskSpec
 from strop.tasks.contract import TaskLimits
+from strop.tasks.prompt import pose
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.version import fit_limits, hash_version
 
 
 class RowTask(ABC):
@@ -25,21 +26,28 @@ class RowTask(ABC):
         *,
         source: str,
         prompt: str,
+        base_prompt: str,
         verifier: str,
     ) -> None:
         self.name = spec.name
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        self.limits = fit_limits(limits, spec)
         self._spec = spec
         self._reading = reading
         self._source = source
         self._prompt = prompt
+        self._base_prompt = base_prompt
         self._verifier = verifier
 
     @cached_property
     def version(self) -> str:
         """Hash over settings, prompt, verifier, limits and the ids of all examples; reads the data."""
         return hash_version(
-            self.name, self._prompt, self._verifier, self.limits, self._spec, self._splits.digest
+            self.name,
+            self._prompt + self._base_prompt,
+            self._verifier,
+            self.limits,
+            self._spec,
+            self._splits.digest,
         )
 
     @property
@@ -65,7 +73,11 @@ class RowTask(ABC):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the problem and say how the answer is to be written."""
-        return (Message(role="user", content=self._prompt.format(**example.fields)),)
+        return pose(
+            self._prompt.format(**example.fields),
+            base=self._shots + self._base_prompt.format(**example.fields),
+            thinking=self._spec.thinking,
+        )
 
     @abstractmethod
     def verify(self, example: Example, text: str) -> Outcome:
@@ -76,7 +88,15 @@ class RowTask(ABC):
         """Return replies that deserve full marks, the asked-for form first."""
 
     @cached_property
+    def _shots(self) -> str:
+        """What stands before a problem in plain text; of the data, so it is in the version by its ids."""
+        return ""
+
+    @cached_property
     def _splits(self) -> SplitExamples:
+        return self._read_splits()
+
+    def _read_splits(self) -> SplitExamples:
         spec = self._spec
         return read_examples(
             self._reading, self._source, num_train=spec.num_train, num_held_out=spec.num_held_out

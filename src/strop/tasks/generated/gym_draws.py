@@ -1,0 +1,169 @@
+"""Drawing the problems of a reasoning-gym data set: the same ones in every process.
+
+Some generators go through Python sets on the way to a problem: of letters (isomorphic_strings,
+ransom_note), of words (word_ladder), of board squares (knight_swap), of sympy's monomials
+(polynomial_multiplication). The order of a set follows from Python's hash seed, which every process draws
+anew, so a resumed run and a judge's worker would see other problems. These data sets are drawn by a process
+of its own whose hash seed is 0, once: what it drew is kept in the user's cache under what it was asked.
+Others (pool_matrix, list_functions) draw from the process-wide generators, which are seeded here for each
+problem and put back.
+
+Run as `python -m strop.tasks.generated.gym_draws`, with a request on standard input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from strop.errors import DataError, StoreError, explain_refusal
+
+Entry = Mapping[str, Any]
+"""One problem as the package gives it: `question`, `answer` and `metadata`."""
+
+HASH_SEEDED = frozenset(
+    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
+"""Data sets of reasoning-gym 0.1.25 whose problems follow from Python's hash seed, found by drawing all data
+sets under two seeds. Their entries are JSON values but for tuples, which their scorers take as lists."""
+_DRAWS_PER_EXAMPLE = 8
+_DRAW_LIMIT_S = 600.0
+_FORM = 1
+"""Of the cached file; another number makes old files unread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawRequest:
+    """Which problems are drawn."""
+
+    dataset: str
+    settings: Mapping[str, Any]
+    """The data set's own, without seed and size."""
+    seed: int
+    num_wanted: int
+    """Different questions."""
+
+    @property
+    def size(self) -> int:
+        """How many problems are looked at, at most, to find so many different questions."""
+        return _DRAWS_PER_EXAMPLE * self.num_wanted
+
+
+def create_dataset(request: DrawRequest) -> Any:
+    """Make the package's data set. Raises what the package raises on its settings."""
+    import reasoning_gym
+
+    with private_random_state(f"{request.dataset}/{request.seed}"):
+        return reasoning_gym.create_dataset(
+            request.dataset, **{**request.settings, "seed": request.seed, "size": request.size}
+        )
+
+
+def draw_entries(dataset: Any, request: DrawRequest) -> list[Entry]:
+    """Return the first problems with different questions; fewer where the data set has no more.
+
+    Raises: DataError if the process that draws them fails; StoreError never, as the cache is for speed only.
+    """
+    if request.dataset not in HASH_SEEDED or not sys.flags.hash_randomization:
+        return _draw_here(dataset, request)
+    path = _cache_path(request)
+    with suppress(OSError, ValueError):
+        entries: list[Entry] = json.loads(path.read_bytes())["entries"]
+        return entries
+    entries = _draw_aside(request)
+    with suppress(OSError, StoreError):
+        from strop.store import write_bytes_atomically
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(path, json.dumps({"request": asdict(request), "entries": entries}).encode())
+    return entries
+
+
+def _draw_here(dataset: Any, request: DrawRequest) -> list[Entry]:
+    entries: dict[str, Entry] = {}
+    for index in range(len(dataset)):
+        with private_random_state(f"{request.dataset}/{request.seed}/{index}"):
+            entry = dataset[index]
+        entries.setdefault(str(entry["question"]), entry)
+        if len(entries) == request.num_wanted:
+            break
+    return list(entries.values())
+
+
+def _cache_path(request: DrawRequest) -> Path:
+    from strop.store import user_cache_dir
+
+    facts = [_FORM, package_version("reasoning-gym"), sys.version_info[:2], asdict(request)]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return user_cache_dir() / "reasoning-gym" / f"{request.dataset}-{key}.json"
+
+
+def _draw_aside(request: DrawRequest) -> list[Entry]:
+    """Draw in a process of its own, whose sets are in the same order everywhere.
+
+    Raises: DataError if that process fails or takes too long.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(asdict(request)).encode(),
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            capture_output=True,
+            timeout=_DRAW_LIMIT_S,
+            check=True,
+        )
+        entries: list[Entry] = json.loads(done.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+        raise DataError(
+            explain_refusal(
+                f"the problems of reasoning-gym data set {request.dataset} could not be drawn"
+                f" ({type(error).__name__}; {said[-1] if said else 'no error text'})",
+                allowed=f"settings with which {request.num_wanted} problems are drawn in {_DRAW_LIMIT_S:g} s",
+                next_step="ask for fewer examples, or set PYTHONHASHSEED=0 to draw them in this process",
+            )
+        ) from error
+    return entries
+
+
+@contextmanager
+def private_random_state(stream_name: str) -> Iterator[None]:
+    """Give a block its own seeded global random state, and put the old one back.
+
+    Some data sets (pool_matrix, list_functions) draw from the process-wide generators, so their
+    problems would depend on what ran before, and would disturb what runs after.
+    """
+    seed = int.from_bytes(hashlib.blake2b(stream_name.encode(), digest_size=4).digest(), "little")
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        # Standard output is for what was asked for; some of the generators print.
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def main() -> None:
+    """Answer one request: entries as JSON on standard output."""
+    request = DrawRequest(**json.loads(sys.stdin.read()))
+    entries = _draw_here(create_dataset(request), request)
+    sys.stdout.write(json.dumps(entries))
+
+
+if __name__ == "__main__":
+    main()

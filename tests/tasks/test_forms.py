@@ -1,0 +1,159 @@
+"""The plain-text form of every task that has one, to the letter, and the texts that end replies to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import DataError
+from strop.rollout import Message, Split
+from strop.spec import (
+    AimeSpec,
+    ArithmeticSpec,
+    Gsm8kSpec,
+    MathSpec,
+    MbppSpec,
+    MmluSpec,
+)
+from strop.tasks import Task, build_task, render_prompt
+from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+
+def write(folder: Path, **files: list[dict[str, Any]]) -> str:
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def base_of(task: Task, index: int = 0) -> str:
+    (message,) = task.render(task.examples(Split.HELD_OUT)[index])
+    base = getattr(message, "base", None)
+    assert isinstance(base, str)
+    return base
+
+
+GSM8K = [{"question": f"{n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(1, 7)]
+
+
+@pytest.fixture
+def gsm8k(tmp_path: Path) -> str:
+    return write(tmp_path, train=GSM8K[:4], test=GSM8K[4:])
+
+
+def test_gsm8k_asks_as_gsm8k_cot_and_by_mode_or_with_shots_as_gsm8k(gsm8k: str) -> None:
+    assert base_of(build_task(Gsm8kSpec(name="gsm8k", source=gsm8k))) == "Q: 5 and 5?\nA:"
+    assert base_of(build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, mode="hash"))) == (
+        "Question: 5 and 5?\nAnswer:"
+    )
+    task = build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, num_few_shot=2))
+    assert base_of(task) == (
+        "Question: 1 and 1?\nAnswer: Twice 1.\n#### 2\n\n"
+        "Question: 2 and 2?\nAnswer: Twice 2.\n#### 4\n\n"
+        "Question: 5 and 5?\nAnswer:"
+    )
+    # A shot is not trained on.
+    assert [example.answer for example in task.examples(Split.TRAIN)] == ["6", "8"]
+    assert task.limits.stops(is_base=True)[:3] == ("Question:", "[Question]", "Q:")
+
+
+def test_more_shots_than_training_examples_are_refused(gsm8k: str) -> None:
+    with pytest.raises(DataError, match=r"task\.num_few_shot=4 of 4 training examples"):
+        build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, num_few_shot=4)).examples(Split.HELD_OUT)
+
+
+def test_math_asks_as_minerva_math(tmp_path: Path) -> None:
+    rows = [
+        {
+            "problem": f"Find ${n}+1$.",
+            "level": "Level 1",
+            "type": "Algebra",
+            "solution": f"$\\boxed{{{n + 1}}}$",
+        }
+        for n in range(3)
+    ]
+    source = write(tmp_path, train=rows[:2], test=rows[2:])
+    task = build_task(MathSpec(name="math", source=source, num_few_shot=1))
+    assert base_of(task) == (
+        "Problem:\nFind $0+1$.\n\nSolution: $\\boxed{1}$\n\nProblem:\nFind $2+1$.\n\nSolution:"
+    )
+
+
+def test_aime_asks_as_aime24(tmp_path: Path) -> None:
+    source = write(tmp_path, test=[{"ID": "a", "Problem": "Find 7.", "Solution": "7", "Answer": 7}])
+    task = build_task(AimeSpec(name="aime", source=source))
+    assert base_of(task) == "Question: Find 7.\nAnswer:"
+    assert task.limits.stops(is_base=True) == ("Question:", "</s>", "<|im_end|>", "<|eot_id|>")
+
+
+def mmlu_row(question: str, subject: str, answer: int) -> dict[str, Any]:
+    return {"question": question, "subject": subject, "choices": ["w", "x", "y", "z"], "answer": answer}
+
+
+def test_mmlu_shows_the_dev_questions_of_the_subject(tmp_path: Path) -> None:
+    dev = [mmlu_row(f"{subject} {n}?", subject, n % 4) for subject in ("high_tea", "law") for n in range(5)]
+    source = write(
+        tmp_path,
+        dev=dev,
+        train=[mmlu_row("t?", "", 0)],
+        test=[mmlu_row("Which?", "high_tea", 1), mmlu_row("Whose?", "law", 2)],
+    )
+    choices = "A. w\nB. x\nC. y\nD. z\nAnswer:"
+    assert base_of(build_task(MmluSpec(name="mmlu", source=source, num_few_shot=2))) == (
+        "The following are multiple choice questions (with answers) about high tea.\n\n"
+        f"high_tea 0?\n{choices} A\n\nhigh_tea 1?\n{choices} B\n\nWhich?\n{choices}"
+    )
+    plain = build_task(MmluSpec(name="mmlu", source=source))
+    assert base_of(plain, 1).endswith(f"about law.\n\nWhose?\n{choices}")
+
+
+def mbpp_row(number: int) -> dict[str, Any]:
+    return {
+        "task_id": number,
+        "text": f"Add {number}.",
+        "code": f"def f(x):\n    return x + {number}",
+        "test_list": [f"assert f({n}) == {n + number}" for n in range(3)],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    }
+
+
+def test_mbpp_shows_the_problems_from_two_on_of_the_prompt_split(tmp_path: Path) -> None:
+    source = write(
+        tmp_path, prompt=[mbpp_row(n) for n in (4, 1, 2, 3)], train=[mbpp_row(601)], test=[mbpp_row(11)]
+    )
+    task = build_task(MbppSpec(name="mbpp", source=source, num_few_shot=3, rules="lm-eval"))
+    blocks = base_of(task).split("\n\nYou are")
+    assert [block.partition("Add ")[2].partition(".")[0] for block in blocks] == ["2", "3", "4", "11"]
+    assert blocks[0] == (
+        "You are an expert Python programmer, and here is your task: Add 2."
+        " Your code should pass these tests:"
+        "\n\nassert f(0) == 2\nassert f(1) == 3\nassert f(2) == 4\n[BEGIN]\n"
+        "def f(x):\n    return x + 2\n[DONE]"
+    )
+    assert base_of(task).endswith("\n[BEGIN]\n")
+    assert (task.limits.max_reply_tokens, task.limits.stops(is_base=True)) == (512, ("[DONE]",))
+    with pytest.raises(DataError, match=r"prompt split of .* lacks task_id \[5\]"):
+        build_task(MbppSpec(name="mbpp", source=source, num_few_shot=4)).examples(Split.HELD_OUT)
+
+
+def test_shots_of_a_single_file_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, mbpp=[mbpp_row(n) for n in range(11, 40)])
+    task = build_task(MbppSpec(name="mbpp", source=str(tmp_path / "mbpp.jsonl"), num_few_shot=3))
+    with pytest.raises(DataError, match=r"is one file, and solved examples have a split of their own"):
+        task.examples(Split.HELD_OUT)
+
+
+def test_base_and_chat_are_asked_apart(tmp_path: Path) -> None:
+    task = build_task(ArithmeticSpec(min_value=2, max_value=9, num_held_out=5))
+    messages = task.render(task.examples(Split.HELD_OUT)[0])
+    a, b = (task.examples(Split.HELD_OUT)[0].fields[name] for name in "ab")
+    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
+    assert render_prompt(tokenizer, messages, "base")[0] == f"What is {a} + {b}?\nA:"
+    assert f"What is {a} + {b}?<" in render_prompt(tokenizer, messages, "chat")[0]
+    # In a conversation the contents are joined as they are.
+    spoken = (*messages, Message(role="assistant", content="7"))
+    assert render_prompt(tokenizer, spoken, "base")[0] == f"What is {a} + {b}?\n\n7\n"
