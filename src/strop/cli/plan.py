@@ -75,6 +75,8 @@ def show_plan(output: Output, planned: Plan) -> None:
 def _show_prompt(output: Output, prompt: PlannedPrompt) -> None:
     from strop.view import make_harmless
 
+    if prompt.counts:
+        output.give(f"--- of the data: {prompt.counts}")
     output.give(f"--- first prompt, {prompt.num_tokens} tokens, {prompt.prompt_format} format")
     output.give(make_harmless(prompt.text))
     stops = ", ".join(map(repr, prompt.stops))

@@ -35,7 +35,7 @@ from strop.spec.base import DEFAULT
 from strop.store import follow_store
 from strop.store.data_files import find_data
 from strop.store.model_files import check_model_dir
-from strop.tasks import PromptFormat, Task, build_task, render_prompt, resolve_prompt_format
+from strop.tasks import PromptFormat, Task, build_task, describe_counts, render_prompt, resolve_prompt_format
 from strop.tasks.rows.layout import is_path
 from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Demonstrations
@@ -76,6 +76,8 @@ class PlannedPrompt:
     tokens_mean: float
     tokens_max: int
     """Mean and longest of the measured training prompts."""
+    counts: str = ""
+    """What reading the task's data counted, for people."""
     num_too_long: int | None
     """Measured prompts that leave no room for a reply; None where the model is not known."""
 
@@ -289,6 +291,7 @@ def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | No
         prompt_format=prompt_format.value,
         stops=(*terminators, *task.limits.stops(is_base=prompt_format is PromptFormat.BASE)),
         example_id=measured[0].example_id,
+        counts=describe_counts(task),
         num_measured=len(lengths),
         tokens_mean=fmean(lengths),
         tokens_max=max(lengths),

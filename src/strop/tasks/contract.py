@@ -6,7 +6,7 @@ how a problem is worded or scored, so training and evaluation cannot drift apart
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -104,6 +104,16 @@ class Ordered(Protocol):
 
 
 @runtime_checkable
+class Counted(Protocol):
+    """What a task has beside, if reading its data counts what a person should see."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Rows by what they are or why they are left out; empty where all are used. Reads the data."""
+        ...
+
+
+@runtime_checkable
 class PartedLimits(Protocol):
     """What a task has beside, if its examples have limits of their own."""
 
@@ -134,3 +144,12 @@ def verify_quick(task: Task, example: Example, text: str) -> Outcome | None:
     if limits_of(task, example).verify_limit_s is None:
         return task.verify(example, text)
     return task.verify_quick(example, text) if isinstance(task, QuickVerifier) else None
+
+
+def describe_counts(task: Task) -> str:
+    """Say in a line what reading a task's data counted; empty where there is nothing to say.
+
+    Raises: DataError like `examples`.
+    """
+    counts = task.counts if isinstance(task, Counted) else {}
+    return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)

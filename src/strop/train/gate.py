@@ -34,7 +34,7 @@ from strop.policy.packing import PackedBatch, PackedGroup
 from strop.policy.scoring import score_batch, score_reply
 from strop.rollout import Example, FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
-from strop.tasks import PromptFormat, Task, render_prompt, resolve_prompt_format, self_test
+from strop.tasks import PromptFormat, Task, describe_counts, render_prompt, resolve_prompt_format, self_test
 from strop.tasks.audit import (
     PROBE_IDS,
     QUICK_PROBES,
@@ -202,6 +202,8 @@ def check_prompt(gate: GateInput) -> GateCheck:
         f"{num_too_long} of {len(lengths)} measured prompts ({too_long_frac:.1%}) leave no room for a reply"
     )
     detail = f"prompt {text!r}, stops {stops + list(task.limits.stops(is_base=is_base))}; {share}"
+    if counts := describe_counts(task):
+        detail += f"; of the data: {counts}"
     if not is_passed:
         detail = (
             f"the longest prompt has {max(lengths)} tokens and a reply may have {reply_tokens}, together"

@@ -12,6 +12,7 @@ from strop.errors import DataError
 from strop.rollout import Split
 from strop.spec import AppsSpec
 from strop.tasks.code.apps import Apps
+from strop.tasks.contract import describe_counts
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.sandboxed import best_level
 
@@ -50,13 +51,32 @@ def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
 def test_items_without_two_tests_are_dropped_and_counted(tmp_path: Path) -> None:
     task = apps(tmp_path)
     assert [e.fields["question"][:3] for e in task.examples(Split.TRAIN)] == ["Add", "Ret", "Say"]
-    assert task.num_dropped == 2
+    assert task.left_out == {"fewer than 2 tests": 2}
+    # Three to train on, of which one is a function, and one held out.
+    assert task.counts == {"programs": 3, "functions": 1, "items left out, fewer than 2 tests": 2}
+    assert describe_counts(task) == "programs: 3, functions: 1, items left out, fewer than 2 tests: 2"
+
+
+def test_held_out_items_need_one_test(tmp_path: Path) -> None:
+    task = apps(tmp_path)
+    (tmp_path / "test.jsonl").write_text(json.dumps(ONE_TEST) + "\n" + json.dumps(NO_TEST) + "\n", "utf-8")
+    (example,) = task.examples(Split.HELD_OUT)
+    assert example.fields["num_tests"] == 1
+
+
+@pytest.mark.skipif(best_level() != "namespace", reason="only a namespace shows a package")
+def test_programs_may_import_numpy_and_nothing_else_of_this_installation(tmp_path: Path) -> None:
+    task = apps(tmp_path)
+    add = task.examples(Split.TRAIN)[0]
+    code = "import {}\nprint(sum(map(int, open(0).read().split())))"
+    assert task.verify(add, f"```python\n{code.format('numpy')}\n```").is_correct
+    assert not task.verify(add, f"```python\n{code.format('pydantic')}\n```").is_correct
 
 
 def test_items_with_too_large_tests_are_dropped_and_counted(tmp_path: Path) -> None:
     large = row("Say 5.", "print(5)", {"inputs": ["", "x" * (8 << 20)], "outputs": ["5", "5"]})
     task = apps(tmp_path, [SUM, large])
-    assert (len(task.examples(Split.TRAIN)), task.num_dropped) == (1, 1)
+    assert (len(task.examples(Split.TRAIN)), dict(task.left_out)) == (1, {"tests too large": 1})
 
 
 def test_numbers_of_items_count_usable_ones(tmp_path: Path) -> None:

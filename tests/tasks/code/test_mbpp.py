@@ -71,6 +71,40 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
     assert run_self_test(task, [*task.examples(Split.TRAIN), *task.examples(Split.HELD_OUT)]) == []
 
 
+@pytest.mark.parametrize("rules", ["own", "lm-eval"])
+def test_the_rules_of_lm_eval_run_what_was_written(tmp_path: Path, rules: Any) -> None:
+    task = mbpp(tmp_path, rules=rules)
+    double, depth = task.examples(Split.TRAIN)
+    is_own = rules == "own"
+    assert task.verify(double, "def double(x): return 2 * x\n[DONE]\nand so on").is_correct
+    # A fence is no Python, and lm-eval looks for none.
+    assert task.verify(double, fenced("def double(x): return 2 * x")).is_correct is is_own
+    # The tests of the second problem need its test_setup_code.
+    assert task.verify(depth, task.gold_replies(depth)[1]).is_correct is is_own
+
+
+def test_lm_eval_gives_three_seconds(tmp_path: Path) -> None:
+    slow = "import time\ndef double(x):\n    time.sleep(1.3)\n    return 2 * x"
+    # Three tests of 1.3 s are 3.9 s: too many for 3 s, and few enough for 5 s.
+    for rules, is_correct in (("own", True), ("lm-eval", False)):
+        task = mbpp(tmp_path, rules=rules)
+        outcome = task.verify(task.examples(Split.TRAIN)[0], f"{slow}\n[DONE]")
+        assert (outcome.is_correct, outcome.timed_out) == (is_correct, not is_correct)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_tests"), [({}, 4), ({"hidden_tests": False}, 3), ({"rules": "lm-eval"}, 3)]
+)
+def test_challenge_tests_count_unless_left_out(tmp_path: Path, settings: Any, num_tests: int) -> None:
+    task = mbpp(tmp_path, **settings)
+    (example,) = task.examples(Split.HELD_OUT)
+    # Right on the three shown lists, and wrong on the hidden [-1, 1].
+    code = "def sum(xs):\n    return 7 if -1 in xs else __builtins__['sum'](xs)"
+    outcome = task.verify(example, f"{code}\n[DONE]")
+    assert outcome.metrics["tests_total"] == num_tests
+    assert outcome.is_correct is (num_tests == 3)
+
+
 def test_an_outcome_tells_what_was_run(tmp_path: Path) -> None:
     task = mbpp(tmp_path)
     double = task.examples(Split.TRAIN)[0]

@@ -93,6 +93,7 @@ def ids_under(hash_seed: str, cache: Path) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_examples_are_the_same_under_every_hash_seed(tmp_path: Path) -> None:
     # Three processes that share no cache; the last one draws by itself, as its sets are in that order.
     first, second, third = (ids_under(seed, tmp_path / seed) for seed in ("1", "2", "0"))
@@ -102,6 +103,7 @@ def test_examples_are_the_same_under_every_hash_seed(tmp_path: Path) -> None:
     assert not (tmp_path / "0").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", sorted(HASH_SEEDED))
 def test_what_another_process_drew_is_judged(
     dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +21,9 @@ from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, r
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
-_MIN_TESTS = 2
+_MIN_TESTS = {Split.TRAIN: 2, Split.HELD_OUT: 1}
+"""One test is passed by a program that always says the same."""
+_ALLOWED_PACKAGES = ("numpy",)
 _MAX_TESTS_BYTES = 8 << 20
 """Larger tests do not pass between a pool and its workers; a handful of problems has such."""
 _TEST_S = 3.0
@@ -40,7 +43,8 @@ class Apps:
     """Right if every test passes; `tests_passed_frac` says how many did.
 
     How an item is tested follows from the item: those with `fn_name` are called, all others are programs.
-    Items with fewer than two tests, or with more than 8 MiB of them, are left out: `num_dropped`.
+    Training items with fewer than two tests, held-out ones without any, and items with more than 8 MiB of
+    them are left out: `left_out`. Programs may import numpy where the sandbox can show it.
     """
 
     name = "apps"
@@ -62,10 +66,19 @@ class Apps:
         return hash_version(self.name, prompt, _VERIFIER, self.limits, self._spec, self._splits.digest)
 
     @property
-    def num_dropped(self) -> int:
-        """Items of both splits that were left out; reads the data."""
-        self._splits  # noqa: B018  reading is what counts them
-        return self._num_dropped
+    def left_out(self) -> Mapping[str, int]:
+        """How many items of the data are no examples, by reason; reads the data."""
+        return self._splits.left_out
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many examples are tested in which way, and how many items are left out; reads the data."""
+        splits = self._splits
+        formats = Counter(
+            "functions" if example.fields["fn_name"] else "programs"
+            for example in (*splits.train, *splits.held_out)
+        )
+        return {**formats, **{f"items left out, {reason}": n for reason, n in splits.left_out.items()}}
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split, in the order of the data.
@@ -100,6 +113,7 @@ class Apps:
             num_tests=fields["num_tests"],
             wall_s=min(_MAX_WALL_S, _BASE_WALL_S + fields["num_tests"]),
             test_s=_TEST_S,
+            packages=_ALLOWED_PACKAGES,
         )
         return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
 
@@ -110,21 +124,28 @@ class Apps:
     @cached_property
     def _splits(self) -> SplitExamples:
         every = read_examples(_READING, self._spec.source)
-        train = [example for example in every.train if self._is_wanted(example)]
-        held_out = [example for example in every.held_out if self._is_wanted(example)]
+        left_out: Counter[str] = Counter()
+        kept: dict[Split, list[Example]] = {Split.TRAIN: [], Split.HELD_OUT: []}
+        for split, examples in kept.items():
+            for example in every.of(split):
+                reason = self._why_left_out(example, split)
+                if reason is None:
+                    examples.append(example)
+                else:
+                    left_out[reason] += 1
         return SplitExamples(
-            train=tuple(train[: self._spec.num_train]), held_out=tuple(held_out[: self._spec.num_held_out])
+            train=tuple(kept[Split.TRAIN][: self._spec.num_train]),
+            held_out=tuple(kept[Split.HELD_OUT][: self._spec.num_held_out]),
+            left_out=dict(left_out),
         )
 
-    _num_dropped = 0
-
-    def _is_wanted(self, example: Example) -> bool:
+    def _why_left_out(self, example: Example, split: Split) -> str | None:
         fields = example.fields
         if self._spec.difficulty not in {None, fields["difficulty"]}:
-            return False
-        is_usable = fields["num_tests"] >= _MIN_TESTS and len(fields["input_output"]) <= _MAX_TESTS_BYTES
-        self._num_dropped += not is_usable
-        return is_usable
+            return "another difficulty"
+        if fields["num_tests"] < _MIN_TESTS[split]:
+            return f"fewer than {_MIN_TESTS[split]} tests"
+        return "tests too large" if len(fields["input_output"]) > _MAX_TESTS_BYTES else None
 
 
 def _to_example(row: Row) -> Example:

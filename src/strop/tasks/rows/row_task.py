@@ -55,6 +55,11 @@ class RowTask(ABC):
         """How many rows of the data are no examples, by reason; reads the data."""
         return self._splits.left_out
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many rows are left out, by reason; reads the data."""
+        return {f"rows left out, {reason}": count for reason, count in self.left_out.items()}
+
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split, in the order of the data.
 

@@ -107,7 +107,10 @@ def _become_candidate(channel: Channel, order: bytes, prctl: Prctl, nursery_pid:
             # Where memory runs out, the kernel takes this process and not the runner.
             file.write("1000")
         if os.getppid() == nursery_pid:
-            _set_limits(channel.receive()["limits"])
+            limits = channel.receive()["limits"]
+            _set_limits(limits)
+            if limits["packages_dir"]:
+                sys.path.append(limits["packages_dir"])
             channel.send({"value": None})
             (_serve_calls if order == CALLS else _serve_programs)(channel)
     os._exit(1)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
 
 MAX_OPEN_FILES = 64
 MEMORY_BYTES = 512 << 20
 FILE_BYTES = 16 << 20
+PACKAGES_DIR = "/packages"
+"""Where a sandbox shows the packages that a task allows; nothing else lies there."""
 
 
 class JudgeMode(StrEnum):
@@ -46,9 +50,21 @@ class JudgeJob:
     """For all tests together."""
     test_s: float = math.inf
     """For one test."""
+    packages: tuple[str, ...] = ()
+    """What the program may import beside the standard library, if this installation has it."""
 
-    def limits(self) -> dict[str, float | int]:
-        """Return the limits as the runner reads them."""
+    def package_dirs(self) -> dict[str, Path]:
+        """Return the allowed packages' directories by name, with the libraries that wheels put beside."""
+        found: dict[str, Path] = {}
+        for package in self.packages:
+            spec = find_spec(package)
+            for folder in map(Path, spec.submodule_search_locations or ()) if spec else ():
+                libraries = folder.with_name(f"{folder.name}.libs")
+                found |= {place.name: place for place in (folder, libraries) if place.is_dir()}
+        return found
+
+    def limits(self) -> dict[str, float | int | str]:
+        """Return the limits as the runner reads them; the candidate finds its packages among them."""
         return {
             "wall_s": self.wall_s,
             "test_s": min(self.test_s, self.wall_s),
@@ -56,6 +72,7 @@ class JudgeJob:
             "file_bytes": FILE_BYTES,
             "max_open_files": MAX_OPEN_FILES,
             "cpu_s": math.ceil(self.wall_s) + 1,
+            "packages_dir": PACKAGES_DIR if self.packages else "",
         }
 
 

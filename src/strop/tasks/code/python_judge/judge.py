@@ -15,13 +15,24 @@ from functools import partial
 from typing import Any
 
 from strop.errors import SandboxError, SandboxLost, explain_refusal
-from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, SandboxSpec
+from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.tasks.code.python_judge.bundle import read_runner
-from strop.tasks.code.python_judge.job import FILE_BYTES, MAX_OPEN_FILES, MEMORY_BYTES, JudgeJob, JudgeVerdict
+from strop.tasks.code.python_judge.job import (
+    FILE_BYTES,
+    MAX_OPEN_FILES,
+    MEMORY_BYTES,
+    PACKAGES_DIR,
+    JudgeJob,
+    JudgeVerdict,
+)
 from strop.tasks.code.python_judge.runner import STARTED
 
 START_LIMIT_S = 5.0
 """Wall time of the runner beside the tests: to start, and to be told apart from them when it hangs."""
+_MOUNTING_BACKEND = "bubblewrap"
+"""Elsewhere a program has the standard library only."""
+_ENV = {"OPENBLAS_NUM_THREADS": "1"}
+"""Each thread of numpy's library reserves memory, of which a program has little."""
 _MAX_EXIT_CODE = 128
 """A larger exit code is a shell's or a sandbox's way to say that a signal ended the program."""
 
@@ -53,8 +64,20 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel) -> JudgeVerdict:
 
     limits = Limits(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES, max_open_files=MAX_OPEN_FILES)
     backend = await choose_backend(min_level=min_level)
+    mounts: tuple[Mount, ...] = ()
+    if job.packages and backend.name == _MOUNTING_BACKEND:
+        mounts = tuple(
+            Mount(host_path=str(place), inside_path=f"{PACKAGES_DIR}/{name}")
+            for name, place in job.package_dirs().items()
+        )
     nonce = secrets.token_hex(16)
-    spec = SandboxSpec(limits=limits, min_level=min_level, python_source=read_runner())
+    spec = SandboxSpec(
+        limits=limits,
+        min_level=min_level,
+        mounts=mounts,
+        env=_ENV if mounts else {},
+        python_source=read_runner(),
+    )
     async with await backend.create(spec) as sandbox:
         isolation = sandbox.isolation.level.word
         try:
