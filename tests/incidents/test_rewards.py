@@ -186,6 +186,7 @@ def test_rew_3_stops_of_the_task_end_the_reply(tmp_path: Path) -> None:
         run_seed=0,
         sampling=Sampling(),
         max_reply_tokens=64,
+        prompt_format="base",
     )
     engine = DummyEngine(tokenizer, ["18 Question: 2+3?"])
     group = asyncio.run(run_group(partial(SingleTurn, gsm8k()), engine, tokenizer, [plan]))

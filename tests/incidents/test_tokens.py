@@ -69,7 +69,7 @@ def test_tok_3_prompt_is_one_decision_and_shown_byte_for_byte(tmp_path: Path) ->
     task = build_task(ArithmeticSpec())
     example = task.examples(Split.TRAIN)[0]
     question = f"What is {example.fields['a']} + {example.fields['b']}?"
-    expected = {True: f"<|start|>user\n{question}<|end|>\n<|start|>assistant\n", False: f"{question}\n"}
+    expected = {True: f"<|start|>user\n{question}<|end|>\n<|start|>assistant\n", False: f"{question}\nA:"}
     for is_chat, text in expected.items():
         model_dir = tiny_tokenizer(tmp_path / str(is_chat), with_chat_template=is_chat)
         tokenizer = Tokenizer.load(model_dir)

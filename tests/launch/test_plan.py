@@ -43,7 +43,7 @@ def test_the_prompt_is_the_one_that_the_model_gets(plan_it: PlanIt, tiny_model_d
     assert prompt.example_id == example.example_id
     assert prompt.stops == ("<|end|>",)
     assert prompt.prompt_format == "chat"
-    assert plan_it("model.prompt_format=base").prompt.text.endswith("?\n")  # type: ignore[union-attr]
+    assert plan_it("model.prompt_format=base").prompt.text.endswith("?\nA:")  # type: ignore[union-attr]
 
 
 def test_the_schedule_by_hand(plan_it: PlanIt) -> None:

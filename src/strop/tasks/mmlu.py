@@ -86,6 +86,8 @@ class Mmlu(RowTask):
     @cached_property
     def _shots_by_subject(self) -> dict[str, list[Example]]:
         by_subject: dict[str, list[Example]] = {}
+        if not self._num_few_shot:
+            return by_subject
         for shot in self._splits.shots:
             by_subject.setdefault(shot.fields["subject"], []).append(shot)
         return by_subject

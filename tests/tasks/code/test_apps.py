@@ -58,7 +58,7 @@ def test_items_without_two_tests_are_dropped_and_counted(tmp_path: Path) -> None
 
 
 def test_held_out_items_need_one_test(tmp_path: Path) -> None:
-    task = apps(tmp_path)
+    task = apps(tmp_path, [SUM])
     (tmp_path / "test.jsonl").write_text(json.dumps(ONE_TEST) + "\n" + json.dumps(NO_TEST) + "\n", "utf-8")
     (example,) = task.examples(Split.HELD_OUT)
     assert example.fields["num_tests"] == 1

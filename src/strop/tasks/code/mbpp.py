@@ -125,6 +125,8 @@ class Mbpp:
 
     @cached_property
     def _shots(self) -> str:
+        if not self._spec.num_few_shot:
+            return ""
         shots = self._splits.shots
         return join_shots([(_BASE_PROMPT.format(**_asked(shot)), f"{shot.answer}\n[DONE]") for shot in shots])
 

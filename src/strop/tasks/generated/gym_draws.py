@@ -7,8 +7,6 @@ anew, so a resumed run and a judge's worker would see other problems. These data
 of its own whose hash seed is 0, once: what it drew is kept in the user's cache under what it was asked.
 Others (pool_matrix, list_functions) draw from the process-wide generators, which are seeded here for each
 problem and put back.
-
-Run as `python -m strop.tasks.generated.gym_draws`, with a request on standard input.
 """
 
 from __future__ import annotations
@@ -39,7 +37,9 @@ HASH_SEEDED = frozenset(
 """Data sets of reasoning-gym 0.1.25 whose problems follow from Python's hash seed, found by drawing all data
 sets under two seeds. Their entries are JSON values but for tuples, which their scorers take as lists."""
 _DRAWS_PER_EXAMPLE = 8
-_DRAW_LIMIT_S = 600.0
+_DRAW_LIMIT_S = 3600.0
+"""A problem of knight_swap takes a second."""
+_PROGRAM = "from strop.tasks.generated.gym_draws import main; main()"
 _FORM = 1
 """Of the cached file; another number makes old files unread."""
 
@@ -117,7 +117,7 @@ def _draw_aside(request: DrawRequest) -> list[Entry]:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-c", _PROGRAM],
             input=json.dumps(asdict(request)).encode(),
             env={**os.environ, "PYTHONHASHSEED": "0"},
             capture_output=True,
@@ -163,7 +163,3 @@ def main() -> None:
     request = DrawRequest(**json.loads(sys.stdin.read()))
     entries = _draw_here(create_dataset(request), request)
     sys.stdout.write(json.dumps(entries))
-
-
-if __name__ == "__main__":
-    main()

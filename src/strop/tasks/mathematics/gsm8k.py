@@ -108,6 +108,8 @@ class Gsm8k:
 
     @cached_property
     def _shots(self) -> str:
+        if not self._spec.num_few_shot:
+            return ""
         shots = [
             (self._base_prompt.format(**e.fields), f" {e.fields['solution']}") for e in self._splits.shots
         ]

@@ -55,6 +55,8 @@ class HendrycksMath(BoxedMath):
 
     @cached_property
     def _shots(self) -> str:
+        if not self._num_few_shot:
+            return ""
         shots = self._splits.shots
         return join_shots([(self._base_prompt.format(**e.fields), f" {e.fields['solution']}") for e in shots])
 
