@@ -134,6 +134,28 @@ class QuickVerifier(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramForm:
+    """How the program that a reply holds is used."""
+
+    entry_point: str | None
+    """The name that it must define; None where it is run as a whole, reads its input and prints."""
+
+
+@runtime_checkable
+class RunsPrograms(Protocol):
+    """What a task has beside, if its replies are Python programs that it runs."""
+
+    def program_form(self, example: Example) -> ProgramForm | None:
+        """Return how the program of a reply is used; None where an example asks for no program."""
+        ...
+
+
+def program_form_of(task: Task, example: Example) -> ProgramForm | None:
+    """Return how the program of a reply is used; None where replies are not programs."""
+    return task.program_form(example) if isinstance(task, RunsPrograms) else None
+
+
 def limits_of(task: Task, example: Example) -> TaskLimits:
     """Return the limits of an example: its own, or those of the whole task."""
     return task.limits_of(example) if isinstance(task, PartedLimits) else task.limits

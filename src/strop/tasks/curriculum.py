@@ -21,7 +21,7 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
-from strop.tasks.contract import Task, TaskLimits, limits_of, verify_quick
+from strop.tasks.contract import ProgramForm, Task, TaskLimits, limits_of, program_form_of, verify_quick
 
 _MAX_SHOWN = 3
 
@@ -80,6 +80,10 @@ class Curriculum:
     def verify_quick(self, example: Example, text: str) -> Outcome | None:
         """Judge as the task does, where it is quick."""
         return verify_quick(self._task, example, text)
+
+    def program_form(self, example: Example) -> ProgramForm | None:
+        """Return how the task uses the program of a reply."""
+        return program_form_of(self._task, example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return what the task calls right."""

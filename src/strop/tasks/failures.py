@@ -14,6 +14,12 @@ from strop.errors import ConfigError, Interrupted, RunStopped, WeightMismatch
 from strop.rollout import Failure, FailureOwner
 
 _MAX_DETAIL_CHARS = 4000
+_OF_THE_MACHINE = frozenset({"SandboxError", "SandboxRefused", "SandboxLost"})
+
+
+def owner_of_error(kind: str) -> FailureOwner:
+    """Return who is responsible for an exception of this class in a verifier: the machine, or the task."""
+    return FailureOwner.INFRA if kind in _OF_THE_MACHINE else FailureOwner.TASK
 
 
 class CaughtFailure:

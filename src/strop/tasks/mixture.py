@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import MixtureSpec
-from strop.tasks.contract import Ordered, Task, TaskLimits, limits_of, verify_quick
+from strop.tasks.contract import (
+    Ordered,
+    ProgramForm,
+    Task,
+    TaskLimits,
+    limits_of,
+    program_form_of,
+    verify_quick,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +94,10 @@ class Mixture:
     def verify_quick(self, example: Example, text: str) -> Outcome | None:
         """Judge as the example's part does, where it is quick."""
         return verify_quick(self._owner(example), example, text)
+
+    def program_form(self, example: Example) -> ProgramForm | None:
+        """Return how the part uses the program of a reply."""
+        return program_form_of(self._owner(example), example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return what the example's part calls right."""

@@ -6,29 +6,37 @@ standard errors of a mean over the examples asked; where nothing can be had by c
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal
 
 from strop.rollout import Example, make_example
 from strop.tasks.answers import parse_number
+from strop.tasks.audit.measure import (
+    SLACK,
+    bound,
+    chance_limit,
+    failed,
+    is_full,
+    judge_kinds,
+    mean_share,
+    measured,
+    not_applicable,
+    show_evidence,
+)
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
 
 Probe = Callable[[AuditWorld], Awaitable[ProbeResult]]
 
-_NUM_ERRORS = 3.0
 _COINCIDENCE_FRAC = 0.01
 """Share of wrong replies that are right all the same: a neighbour's answer, a number of the question."""
-_MINOR_FRAC = 0.02
-"""Up to here, what should earn nothing is a warning: some graders give a hundredth to every reply."""
 _MAX_CONSTANT_FRAC = 0.2
 _MIN_GOLD_FRAC = 0.95
 _MAX_CUT_FRAC = 0.05
-_SLACK = 1e-9
 _MIN_LEAK_CHARS = 20
 _NUM_REPEATS = 3
 _NUM_NULL_REPLIES = 100
@@ -38,23 +46,25 @@ _WORDS = (
     *("stone", "river", "window", "table", "quiet", "yellow", "often", "between", "market", "letter"),
     *("summer", "carry", "bright", "under", "garden", "seldom", "answer", "corner", "listen", "paper"),
 )
+_NUM_COMMON = 3
+_RETURNED = ("0", "1", "True", "None", "[]", "")
 _CONSTANTS = ("0", "1", "2", "yes", "no", "A", "B", "True", "False", "[]")
 
 
 async def probe_noop(world: AuditWorld) -> ProbeResult:
     """No reply at all earns nothing, and is judged."""
     judged = await world.judge_all((example, "") for example in world.examples)
-    return _bound(world, "noop", {"no reply": judged}, 0.0)
+    return bound(world, "noop", {"no reply": judged}, 0.0)
 
 
 async def probe_empty(world: AuditWorld) -> ProbeResult:
     """White space earns nothing and is not in the asked form."""
     kinds = {"blank": " ", "line": "\n", "lines": " \n\t\n"}
-    by_kind = await _judge_kinds(world, lambda example: kinds)
-    result = _bound(world, "empty", by_kind, 0.0)
+    by_kind = await judge_kinds(world, lambda example: kinds)
+    result = bound(world, "empty", by_kind, 0.0)
     formed = [j for judged in by_kind.values() for j in judged if j.outcome.format_ok]
     if result.status is ProbeStatus.PASS and formed:
-        return _failed("empty", formed, "an empty reply counts as well-formed")
+        return failed("empty", formed, "an empty reply counts as well-formed")
     return result
 
 
@@ -69,14 +79,14 @@ async def probe_garbage(world: AuditWorld) -> ProbeResult:
         "brackets": "{}[]()<>",
         "long": "lorem " * 17_000,
     }
-    by_kind = await _judge_kinds(world, lambda example: kinds)
-    return _bound(world, "garbage", by_kind, world.task.limits.chance)
+    by_kind = await judge_kinds(world, lambda example: kinds)
+    return bound(world, "garbage", by_kind, world.task.limits.chance)
 
 
 async def probe_echo(world: AuditWorld) -> ProbeResult:
     """The question given back earns nothing beyond chance."""
-    by_kind = await _judge_kinds(world, lambda example: _echoes(world, example))
-    return _bound(world, "echo", by_kind, max(world.task.limits.chance, _COINCIDENCE_FRAC))
+    by_kind = await judge_kinds(world, lambda example: _echoes(world, example))
+    return bound(world, "echo", by_kind, max(world.task.limits.chance, _COINCIDENCE_FRAC))
 
 
 def _echoes(world: AuditWorld, example: Example) -> dict[str, str]:
@@ -93,16 +103,21 @@ def _echoes(world: AuditWorld, example: Example) -> dict[str, str]:
 
 async def probe_constant(world: AuditWorld) -> ProbeResult:
     """No single answer is right on a fifth of all examples."""
-    common = Counter(example.answer for example in world.examples if example.answer is not None)
-    constants = dict.fromkeys([*_CONSTANTS, *(answer for answer, _ in common.most_common(3))])
-    by_kind = await _judge_kinds(
-        world, lambda example: {constant: world.in_form(example, constant) for constant in constants}
+    texts = [example for example in world.examples if world.form_of(example) is None]
+    common = Counter(example.answer for example in texts if example.answer is not None)
+    spoken = [*_CONSTANTS, *(answer for answer, _ in common.most_common(_NUM_COMMON))]
+    # Of programs the answers are long texts; what they return is one of a few values.
+    constants = dict.fromkeys(spoken if texts else _RETURNED)
+    by_kind = await judge_kinds(
+        world,
+        lambda example: {constant: world.in_form(example, constant) for constant in constants},
+        world.few_examples,
     )
-    means = {constant: _mean(world, judged) for constant, judged in by_kind.items()}
+    means = {constant: mean_share(world, judged) for constant, judged in by_kind.items()}
     best = max(means, key=lambda constant: means[constant])
-    limit = max(_MAX_CONSTANT_FRAC, _chance_limit(world, world.task.limits.chance))
+    limit = max(_MAX_CONSTANT_FRAC, chance_limit(world, world.task.limits.chance))
     kept = [judged for judged in by_kind[best] if (judged.reward or 0.0) > 0.0]
-    return _measured(
+    return measured(
         "constant", means[best], limit, kept, len(by_kind[best]), f"always answering {best[:40]!r}"
     )
 
@@ -111,7 +126,7 @@ async def probe_gold(world: AuditWorld) -> ProbeResult:
     """What the task calls right earns full marks on at least 95 % of the examples."""
     golds = [(example, text) for example in world.examples for text in world.task.gold_replies(example)]
     judged = await world.judge_all(golds)
-    bad = [j for j in judged if not _is_full(world, j)]
+    bad = [j for j in judged if not is_full(world, j)]
     bad_ids = {j.example.example_id for j in bad}
     without = [example for example in world.examples if not world.task.gold_replies(example)]
     share = 1.0 - (len(bad_ids) + len(without)) / len(world.examples)
@@ -123,7 +138,7 @@ async def probe_gold(world: AuditWorld) -> ProbeResult:
         limit=_MIN_GOLD_FRAC,
         num=len(judged),
         detail=detail,
-        evidence=_evidence(bad),
+        evidence=show_evidence(bad),
     )
 
 
@@ -137,8 +152,8 @@ async def probe_near_miss(world: AuditWorld) -> ProbeResult:
                 await world.judge_all([(example, world.in_form(example, str(value)))])
             )
     if not by_kind:
-        return _not_applicable("near_miss", "no answer is a number")
-    return _bound(world, "near_miss", by_kind, 0.0, is_partial_fine=True)
+        return not_applicable("near_miss", "no answer is a number")
+    return bound(world, "near_miss", by_kind, 0.0, is_partial_fine=True)
 
 
 def _near_misses(gold: Decimal) -> list[tuple[str, Decimal]]:
@@ -155,13 +170,11 @@ async def probe_wrong_order(world: AuditWorld) -> ProbeResult:
         if other is not None and (golds := world.task.gold_replies(other)):
             replies.append((example, golds[0]))
     if not replies:
-        return _not_applicable("wrong_order", "no two examples with different right replies")
+        return not_applicable("wrong_order", "no two examples with different right replies")
     judged = await world.judge_all(replies)
-    full = [j for j in judged if _is_full(world, j)]
-    limit = max(_MAX_CUT_FRAC, _chance_limit(world, world.task.limits.chance))
-    return _measured(
-        "wrong_order", len(full) / len(judged), limit, full, len(judged), "share with full marks"
-    )
+    full = [j for j in judged if is_full(world, j)]
+    limit = max(_MAX_CUT_FRAC, chance_limit(world, world.task.limits.chance))
+    return measured("wrong_order", len(full) / len(judged), limit, full, len(judged), "share with full marks")
 
 
 async def probe_label_leak(world: AuditWorld) -> ProbeResult:
@@ -176,7 +189,7 @@ async def probe_label_leak(world: AuditWorld) -> ProbeResult:
                 leaks.append(Evidence.of(example.example_id, text, None, "stands in the prompt"))
                 break
     if not num:
-        return _not_applicable("label_leak", f"no answer of {_MIN_LEAK_CHARS} characters or more")
+        return not_applicable("label_leak", f"no answer of {_MIN_LEAK_CHARS} characters or more")
     return ProbeResult(
         probe="label_leak",
         status=ProbeStatus.FAIL if leaks else ProbeStatus.PASS,
@@ -191,25 +204,43 @@ async def probe_label_leak(world: AuditWorld) -> ProbeResult:
 async def probe_determinism(world: AuditWorld) -> ProbeResult:
     """One reply earns the same whenever and beside whatever it is judged."""
     replies = []
-    for index, example in enumerate(world.examples):
+    for index, example in enumerate(world.few_examples):
         golds = world.task.gold_replies(example)
         other = world.examples[index - 1]
         replies += [(example, golds[0] if golds else "asdf"), (example, str(other.answer))]
     rounds = [await world.judge_all(replies) for _ in range(_NUM_REPEATS)]
-    differing = [
-        judged[0]
-        for judged in zip(*rounds, strict=True)
-        if len({(j.reward, j.outcome.is_correct, j.outcome.format_ok) for j in judged}) > 1
-    ]
-    return _measured(
-        "determinism", len(differing) / len(replies), 0.0, differing, len(replies), "share that changed"
+    differing = [repeats for repeats in zip(*rounds, strict=True) if len({_verdict(j) for j in repeats}) > 1]
+    result = measured(
+        "determinism",
+        len(differing) / len(replies),
+        0.0,
+        [repeats[0] for repeats in differing],
+        len(replies),
+        "share that changed",
     )
+    shown = tuple(_show_repeats(repeats) for repeats in differing[:MAX_EVIDENCE])
+    # No share of changing scores is small: nothing that was measured with them can be repeated.
+    status = ProbeStatus.FAIL if differing else result.status
+    return replace(result, status=status, evidence=shown)
+
+
+def _verdict(judged: Judged) -> tuple[float | None, bool | None, bool | None]:
+    return judged.reward, judged.outcome.is_correct, judged.outcome.format_ok
+
+
+def _show_repeats(repeats: Sequence[Judged]) -> Evidence:
+    """Show one reply with all that it earned."""
+    first = repeats[0]
+    rewards = " then ".join(f"{judged.reward}" for judged in repeats)
+    return Evidence.of(first.example.example_id, first.text, first.reward, f"scored {rewards}")
 
 
 async def probe_order(world: AuditWorld) -> ProbeResult:
     """Scores do not depend on the order in which replies are judged."""
     replies = [
-        (example, text) for example in world.examples for text in (world.task.gold_replies(example) or ("a",))
+        (example, text)
+        for example in world.few_examples
+        for text in (world.task.gold_replies(example) or ("a",))
     ]
     forward = await world.judge_all(replies)
     shuffled = list(range(len(replies)))
@@ -218,21 +249,21 @@ async def probe_order(world: AuditWorld) -> ProbeResult:
     for index in shuffled:
         (one_by_one[index],) = await world.judge_all([replies[index]])
     differing = [judged for index, judged in enumerate(forward) if judged.reward != one_by_one[index].reward]
-    return _measured(
+    return measured(
         "order", len(differing) / len(replies), 0.0, differing, len(replies), "share that changed"
     )
 
 
 async def probe_truncation(world: AuditWorld) -> ProbeResult:
     """A right reply that is cut earns full marks on few examples only."""
-    by_kind = await _judge_kinds(world, lambda example: _cut(world, example))
+    by_kind = await judge_kinds(world, lambda example: _cut(world, example), world.few_examples)
     if not by_kind:
-        return _not_applicable("truncation", "no right reply is known")
-    shares = {kind: [j for j in judged if _is_full(world, j)] for kind, judged in by_kind.items()}
+        return not_applicable("truncation", "no right reply is known")
+    shares = {kind: [j for j in judged if is_full(world, j)] for kind, judged in by_kind.items()}
     worst = max(shares, key=lambda kind: len(shares[kind]))
     share = len(shares[worst]) / len(by_kind[worst])
-    limit = max(_MAX_CUT_FRAC, _chance_limit(world, world.task.limits.chance))
-    return _measured("truncation", share, limit, shares[worst], len(by_kind[worst]), f"cut at {worst}")
+    limit = max(_MAX_CUT_FRAC, chance_limit(world, world.task.limits.chance))
+    return measured("truncation", share, limit, shares[worst], len(by_kind[worst]), f"cut at {worst}")
 
 
 def _cut(world: AuditWorld, example: Example) -> dict[str, str]:
@@ -253,7 +284,7 @@ async def probe_failure_paths(world: AuditWorld) -> ProbeResult:
     hollow = make_example(world.task.name, {}, None)
     judged = await world.judge_all([(hollow, "asdf"), (hollow, "")])
     scored = [j for j in judged if j.reward is not None]
-    return _measured(
+    return measured(
         "failure_paths",
         float(len(scored)),
         0.0,
@@ -266,9 +297,9 @@ async def probe_failure_paths(world: AuditWorld) -> ProbeResult:
 async def probe_ceiling(world: AuditWorld) -> ProbeResult:
     """No reply of any probe earned less than nothing or more than everything. Runs last."""
     rewards = [(j, j.reward) for j in world.all_judged if j.reward is not None]
-    beyond = [j for j, reward in rewards if not -_SLACK <= reward <= world.max_reward + _SLACK]
+    beyond = [j for j, reward in rewards if not -SLACK <= reward <= world.max_reward + SLACK]
     value = max((reward for _, reward in rewards), default=0.0)
-    return _measured(
+    return measured(
         "ceiling", float(len(beyond)), 0.0, beyond, len(rewards), f"scores out of bounds; highest {value:g}"
     )
 
@@ -288,97 +319,3 @@ async def probe_cost(world: AuditWorld) -> ProbeResult:
         num=_NUM_NULL_REPLIES,
         detail="seconds per empty reply",
     )
-
-
-async def _judge_kinds(
-    world: AuditWorld, texts: Callable[[Example], dict[str, str]]
-) -> dict[str, list[Judged]]:
-    """Judge several kinds of reply to each example."""
-    asked = [(kind, example, text) for example in world.examples for kind, text in texts(example).items()]
-    judged = await world.judge_all((example, text) for _, example, text in asked)
-    by_kind: dict[str, list[Judged]] = {}
-    for (kind, _, _), one in zip(asked, judged, strict=True):
-        by_kind.setdefault(kind, []).append(one)
-    return by_kind
-
-
-def _bound(
-    world: AuditWorld,
-    probe: str,
-    by_kind: dict[str, list[Judged]],
-    chance: float,
-    *,
-    is_partial_fine: bool = False,
-) -> ProbeResult:
-    """Compare the kind that earns most with what chance may give; every reply must be judged.
-
-    `is_partial_fine` counts full marks only.
-    """
-    unscored = [j for judged in by_kind.values() for j in judged if j.reward is None]
-    if unscored:
-        return _failed(probe, unscored, "replies that could not be judged")
-    if is_partial_fine:
-        means = {kind: len([j for j in js if _is_full(world, j)]) / len(js) for kind, js in by_kind.items()}
-    else:
-        means = {kind: _mean(world, judged) for kind, judged in by_kind.items()}
-    worst = max(means, key=lambda kind: means[kind])
-    paid = sorted(by_kind[worst], key=lambda j: -(j.reward or 0.0))
-    paid = [j for j in paid if (j.reward or 0.0) > 0.0]
-    return _measured(probe, means[worst], _chance_limit(world, chance), paid, len(by_kind[worst]), worst)
-
-
-def _chance_limit(world: AuditWorld, chance: float) -> float:
-    error = math.sqrt(chance * (1.0 - chance) / len(world.examples))
-    return chance + _NUM_ERRORS * error + _SLACK
-
-
-def _mean(world: AuditWorld, judged: Sequence[Judged]) -> float:
-    """Mean share of full marks."""
-    return math.fsum(j.reward or 0.0 for j in judged) / (len(judged) * world.max_reward)
-
-
-def _is_full(world: AuditWorld, judged: Judged) -> bool:
-    return judged.reward is not None and judged.reward >= world.max_reward - _SLACK
-
-
-def _measured(
-    probe: str, value: float, limit: float, judged: Sequence[Judged], num: int, detail: str
-) -> ProbeResult:
-    is_fine = value <= limit + _SLACK
-    bad = ProbeStatus.WARN if value <= _MINOR_FRAC else ProbeStatus.FAIL
-    return ProbeResult(
-        probe=probe,
-        status=ProbeStatus.PASS if is_fine else bad,
-        value=value,
-        limit=limit,
-        num=num,
-        detail=detail,
-        evidence=() if is_fine else _evidence(judged),
-    )
-
-
-def _failed(probe: str, judged: Sequence[Judged], detail: str) -> ProbeResult:
-    return ProbeResult(
-        probe=probe,
-        status=ProbeStatus.FAIL,
-        value=float(len(judged)),
-        limit=0.0,
-        num=len(judged),
-        detail=detail,
-        evidence=_evidence(judged),
-    )
-
-
-def _not_applicable(probe: str, detail: str) -> ProbeResult:
-    return ProbeResult(probe=probe, status=ProbeStatus.NOT_APPLICABLE, detail=detail)
-
-
-def _evidence(judged: Iterable[Judged]) -> tuple[Evidence, ...]:
-    found = []
-    for j in judged:
-        failure = j.outcome.failure
-        detail = "" if failure is None else f"{failure.kind}: {failure.detail.strip().splitlines()[-1]}"
-        found.append(Evidence.of(j.example.example_id, j.text, j.reward, detail))
-        if len(found) == MAX_EVIDENCE:
-            break
-    return tuple(found)

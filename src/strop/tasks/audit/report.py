@@ -11,7 +11,7 @@ from typing import Any
 
 SCHEMA = 1
 _MAX_WARNINGS = 2
-_MILD = frozenset({"constant", "determinism", "cost"})
+_MILD = frozenset({"constant", "cost"})
 """Probes whose failure is a matter of degree: they make a report amber, not red."""
 MAX_EVIDENCE = 5
 _MAX_SHOWN_CHARS = 200

@@ -11,14 +11,15 @@ from types import MappingProxyType
 
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import Example, FailureOwner, Split
-from strop.tasks.audit import probes
+from strop.tasks.audit import code_probes, probes, rules
 from strop.tasks.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import InlineJudge, Judge
 
-_PROBE_LIMIT_S = 60.0
+_PROBE_LIMIT_S = MappingProxyType({False: 60.0, True: 240.0})
+"""Wall time of one probe, by whether judgements need a sandbox."""
 
 _PROBES = MappingProxyType(
     {
@@ -30,10 +31,17 @@ _PROBES = MappingProxyType(
         "gold": probes.probe_gold,
         "near_miss": probes.probe_near_miss,
         "wrong_order": probes.probe_wrong_order,
-        "label_leak": probes.probe_label_leak,
+        "label_leak": code_probes.probe_label_leak,
+        "trivial_rule": rules.probe_trivial_rule,
         "determinism": probes.probe_determinism,
         "order": probes.probe_order,
         "failure_paths": probes.probe_failure_paths,
+        "grader_tamper": code_probes.probe_grader_tamper,
+        "forged_stdout": code_probes.probe_forged_stdout,
+        "os_exit": code_probes.probe_os_exit,
+        "isolation": code_probes.probe_isolation,
+        "stale_submission": code_probes.probe_stale_submission,
+        "lost_sandbox": code_probes.probe_lost_sandbox,
         "truncation": probes.probe_truncation,
         "cost": probes.probe_cost,
         # Last: it looks at what all others earned.
@@ -50,6 +58,7 @@ QUICK_PROBES = (
     "gold",
     "determinism",
     "failure_paths",
+    "forged_stdout",
     "ceiling",
 )
 """What a run asks of a task that nobody has audited."""
@@ -117,7 +126,7 @@ def _choose(task: Task, settings: AuditSettings) -> list[Example]:
 async def _run_probe(world: AuditWorld, name: str) -> ProbeResult:
     started_at = time.perf_counter()
     with catch_failure(lambda: FailureOwner.TASK) as caught:
-        async with asyncio.timeout(_PROBE_LIMIT_S):
+        async with asyncio.timeout(_PROBE_LIMIT_S[world.task.limits.verify_keeps_time]):
             result = await _PROBES[name](world)
     if caught.failure is not None:
         last = caught.failure.detail.strip().splitlines()[-1]

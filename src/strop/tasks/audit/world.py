@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from strop.rollout import Example, FailureOwner, Outcome
-from strop.tasks.contract import Task
-from strop.tasks.failures import catch_failure
+from strop.tasks.audit.attacks import as_constant
+from strop.tasks.contract import ProgramForm, Task, program_form_of
+from strop.tasks.failures import catch_failure, owner_of_error
 from strop.tasks.judging import Judge
+
+_NUM_FEW = 8
+_LITERALS = frozenset({"True", "False", "None", "[]", "0", "1", "2"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +43,23 @@ class AuditWorld:
     seed: int
     all_judged: list[Judged] = field(default_factory=list)
     """Every judgement of the audit, for the probe that looks for impossible scores."""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(5))
+    """Tells what this audit left behind from what another did."""
+    _kept: dict[tuple[str, str], Judged] = field(default_factory=dict)
 
     @property
     def max_reward(self) -> float:
         """Full marks."""
         return self.task.limits.max_reward
+
+    @property
+    def few_examples(self) -> Sequence[Example]:
+        """The first examples where each judgement needs a sandbox, else all; for probes that ask often."""
+        return self.examples[:_NUM_FEW] if self.task.limits.verify_keeps_time else self.examples
+
+    def form_of(self, example: Example) -> ProgramForm | None:
+        """Return how the program of a reply is used; None where replies are not programs."""
+        return program_form_of(self.task, example)
 
     def random(self, name: str) -> random.Random:
         """Return a random stream of its own, named so that no probe disturbs another."""
@@ -51,19 +68,36 @@ class AuditWorld:
 
     async def judge_all(self, replies: Iterable[tuple[Example, str]]) -> list[Judged]:
         """Judge replies at once; an exception becomes an outcome without a score."""
-        judged = list(await asyncio.gather(*(self._judge(example, text) for example, text in replies)))
+        judged = await asyncio.gather(*(self._judge(example, text) for example, text in replies))
         self.all_judged += judged
-        return judged
+        return list(judged)
+
+    async def judge_once(self, replies: Sequence[tuple[Example, str]]) -> list[Judged]:
+        """Judge replies as `judge_all`, but for those that were judged so before."""
+        new = [
+            reply for reply in dict.fromkeys((e.example_id, t) for e, t in replies) if reply not in self._kept
+        ]
+        by_id = {example.example_id: example for example, _ in replies}
+        judged = await self.judge_all((by_id[example_id], text) for example_id, text in new)
+        self._kept.update(zip(new, judged, strict=True))
+        return [self._kept[example.example_id, text] for example, text in replies]
 
     async def _judge(self, example: Example, text: str) -> Judged:
         with catch_failure(lambda: FailureOwner.TASK) as caught:
             outcome = await self.judge.judge(example, text)
         if caught.failure is not None:
-            outcome = Outcome(parts={}, failure=caught.failure)
+            owner = owner_of_error(caught.failure.kind)
+            outcome = Outcome(parts={}, failure=replace(caught.failure, owner=owner))
         return Judged(example=example, text=text, outcome=outcome)
 
     def in_form(self, example: Example, answer: str) -> str:
-        """Return a reply that gives an answer in the form of the task's own gold reply."""
+        """Return a reply that gives an answer in the form of the task's own gold reply.
+
+        Where replies are programs, one that returns it.
+        """
+        form = self.form_of(example)
+        if form is not None:
+            return as_constant(form, answer if answer in _LITERALS else repr(answer))
         golds = self.task.gold_replies(example)
         if not golds or not example.answer or example.answer not in golds[0]:
             return answer

@@ -14,7 +14,7 @@ from strop.spec.task import AppsSpec
 from strop.tasks.code.extraction import compiles, defines, extract_python
 from strop.tasks.code.outcome import SPARE_VERIFY_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
-from strop.tasks.contract import TaskLimits
+from strop.tasks.contract import ProgramForm, TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
@@ -116,6 +116,10 @@ class Apps:
             packages=_ALLOWED_PACKAGES,
         )
         return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+
+    def program_form(self, example: Example) -> ProgramForm:
+        """Return the name that is called; programs are run as a whole."""
+        return ProgramForm(entry_point=example.fields["fn_name"])
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the first reference solution, where the item has one."""

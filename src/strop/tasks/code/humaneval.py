@@ -15,7 +15,7 @@ from strop.spec.task import HumanEvalSpec
 from strop.tasks.code.extraction import compiles, defines, extract_body, extract_python
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
-from strop.tasks.contract import TaskLimits
+from strop.tasks.contract import ProgramForm, TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
@@ -97,6 +97,10 @@ class HumanEval:
             wall_s=WALL_S,
         )
         return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+
+    def program_form(self, example: Example) -> ProgramForm:
+        """Return that the program is called by its name."""
+        return ProgramForm(entry_point=example.fields["entry_point"])
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the whole function in a fence, and its body as a continuation of the prompt."""

@@ -19,7 +19,7 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
-from strop.tasks.contract import TaskLimits
+from strop.tasks.contract import ProgramForm, TaskLimits
 from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
@@ -111,6 +111,10 @@ class Mbpp:
             wall_s=_PARITY_WALL_S if self._is_parity else WALL_S,
         )
         return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+
+    def program_form(self, example: Example) -> ProgramForm:
+        """Return that the program is called by its name."""
+        return ProgramForm(entry_point=example.fields["names"][0])
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the reference code: fenced, and with the marker that ends it in few-shot prompts."""

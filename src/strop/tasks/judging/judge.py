@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from strop.hardware import describe_machine
 from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.tasks.contract import QuickVerifier, Task
+from strop.tasks.failures import owner_of_error
 from strop.tasks.judging.nursery import Handler
 from strop.tasks.judging.pool import MAX_SLOW, CallFailure, WorkerPool
 
@@ -68,7 +69,7 @@ class WorkerJudge:
         values = {name: getattr(example, name) for name in _EXAMPLE_FIELDS}
         reply = await self.pool.call({"example": values, "text": text})
         if isinstance(reply, CallFailure):
-            return Outcome.lost(FailureOwner.TASK, f"verifier_{reply.kind}", reply.detail)
+            return Outcome.lost(owner_of_error(reply.kind), f"verifier_{reply.kind}", reply.detail)
         return outcome_from_json(reply)
 
     async def close(self) -> None:

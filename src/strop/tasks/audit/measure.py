@@ -1,0 +1,116 @@
+"""From judgements to the result of a probe: what was measured, what is allowed, and what shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from strop.rollout import Example
+from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
+from strop.tasks.audit.world import AuditWorld, Judged
+
+_NUM_ERRORS = 3.0
+_MINOR_FRAC = 0.02
+"""Up to here, what should earn nothing is a warning: some graders give a hundredth to every reply."""
+SLACK = 1e-9
+
+
+async def judge_kinds(
+    world: AuditWorld, texts: Callable[[Example], dict[str, str]], examples: Sequence[Example] = ()
+) -> dict[str, list[Judged]]:
+    """Judge several kinds of reply to each of some examples; to all if none are given."""
+    chosen = examples or world.examples
+    asked = [(kind, example, text) for example in chosen for kind, text in texts(example).items()]
+    judged = await world.judge_all((example, text) for _, example, text in asked)
+    by_kind: dict[str, list[Judged]] = {}
+    for (kind, _, _), one in zip(asked, judged, strict=True):
+        by_kind.setdefault(kind, []).append(one)
+    return by_kind
+
+
+def bound(
+    world: AuditWorld,
+    probe: str,
+    by_kind: dict[str, list[Judged]],
+    chance: float,
+    *,
+    is_partial_fine: bool = False,
+) -> ProbeResult:
+    """Compare the kind that earns most with what chance may give; every reply must be judged.
+
+    `is_partial_fine` counts full marks only.
+    """
+    unscored = [j for judged in by_kind.values() for j in judged if j.reward is None]
+    if unscored:
+        return failed(probe, unscored, "replies that could not be judged")
+    if is_partial_fine:
+        means = {kind: len([j for j in js if is_full(world, j)]) / len(js) for kind, js in by_kind.items()}
+    else:
+        means = {kind: mean_share(world, judged) for kind, judged in by_kind.items()}
+    worst = max(means, key=lambda kind: means[kind])
+    paid = sorted(by_kind[worst], key=lambda j: -(j.reward or 0.0))
+    paid = [j for j in paid if (j.reward or 0.0) > 0.0]
+    return measured(probe, means[worst], chance_limit(world, chance), paid, len(by_kind[worst]), worst)
+
+
+def chance_limit(world: AuditWorld, chance: float) -> float:
+    """Return what a mean over the examples may be where each is right by chance."""
+    error = math.sqrt(chance * (1.0 - chance) / len(world.examples))
+    return chance + _NUM_ERRORS * error + SLACK
+
+
+def mean_share(world: AuditWorld, judged: Sequence[Judged]) -> float:
+    """Mean share of full marks."""
+    return math.fsum(j.reward or 0.0 for j in judged) / (len(judged) * world.max_reward)
+
+
+def is_full(world: AuditWorld, judged: Judged) -> bool:
+    """Whether a reply earned full marks."""
+    return judged.reward is not None and judged.reward >= world.max_reward - SLACK
+
+
+def measured(
+    probe: str, value: float, limit: float, judged: Sequence[Judged], num: int, detail: str
+) -> ProbeResult:
+    """Compare a figure with its limit; `judged` are the replies that made it too large."""
+    is_fine = value <= limit + SLACK
+    bad = ProbeStatus.WARN if value <= _MINOR_FRAC else ProbeStatus.FAIL
+    return ProbeResult(
+        probe=probe,
+        status=ProbeStatus.PASS if is_fine else bad,
+        value=value,
+        limit=limit,
+        num=num,
+        detail=detail,
+        evidence=() if is_fine else show_evidence(judged),
+    )
+
+
+def failed(probe: str, judged: Sequence[Judged], detail: str) -> ProbeResult:
+    """Return a failure that some judgements show, whatever they earned."""
+    return ProbeResult(
+        probe=probe,
+        status=ProbeStatus.FAIL,
+        value=float(len(judged)),
+        limit=0.0,
+        num=len(judged),
+        detail=detail,
+        evidence=show_evidence(judged),
+    )
+
+
+def not_applicable(probe: str, detail: str) -> ProbeResult:
+    """Return that a probe has nothing to ask of this task, and why."""
+    return ProbeResult(probe=probe, status=ProbeStatus.NOT_APPLICABLE, detail=detail)
+
+
+def show_evidence(judged: Iterable[Judged]) -> tuple[Evidence, ...]:
+    """Return the first of some judgements as evidence."""
+    found = []
+    for j in judged:
+        failure = j.outcome.failure
+        detail = "" if failure is None else f"{failure.kind}: {failure.detail.strip().splitlines()[-1]}"
+        found.append(Evidence.of(j.example.example_id, j.text, j.reward, detail))
+        if len(found) == MAX_EVIDENCE:
+            break
+    return tuple(found)
