@@ -24,7 +24,12 @@ def test_a_red_task_ends_with_76_and_names_its_probes(run: Run) -> None:
 
 
 def test_a_task_and_all_tasks_are_not_asked_for_at_once(run: Run) -> None:
-    for words in ((), ("arithmetic", "--all"), ("--all", "--out", "x.json")):
+    for words in (
+        (),
+        ("arithmetic", "--all"),
+        ("--all", "--out", "x.json"),
+        ("--all", "a.b=c", "arithmetic"),
+    ):
         ended = run("audit", *words)
         assert ended.code == 2
-        assert "either TASK with its settings, or --all alone" in ended.err
+        assert "either TASK with its settings, or --all with" in ended.err

@@ -1,7 +1,8 @@
-"""`strop audit TASK [key=value ...]` or `strop audit --all`."""
+"""`strop audit TASK [key=value ...]` or `strop audit --all [TASK.key=value ...]`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,29 +20,33 @@ def audit(
     task: Annotated[str | None, typer.Argument(help="Which task; `strop tasks ls` lists them.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Settings of the task, such as max_value=50."),
+        typer.Argument(
+            metavar="[key=value ...]",
+            help="Settings of the task: max_value=50; with --all behind its name: gsm8k.source=folder.",
+        ),
     ] = None,
     num: Annotated[int, typer.Option(min=1, help="Examples that are attacked.")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="Which examples.")] = 0,
     is_all: Annotated[
-        bool, typer.Option("--all", help="Every task and reasoning-gym data set that needs no files.")
+        bool, typer.Option("--all", help="Every task and reasoning-gym data set whose files are here.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
     json: Json = False,
 ) -> None:
     """Attack a task before it trains a model. Ends with 76 if it is red: training refuses it too."""
-    if (task is None) != is_all or (is_all and (settings or out)):
-        raise typer.BadParameter("give either TASK with its settings, or --all alone")
+    words = [word for word in (task, *(settings or ())) if word is not None]
+    if (is_all and (out or not all("=" in word for word in words))) or not (is_all or words):
+        raise typer.BadParameter("give either TASK with its settings, or --all with TASK.key=value settings")
     from strop.errors import CheckRefused, explain_refusal
     from strop.launch.audit import audit_here, read_task
     from strop.tasks.audit import AuditSettings, Verdict
 
     output: Output = context.obj
     wanted = AuditSettings(num_examples=num, seed=seed)
-    if task is None:
-        _audit_all(output, wanted, is_json=json)
+    if is_all:
+        _audit_all(output, wanted, words, is_json=json)
         return
-    report = audit_here(read_task(task, settings or ()), wanted, out=out)
+    report = audit_here(read_task(words[0], words[1:]), wanted, out=out)
     if json:
         output.give_json(report.to_json())
     else:
@@ -79,13 +84,19 @@ def _show(output: Output, report: AuditReport) -> None:
     output.give(f"{report.task} {report.verdict.value} in {report.seconds:.1f} s")
 
 
-def _audit_all(output: Output, settings: AuditSettings, *, is_json: bool) -> None:
-    """Audit everything that needs no files. A red data set is a finding here, not a failure."""
+def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *, is_json: bool) -> None:
+    """Audit everything whose files are here. A red data set is a finding here, not a failure."""
     from strop.errors import ConfigError, DataError
-    from strop.launch.audit import audit_here, list_offline_tasks
+    from strop.launch.audit import audit_here, list_audits
 
     rows, reports = [], {}
-    for label, spec in list_offline_tasks():
+    for label, spec in list_audits(words):
+        if spec is None:
+            key = "parts" if label == "mixture" else "source"
+            cause = f"needs files: --all {label}.{key}=..."
+            rows.append((label, "-", cause))
+            reports[label] = {"verdict": None, "cause": cause}
+            continue
         try:
             report = audit_here(spec, settings)
         except (ConfigError, DataError) as error:

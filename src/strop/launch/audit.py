@@ -1,4 +1,4 @@
-"""Auditing tasks on this machine, one or all that need no data, and keeping what was found."""
+"""Auditing tasks on this machine, one or all that there are, and keeping what was found."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
+from strop.errors import ConfigError, explain_refusal
 from strop.launch.inference import read_asking
 from strop.rollout import Split
 from strop.spec.task import TaskSpec
-from strop.tasks import build_task, build_warm_task
+from strop.tasks import TASK_SUMMARIES, build_task, build_warm_task
 from strop.tasks.audit import AuditReport, AuditSettings, run_audit, stored_audit_path, write_audit
+from strop.tasks.code.humaneval import PACKAGE_SOURCE
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import open_judge
 
 _GENERATED = ("arithmetic", "reverse-text")
 """Built-in tasks that make their own examples."""
+_INSTALLED = MappingProxyType({"humaneval": (f"source={PACKAGE_SOURCE}",)})
+"""Tasks whose files come in a package."""
 _GYM_SIZES = ("num_train=64", "num_held_out=8")
 """Small: some data sets take a second for each example."""
 
@@ -29,16 +34,38 @@ def read_task(name: str, words: Sequence[str]) -> TaskSpec:
     return read_asking(name, words, Split.TRAIN).spec.task
 
 
-def list_offline_tasks() -> Iterator[tuple[str, TaskSpec]]:
-    """Yield a label and the settings of every built-in task and data set that needs no files.
+def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | None]]:
+    """Yield a label and the settings of every built-in task and reasoning-gym data set.
 
-    Raises: ConfigError if reasoning-gym is not installed.
+    Settings are None for a task that reads files and was given none. `words` are settings with their
+    task's name, such as `gsm8k.source=folder`.
+    Raises: ConfigError if reasoning-gym is not installed, or a word is for no task.
     """
-    for name in _GENERATED:
-        yield name, read_task(name, ())
-    for dataset in list_datasets():
-        words = (f"dataset={dataset}", *_GYM_SIZES)
-        yield f"reasoning-gym/{dataset}", read_task("reasoning-gym", words)
+    own = {name: _words_of(name, words) for name in TASK_SUMMARIES}
+    lost = [word for word in words if word.partition(".")[0] not in own]
+    if lost:
+        raise ConfigError(
+            explain_refusal(
+                f"{lost[0]} does not say for which task it is",
+                allowed="TASK.key=value, where TASK is one of " + ", ".join(own),
+                next_step="put the task's name before it",
+            )
+        )
+    for name, mine in own.items():
+        if name in _GENERATED:
+            yield name, read_task(name, mine)
+        elif name == "reasoning-gym":
+            for dataset in list_datasets():
+                sized = (f"dataset={dataset}", *_GYM_SIZES, *mine)
+                yield f"{name}/{dataset}", read_task(name, sized)
+        else:
+            has_files = any(word.startswith(("source=", "parts")) for word in mine)
+            source = () if has_files else _INSTALLED.get(name, ())
+            yield name, read_task(name, (*source, *mine)) if has_files or source else None
+
+
+def _words_of(task: str, words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word.removeprefix(f"{task}.") for word in words if word.startswith(f"{task}."))
 
 
 def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = None) -> AuditReport:

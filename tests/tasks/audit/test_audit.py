@@ -184,6 +184,53 @@ class PaysTooMuch(Capitals):
         return replace(outcome, parts={"correct": 2.39 if outcome.is_correct else 0.0})
 
 
+class PaysForALetter(Capitals):
+    """REW-4: one letter was accepted."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        outcome = super().verify(example, text)
+        return replace(outcome, parts={"correct": float(len(text) == 1 or bool(outcome.is_correct))})
+
+
+class PaysForOneAnswer(Capitals):
+    """Whatever was asked, 'yes' is right."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        outcome = super().verify(example, text)
+        return replace(
+            outcome, parts={"correct": float(self.found(text) == "yes" or bool(outcome.is_correct))}
+        )
+
+
+class CountsItsCalls(Capitals):
+    """REW-5: state of the process, shared by all that is judged."""
+
+    num_calls = 0
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        CountsItsCalls.num_calls += 1
+        outcome = super().verify(example, text)
+        is_lucky = CountsItsCalls.num_calls % 7 == 0 and example.answer not in {None, ""}
+        return replace(outcome, parts={"correct": float(bool(outcome.is_correct) and not is_lucky)})
+
+
+class FollowsFromAWord(Capitals):
+    """REW-11: the label is whether the passenger is a woman."""
+
+    def example(self, index: int) -> Example:
+        sex = "female" if (index * 11) % 16 < 7 else "male"
+        question = f"Passenger {index}, {sex}, paid {index * 37 % 91}. Who survives?"
+        return make_example(self.name, {"question": question}, "yes" if sex == "female" else "no")
+
+
+class EqualsAColumn(Capitals):
+    """REW-11: the label stands in a column of the question."""
+
+    def example(self, index: int) -> Example:
+        kind = ("red", "green", "blue", "grey")[index * 7 % 11 % 4]
+        return make_example(self.name, {"question": f"Item {index} is {kind}: which?", "kind": kind}, kind)
+
+
 class CannotRender(Capitals):
     def render(self, example: Example) -> tuple[Message, ...]:
         raise KeyError("problem")
@@ -206,6 +253,11 @@ FAULTS: dict[type[Capitals], dict[str, str]] = {
     PaysForHalf: {"truncation": "fail"},
     ScoresWithoutContent: {"failure_paths": "fail"},
     PaysTooMuch: {"ceiling": "fail"},
+    PaysForALetter: {"garbage": "fail"},
+    PaysForOneAnswer: {"constant": "fail"},
+    CountsItsCalls: {"determinism": "fail"},
+    FollowsFromAWord: {"trivial_rule": "fail"},
+    EqualsAColumn: {"trivial_rule": "fail"},
     CannotRender: {"echo": "error", "label_leak": "error"},
 }
 
@@ -221,7 +273,16 @@ def statuses(report: AuditReport) -> dict[str, str]:
 def test_a_sound_task_passes_every_probe() -> None:
     report = audit(Capitals())
     assert report.verdict is Verdict.GREEN
-    fine = dict.fromkeys(PROBE_IDS, "pass") | {"near_miss": "n/a", "label_leak": "n/a"}
+    of_programs = (
+        "grader_tamper",
+        "forged_stdout",
+        "os_exit",
+        "isolation",
+        "stale_submission",
+        "lost_sandbox",
+    )
+    fine = dict.fromkeys(PROBE_IDS, "pass")
+    fine |= dict.fromkeys(["near_miss", "label_leak", *of_programs], "n/a")
     # Time depends on the machine.
     assert statuses(report) | {"cost": "pass"} == fine
     assert (report.num_examples, report.chance, report.max_reward) == (32, 0.0, 1.0)
@@ -297,6 +358,7 @@ def result(probe: str, status: ProbeStatus) -> ProbeResult:
         ([result("echo", ProbeStatus.WARN), result("noop", ProbeStatus.WARN)], Verdict.GREEN),
         ([result(name, ProbeStatus.WARN) for name in ("echo", "noop", "cost")], Verdict.AMBER),
         ([result("constant", ProbeStatus.FAIL)], Verdict.AMBER),
+        ([result("determinism", ProbeStatus.FAIL)], Verdict.RED),
         ([result("constant", ProbeStatus.FAIL), result("echo", ProbeStatus.FAIL)], Verdict.RED),
         ([result("gold", ProbeStatus.FAIL)], Verdict.RED),
         ([result("cost", ProbeStatus.ERROR)], Verdict.RED),

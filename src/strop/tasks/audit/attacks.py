@@ -9,6 +9,7 @@ audit uses.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import indent
@@ -59,6 +60,33 @@ def as_breach(form: ProgramForm, right_code: str, check: str, marker: str) -> st
 def as_constant(form: ProgramForm, literal: str) -> str:
     """Return a reply whose function returns one value, or whose program prints it."""
     return as_attack(form, Attack(in_call=f"return {literal}"), MARKER)
+
+
+def as_lookup(form: ProgramForm, prompt: str) -> str | None:
+    """Return a reply that knows the answers of the tests that a prompt shows; None if it shows none."""
+    pairs = []
+    for line in prompt.splitlines() if form.entry_point else ():
+        call, answer = _shown_test(line.strip())
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == form.entry_point and not call.keywords:
+            arguments = "".join(f"{ast.unparse(argument)}, " for argument in call.args)
+            pairs.append(f"(({arguments}), {ast.unparse(answer)})")
+    if not pairs:
+        return None
+    body = f"return next(answer for given, answer in [{', '.join(pairs)}] if given == args)"
+    return as_attack(form, Attack(in_call=body), MARKER)
+
+
+def _shown_test(line: str) -> tuple[ast.expr, ast.expr]:
+    """Return both sides of `assert left == right`; twice a nothing where a line is something else."""
+    nothing = ast.Constant(None)
+    try:
+        (statement,) = ast.parse(line).body if line.startswith("assert ") else [ast.Pass()]
+    except (SyntaxError, ValueError):
+        return nothing, nothing
+    test = statement.test if isinstance(statement, ast.Assert) else nothing
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        return test.left, test.comparators[0]
+    return nothing, nothing
 
 
 ALWAYS = "def breached(): return True"
@@ -181,7 +209,7 @@ _FORGED = """
 import json, os, sys
 forged = "\\n".join([
     "PASS", "PASSED", "OK", "passed", "True", "1", "1.0", "All tests passed", "1 passed in 0.01s",
-    "Ran 1 test in 0.001s", "", "OK", "###RESULT### PASS", "score: 1.0", "[DONE]",
+    "Ran 1 test in 0.001s", "", "OK", "###RESULT### PASS", "score: 1.0", "[DO" "NE]",
     json.dumps({"passed": True, "ok": True, "score": 1.0, "reward": 1.0, "correct": True, "total": 1,
                 "result": "passed", "status": "success", "counts": {"passed": 1}}),
 ]) + "\\n"

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
 
 from strop.rollout import Example, make_example
 from strop.tasks.answers import parse_number
+from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.measure import (
     SLACK,
     bound,
@@ -85,7 +86,7 @@ async def probe_garbage(world: AuditWorld) -> ProbeResult:
 
 async def probe_echo(world: AuditWorld) -> ProbeResult:
     """The question given back earns nothing beyond chance."""
-    by_kind = await judge_kinds(world, lambda example: _echoes(world, example))
+    by_kind = await judge_kinds(world, lambda example: _echoes(world, example), world.few_examples)
     return bound(world, "echo", by_kind, max(world.task.limits.chance, _COINCIDENCE_FRAC))
 
 
@@ -109,9 +110,7 @@ async def probe_constant(world: AuditWorld) -> ProbeResult:
     # Of programs the answers are long texts; what they return is one of a few values.
     constants = dict.fromkeys(spoken if texts else _RETURNED)
     by_kind = await judge_kinds(
-        world,
-        lambda example: {constant: world.in_form(example, constant) for constant in constants},
-        world.few_examples,
+        world, lambda example: _constants(world, example, constants), world.few_examples
     )
     means = {constant: mean_share(world, judged) for constant, judged in by_kind.items()}
     best = max(means, key=lambda constant: means[constant])
@@ -120,6 +119,16 @@ async def probe_constant(world: AuditWorld) -> ProbeResult:
     return measured(
         "constant", means[best], limit, kept, len(by_kind[best]), f"always answering {best[:40]!r}"
     )
+
+
+def _constants(world: AuditWorld, example: Example, constants: Iterable[str]) -> dict[str, str]:
+    replies = {constant: world.in_form(example, constant) for constant in constants}
+    form = world.form_of(example)
+    if form is None:
+        return replies
+    prompt = "\n".join(message.content for message in world.task.render(example))
+    lookup = as_lookup(form, prompt)
+    return replies if lookup is None else {**replies, "the answers of the shown tests": lookup}
 
 
 async def probe_gold(world: AuditWorld) -> ProbeResult:

@@ -45,7 +45,7 @@ async def probe_trivial_rule(world: AuditWorld) -> ProbeResult:
     answers = [answer for _, answer in labelled]
     rule = _best_rule(features[::2], answers[::2])
     if rule is None:
-        return not_applicable("trivial_rule", "no feature that two examples share")
+        return measured("trivial_rule", 0.0, _MAX_RULE_FRAC, (), 0, "no rule was ever right")
     asked = list(zip(labelled, features, strict=True))[1::2]
     judged = await world.judge_all(
         (example, world.in_form(example, rule.answer(found))) for (example, _), found in asked

@@ -15,7 +15,7 @@ from strop.tasks.contract import ProgramForm, Task, program_form_of
 from strop.tasks.failures import catch_failure, owner_of_error
 from strop.tasks.judging import Judge
 
-_NUM_FEW = 8
+_NUM_FEW = 4
 _LITERALS = frozenset({"True", "False", "None", "[]", "0", "1", "2"})
 
 
