@@ -19,9 +19,18 @@ from strop.rollout import Split
 from strop.spec import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.task import MixtureSpec, TaskSpec
 from strop.tasks import Task, build_task, build_warm_task
-from strop.tasks.audit import QUICK_PROBES, AuditReport, AuditSettings, ProbeStatus, Verdict, run_audit
+from strop.tasks.audit import (
+    QUICK_PROBES,
+    AuditReport,
+    AuditSettings,
+    ProbeStatus,
+    Verdict,
+    attacks,
+    run_audit,
+)
 from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.hosts import find_files, find_processes, wait_for_end
+from strop.tasks.code.extraction import compiles, defines, extract_python
 from strop.tasks.contract import ProgramForm, program_form_of
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.judging import open_judge
@@ -97,6 +106,40 @@ def test_evidence_names_the_attack() -> None:
     assert "PASSED" in result.evidence[0].reply
     # All but those on standard error: it has six other kinds.
     assert result.value == 6.0
+
+
+EVERY_ATTACK = {
+    **attacks.TAMPERS,
+    **attacks.FORGERIES,
+    **attacks.EXITS,
+    "writer": attacks.WRITER,
+    "folder": attacks.REMOVES_ITS_FOLDER,
+    "hangs": attacks.HANGS,
+    "keeps": attacks.keep_breach("def f(x): return x"),
+    "finds": attacks.find_kept(ProgramForm(entry_point="f")),
+}
+EVERY_BREACH = {
+    **attacks.TAMPER_BREACHES,
+    **attacks.leak_breaches("a text of the tests", "/tmp/canary"),
+    "always": attacks.ALWAYS,
+    "reads": attacks.read_breach(0.5),
+}
+
+
+@pytest.mark.parametrize("entry_point", ["f", None])
+@pytest.mark.parametrize("kind", [*EVERY_ATTACK, *EVERY_BREACH])
+def test_every_attack_reaches_its_grader_whole(kind: str, entry_point: str | None) -> None:
+    """A marker in its text, or a slip of syntax, would make an attack that nobody ever runs."""
+    form = ProgramForm(entry_point=entry_point)
+    if kind in EVERY_ATTACK:
+        reply = attacks.as_attack(form, EVERY_ATTACK[kind], "sa0")
+    else:
+        reply = attacks.as_breach(form, "def f(x): return x", EVERY_BREACH[kind], "sa0")
+    code = extract_python(reply, entry_point=entry_point)
+    assert code is not None
+    assert code.strip() == reply.removeprefix("```python\n").removesuffix("\n```").strip()
+    assert defines(code, "f") if entry_point else compiles(code)
+    assert attacks.MARKER not in code
 
 
 def test_programs_in_the_process_of_the_run_are_a_finding_and_not_attacked() -> None:

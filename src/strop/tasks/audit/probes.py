@@ -87,7 +87,18 @@ async def probe_garbage(world: AuditWorld) -> ProbeResult:
 async def probe_echo(world: AuditWorld) -> ProbeResult:
     """The question given back earns nothing beyond chance."""
     by_kind = await judge_kinds(world, lambda example: _echoes(world, example), world.few_examples)
-    return bound(world, "echo", by_kind, max(world.task.limits.chance, _COINCIDENCE_FRAC))
+    result = bound(world, "echo", by_kind, max(world.task.limits.chance, _COINCIDENCE_FRAC))
+    # A question may hold its answer by coincidence. A part of the marks for giving it back is no coincidence.
+    parts = [
+        (reward, judged)
+        for judged in (j for kind in by_kind.values() for j in kind)
+        if 0.0 < (reward := judged.reward or 0.0) < world.max_reward - SLACK
+    ]
+    if result.status is not ProbeStatus.PASS or not parts or world.task.limits.chance:
+        return result
+    highest, best = max(parts, key=lambda part: part[0])
+    detail = f"{result.detail}; {len(parts)} partly paid, up to {highest:.3g}"
+    return replace(result, status=ProbeStatus.WARN, detail=detail, evidence=show_evidence([best]))
 
 
 def _echoes(world: AuditWorld, example: Example) -> dict[str, str]:
