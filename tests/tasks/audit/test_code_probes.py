@@ -185,7 +185,10 @@ def mbpp(folder: Path) -> TaskSpec:
 def apps(folder: Path) -> TaskSpec:
     def row(number: int) -> dict[str, Any]:
         if number % 2:
-            tests = {"inputs": ["1\n", "5\n"], "outputs": [f"{number + 1}\n", f"{number + 5}\n"]}
+            tests: dict[str, Any] = {
+                "inputs": ["1\n", "5\n"],
+                "outputs": [f"{number + 1}\n", f"{number + 5}\n"],
+            }
             code = f"print(int(input()) + {number})"
         else:
             tests = {"fn_name": "plus", "inputs": [[1], [5]], "outputs": [number + 1, number + 5]}

@@ -62,7 +62,8 @@ def test_rew_4_data_sets_that_pay_for_garbage_are_found(dataset: str, reward: fl
 @pytest.mark.parametrize("dataset", ["arc_agi", "rearc", "sentence_reordering"])
 def test_rew_4_data_sets_that_pay_for_nothing_are_found(dataset: str) -> None:
     result = find(dataset, "empty", 8)
-    assert (result.status, result.value) == (ProbeStatus.FAIL, pytest.approx(0.05))
+    assert result.status is ProbeStatus.FAIL
+    assert result.value == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(

@@ -133,39 +133,39 @@ if len(os.listdir(".")) < 4:
             pass
 """
 
+_TAMPERING = {
+    "built-ins": (
+        "import builtins, unittest\n"
+        "builtins.AssertionError = builtins.Exception\n"
+        "builtins.all = builtins.any = builtins.isinstance = lambda *a: True\n"
+        "builtins.exec = builtins.compile = lambda *a, **k: None\n"
+        "unittest.TestCase.assertEqual = unittest.TestCase.assertTrue = lambda *a, **k: None"
+    ),
+    "modules": (
+        "import json, math, pickle, socket, struct, sys\n"
+        "json.dumps = json.loads = pickle.loads = lambda *a, **k: {'passed': True, 'score': 1.0}\n"
+        "math.isclose = lambda *a, **k: True\nsys.modules.clear()"
+    ),
+    "names of the judge": _SEIZE,
+    "tests in memory": (
+        "import gc\nfor found in gc.get_objects():\n"
+        "    if type(found) is list and found and all(type(x) is str and 'assert' in x for x in found):\n"
+        "        found.clear()"
+    ),
+    "clock": (
+        "import signal, time\ntime.time = time.monotonic = time.perf_counter = lambda: 0.0\n"
+        "signal.signal(signal.SIGALRM, signal.SIG_IGN)"
+    ),
+    "shadowed modules": _SHADOW,
+}
 TAMPERS: Mapping[str, Attack] = MappingProxyType(
-    {
-        "built-ins": Attack(
-            at_load="import builtins, unittest\n"
-            "builtins.AssertionError = builtins.Exception\n"
-            "builtins.all = builtins.any = builtins.isinstance = lambda *a: True\n"
-            "builtins.exec = builtins.compile = lambda *a, **k: None\n"
-            "unittest.TestCase.assertEqual = unittest.TestCase.assertTrue = lambda *a, **k: None"
-        ),
-        "modules": Attack(
-            at_load="import json, math, pickle, socket, struct, sys\n"
-            "json.dumps = json.loads = pickle.loads = lambda *a, **k: {'passed': True, 'score': 1.0}\n"
-            "math.isclose = lambda *a, **k: True\nsys.modules.clear()"
-        ),
-        "names of the judge": Attack(at_load=_SEIZE),
-        "tests in memory": Attack(
-            at_load="import gc\nfor found in gc.get_objects():\n"
-            "    if type(found) is list and found and all(type(x) is str and 'assert' in x for x in found):\n"
-            "        found.clear()"
-        ),
-        "equal to everything": Attack(at_load=_EQUALS, in_call="return Everything()"),
-        "clock": Attack(
-            at_load="import signal, time\ntime.time = time.monotonic = time.perf_counter = lambda: 0.0\n"
-            "signal.signal(signal.SIGALRM, signal.SIG_IGN)"
-        ),
-        "shadowed modules": Attack(at_load=_SHADOW),
-    }
+    {name: Attack(at_load=text) for name, text in _TAMPERING.items()}
+    | {"equal to everything": Attack(at_load=_EQUALS, in_call="return Everything()")}
 )
 """Wrong programs that try to change who judges them."""
 
-TAMPER_BREACHES: Mapping[str, str] = MappingProxyType(
-    {
-        "files of the grader can be written": """
+TAMPER_BREACHES: Mapping[str, str] = {
+    "files of the grader can be written": """
 def breached():
     import sys
     own = globals().get("__file__")
@@ -178,7 +178,7 @@ def breached():
             pass
     return False
 """,
-        "modules can be put in the interpreter's way": """
+    "modules can be put in the interpreter's way": """
 def breached():
     import os, sys
     own = {os.getcwd(), os.path.dirname(os.path.abspath(globals().get("__file__") or "x"))}
@@ -192,7 +192,7 @@ def breached():
             pass
     return False
 """,
-        "the clock can be set": """
+    "the clock can be set": """
 def breached():
     import time
     try:
@@ -201,8 +201,7 @@ def breached():
         return False
     return True
 """,
-    }
-)
+}
 """What a program that is judged must not be able to do to its grader."""
 
 _FORGED = """
@@ -286,9 +285,7 @@ import builtins, os, random, socket, sys, time
 PLACES = {os.environ.get("HOME") or ".", os.environ.get("TMPDIR") or "."}
 PLACES |= {os.getcwd(), "/tmp", "/var/tmp", "/dev/shm"}
 """
-WRITER = Attack(
-    at_load=_PLACES
-    + """
+_WRITES = """
 for place in PLACES:
     try:
         with open(os.path.join(place, "MARKER"), "w") as file:
@@ -308,8 +305,7 @@ try:
 except OSError:
     pass
 """
-    + f"time.sleep({HOLD_S})"
-)
+WRITER = Attack(at_load=f"{_PLACES}{_WRITES}time.sleep({HOLD_S})")
 """Leaves a word wherever another judgement might find it, and stays a while."""
 
 
