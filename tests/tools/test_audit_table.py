@@ -1,0 +1,65 @@
+"""The tables of a report of `strop audit --all`."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.audit_table import CODE_PROBES, MARK, main, render
+
+
+def probe(name: str, status: str = "pass", value: float | None = 0.0, num: int = 3) -> dict[str, Any]:
+    return {"probe": name, "status": status, "value": value, "num": num}
+
+
+REPORTS: dict[str, dict[str, Any]] = {
+    "sums": {
+        "verdict": "green",
+        "num_examples": 32,
+        "probes": [probe("noop"), *(probe(name, "n/a", None, 0) for name in CODE_PROBES)],
+    },
+    "programs": {
+        "verdict": "red",
+        "num_examples": 20,
+        "probes": [*(probe(name) for name in CODE_PROBES[:-1]), probe("label_leak", "fail", 0.25, 6)],
+    },
+    "gsm8k": {"verdict": None, "cause": "needs files: --all gsm8k.source=...\nmore"},
+}
+
+
+def test_the_tables_by_hand() -> None:
+    lines = render(REPORTS, "2026-01-02").splitlines()
+    assert lines[0].startswith("On 2026-01-02, with ")
+    assert lines[0].endswith("at most 32 examples of each: 1 green; 1 not audited; 1 red.")
+    # Red first; of 8 probes of the sums, 7 do not apply.
+    assert lines[4:7] == [
+        "| `programs` | red | 7 | label_leak fail 0.25 |",
+        "| `sums` | green | 1 |  |",
+        "| `gsm8k` | not audited |  | needs files: --all gsm8k.source=... |",
+    ]
+    assert lines[-1] == "| `programs` | pass 3 | pass 3 | pass 3 | pass 3 | pass 3 | pass 3 | fail 6 |"
+    assert len([line for line in lines if "`sums`" in line]) == 1
+
+
+def test_a_page_keeps_what_stands_above_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n\n{MARK}\n\nold\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(REPORTS)))
+    assert main([str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith(f"# Title\n\n{MARK}\n\nOn ")
+    assert "old" not in text
+
+
+def test_a_page_without_the_mark_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(REPORTS)))
+    assert main([str(page)]) == 1
+    assert (page.read_text(), MARK in capsys.readouterr().err) == ("# Title\n", True)
