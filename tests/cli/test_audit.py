@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.sandboxed import best_level
 from tests.cli.conftest import Run
+from tests.fixtures.sandboxed import best_level
 
 
 def test_a_green_task_ends_with_0_and_leaves_its_report(run: Run, tmp_path: Path) -> None:

@@ -144,7 +144,13 @@ def _constants(world: AuditWorld, example: Example, constants: Iterable[str]) ->
 
 async def probe_gold(world: AuditWorld) -> ProbeResult:
     """What the task calls right earns full marks on at least 95 % of the examples."""
-    golds = [(example, text) for example in world.examples for text in world.task.gold_replies(example)]
+    # Where each judgement needs a sandbox, the other forms of a right reply are tried on some examples.
+    num_few = len(world.few_examples)
+    golds = [
+        (example, text)
+        for index, example in enumerate(world.examples)
+        for text in world.task.gold_replies(example)[: None if index < num_few else 1]
+    ]
     judged = await world.judge_all(golds)
     bad = [j for j in judged if not is_full(world, j)]
     bad_ids = {j.example.example_id for j in bad}
