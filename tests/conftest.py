@@ -27,6 +27,14 @@ def require_system_part(name: str, found: bool) -> None:
 
 
 @pytest.fixture(scope="session")
+def bubblewrap() -> None:
+    """Ask for a host on which bubblewrap makes sandboxes."""
+    from tests.fixtures.sandboxed import best_level
+
+    require_system_part("bubblewrap", best_level() == "namespace")
+
+
+@pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with its tokenizer; read it, never write to it."""
     # Here: most tests need no torch.

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.fixtures.sandboxed import best_level
 
 
 def test_a_green_task_ends_with_0_and_leaves_its_report(run: Run, tmp_path: Path) -> None:
@@ -39,7 +38,7 @@ def test_a_task_and_all_tasks_are_not_asked_for_at_once(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(best_level() != "namespace", reason="needs bubblewrap")
+@pytest.mark.usefixtures("bubblewrap")
 def test_a_task_with_files_is_audited_with_its_files(run: Run, tmp_path: Path) -> None:
     for stem, numbers in (("train", (2, 3, 4)), ("test", (5,))):
         rows = [

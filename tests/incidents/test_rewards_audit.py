@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from strop.errors import CheckRefused
-from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.tasks import Task
+from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
+from strop.spec import MbppSpec
+from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.audit import (
     QUICK_PROBES,
     AuditReport,
@@ -24,11 +27,11 @@ from strop.tasks.audit import (
     Verdict,
     run_audit,
 )
-from tests.fixtures.sandboxed import best_level
+from strop.tasks.judging import open_judge
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 from tests.fixtures.unsafe_graders import BelievesOutput, RunsWhatWasThere, SharesItsNames, SoundGrader
 
-needs_bubblewrap = pytest.mark.skipif(best_level() != "namespace", reason="needs bubblewrap")
+needs_bubblewrap = pytest.mark.usefixtures("bubblewrap")
 
 
 class Sums(SpellTask):
@@ -278,3 +281,27 @@ def test_sec_2_a_grader_that_its_agent_reaches_is_red(task: Task, broken: set[st
 def test_sec_2_a_grader_that_believes_its_agent_trains_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert "forged_stdout" in QUICK_PROBES
     assert "forged_stdout fail" in refuse(BelievesOutput(), tmp_path, tiny_model_dir)
+
+
+def test_sec_1_a_host_without_the_wanted_sandbox_is_the_owner_and_nothing_runs(tmp_path: Path) -> None:
+    """Incident: where isolation was missing, generated code ran as a plain process of the host."""
+    row = {"text": "Add 1.", "code": "def inc(x): return x + 1", "test_list": ["assert inc(1) == 2"]}
+    for stem, text in (("train", "Add 1."), ("test", "Add one.")):
+        (tmp_path / f"{stem}.jsonl").write_text(json.dumps({**row, "text": text}), "utf-8")
+    spec = MbppSpec(name="mbpp", source=str(tmp_path), min_isolation="vm")
+    task = build_task(spec)
+    mark = tmp_path / "ran"
+    reply = f"```python\nopen({str(mark)!r}, 'w').close()\ndef inc(x): return x + 1\n```"
+
+    async def judge() -> Outcome:
+        workers = open_judge(task, partial(build_warm_task, spec))
+        try:
+            return await workers.judge(task.examples(Split.TRAIN)[0], reply)
+        finally:
+            await workers.close()
+
+    outcome = asyncio.run(judge())
+    assert outcome.reward is None
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "verifier_SandboxRefused")
+    assert not mark.exists()

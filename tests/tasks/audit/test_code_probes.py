@@ -34,7 +34,6 @@ from strop.tasks.code.extraction import compiles, defines, extract_python
 from strop.tasks.contract import ProgramForm, program_form_of
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.judging import open_judge
-from tests.fixtures.sandboxed import best_level
 from tests.fixtures.unsafe_graders import (
     BelievesOutput,
     BelievesTheExit,
@@ -51,7 +50,7 @@ CODE_PROBES = (
     *("label_leak", "grader_tamper", "forged_stdout", "os_exit", "isolation", "stale_submission"),
     "lost_sandbox",
 )
-pytestmark = pytest.mark.skipif(best_level() != "namespace", reason="needs bubblewrap")
+needs_bubblewrap = pytest.mark.usefixtures("bubblewrap")
 
 
 def audit(task: Task, *probes: str, num_examples: int = 2) -> AuditReport:
@@ -84,6 +83,7 @@ HOLES: dict[str, tuple[Callable[[Path], Task], set[str]]] = {
 }
 
 
+@needs_bubblewrap
 @pytest.mark.slow
 @pytest.mark.parametrize("hole", HOLES)
 def test_each_hole_is_found_by_its_probe_and_by_no_other(hole: str, tmp_path: Path) -> None:
@@ -91,6 +91,7 @@ def test_each_hole_is_found_by_its_probe_and_by_no_other(hole: str, tmp_path: Pa
     assert failed(audit(make(tmp_path), *CODE_PROBES)) == probes
 
 
+@needs_bubblewrap
 @pytest.mark.parametrize("hole", ["believes output", "runs what was there", "shows its tests"])
 def test_sec_2_an_unsafe_grader_is_red(hole: str, tmp_path: Path) -> None:
     make, probes = HOLES[hole]
@@ -98,6 +99,7 @@ def test_sec_2_an_unsafe_grader_is_red(hole: str, tmp_path: Path) -> None:
     assert (failed(report), report.verdict) == (probes, Verdict.RED)
 
 
+@needs_bubblewrap
 def test_evidence_names_the_attack() -> None:
     (result,) = audit(BelievesOutput(), "forged_stdout", num_examples=1).probes
     assert result.detail.startswith("output that was believed: result lines, ")
@@ -142,6 +144,7 @@ def test_every_attack_reaches_its_grader_whole(kind: str, entry_point: str | Non
     assert attacks.MARKER not in code
 
 
+@needs_bubblewrap
 def test_programs_in_the_process_of_the_run_are_a_finding_and_not_attacked() -> None:
     (result,) = audit(RunsBesideTheRun(), "os_exit", num_examples=1).probes
     assert (result.status, result.num) == (ProbeStatus.FAIL, 0)
@@ -232,6 +235,7 @@ def audit_in_workers(spec: TaskSpec, *probes: str, num_examples: int) -> AuditRe
     return asyncio.run(attack())
 
 
+@needs_bubblewrap
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [mbpp, apps, humaneval], ids=lambda make: make.__name__)
 def test_the_built_in_code_tasks_hold(make: Callable[[Path], TaskSpec], tmp_path: Path) -> None:
@@ -239,6 +243,7 @@ def test_the_built_in_code_tasks_hold(make: Callable[[Path], TaskSpec], tmp_path
     assert {(r.probe, r.status, r.detail) for r in report.probes if r.status is not ProbeStatus.PASS} == set()
 
 
+@needs_bubblewrap
 @pytest.mark.slow
 def test_visible_tests_that_can_be_learned_by_heart_make_mbpp_amber(tmp_path: Path) -> None:
     """Known of MBPP: the prompt shows every test of a training problem."""
