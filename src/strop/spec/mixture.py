@@ -11,6 +11,7 @@ from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.free_values import check_free_table
 from strop.spec.generated_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
 from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
+from strop.spec.judge_tasks import LlmJudgeSpec
 from strop.spec.math_tasks import (
     AimeSpec,
     DeepscalerSpec,
@@ -38,6 +39,7 @@ PlainTask = (
     | IfBenchSpec
     | RlvrIfevalSpec
     | IfMultiSpec
+    | LlmJudgeSpec
 )
 """A task that is not made of others."""
 

@@ -29,6 +29,10 @@ def _is_data_path(text: str) -> bool:
     return _is_marked_path(text) or (is_data_file(text) and "://" not in text)
 
 
+def _is_rubric_path(text: str) -> bool:
+    return _is_marked_path(text) or text.lower().endswith((".txt", ".md"))
+
+
 def _is_any_text(text: str) -> bool:
     return True
 
@@ -43,6 +47,8 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("model", "uri"): _is_marked_path,
     ("task", "source"): _is_data_path,
     ("task", "order_file"): _is_no_address,
+    ("task", "rubric"): _is_rubric_path,
+    ("task", "calibration"): _is_data_path,
     ("sft", "source"): _is_no_address,
     ("output", "root"): _is_any_text,
     ("output", "dir"): _is_any_text,

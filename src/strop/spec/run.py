@@ -15,7 +15,7 @@ from strop.spec.placement import PlacementSpec
 from strop.spec.sampling import SamplingSpec
 from strop.spec.sft import SftSpec
 from strop.spec.store import StoreSpec
-from strop.spec.task import ArithmeticSpec, TaskSpec
+from strop.spec.task import ArithmeticSpec, TaskSpec, judge_sections
 from strop.spec.train import TrainSpec
 from strop.spec.tripwires import TripwireSpec
 
@@ -105,6 +105,18 @@ class RunSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_judges(self) -> RunSpec:
+        for judge in judge_sections(self.task):
+            if not judge.can_judge_itself and _last_name(judge.judge_model) == _last_name(self.model.uri):
+                raise SpecConflict(
+                    {"task.judge_model": judge.judge_model, "model.uri": self.model.uri},
+                    "the model would be judged by itself",
+                    allowed="a judge that is another model, or task.can_judge_itself = true",
+                    next_step="name another judge",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_sampling(self) -> RunSpec:
         sampling = self.sampling
         if sampling.temperature == 0.0:
@@ -173,3 +185,8 @@ def num_train_examples(task: TaskSpec) -> int | None:
     if isinstance(task, ArithmeticSpec):
         return task.num_pairs - task.num_held_out
     return task.num_train
+
+
+def _last_name(model: str) -> str:
+    """Return what a model's id and its address have in common: the last part of the name."""
+    return model.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition("==")[0].lower()

@@ -12,6 +12,7 @@ from pydantic import Field
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.generated_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
 from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
+from strop.spec.judge_tasks import LlmJudgeSpec
 from strop.spec.math_tasks import (
     AimeSpec,
     DeepscalerSpec,
@@ -29,6 +30,14 @@ RowTaskSpec = BoxedMathSpec | AimeSpec | MmluSpec
 TaskSpec = Annotated[PlainTask | MixtureSpec, Field(discriminator="name")]
 """One of the task sections, told apart by `name`."""
 
+
+def judge_sections(task: TaskSpec) -> list[LlmJudgeSpec]:
+    """Return the sections of all judges that a task asks, itself or in its parts."""
+    if isinstance(task, MixtureSpec):
+        return [part.task for part in task.read_parts().values() if isinstance(part.task, LlmJudgeSpec)]
+    return [task] if isinstance(task, LlmJudgeSpec) else []
+
+
 __all__ = [
     "AimeSpec",
     "AppsSpec",
@@ -40,6 +49,7 @@ __all__ = [
     "IfBenchSpec",
     "IfEvalSpec",
     "IfMultiSpec",
+    "LlmJudgeSpec",
     "Math500Spec",
     "MathSpec",
     "MbppSpec",
@@ -52,4 +62,5 @@ __all__ = [
     "RlvrIfevalSpec",
     "RowTaskSpec",
     "TaskSpec",
+    "judge_sections",
 ]

@@ -156,6 +156,16 @@ def program_form_of(task: Task, example: Example) -> ProgramForm | None:
     return task.program_form(example) if isinstance(task, RunsPrograms) else None
 
 
+@runtime_checkable
+class ModelJudged(Protocol):
+    """What a task has beside, if a model may judge its replies."""
+
+    @property
+    def judge_digests(self) -> Sequence[str]:
+        """Hashes of all that makes each of its judges the one it is; () where no model judges."""
+        ...
+
+
 def limits_of(task: Task, example: Example) -> TaskLimits:
     """Return the limits of an example: its own, or those of the whole task."""
     return task.limits_of(example) if isinstance(task, PartedLimits) else task.limits

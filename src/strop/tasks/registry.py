@@ -19,6 +19,7 @@ from strop.spec.task import (
     IfBenchSpec,
     IfEvalSpec,
     IfMultiSpec,
+    LlmJudgeSpec,
     Math500Spec,
     MathSpec,
     MbppSpec,
@@ -28,6 +29,7 @@ from strop.spec.task import (
     ReverseTextSpec,
     RlvrIfevalSpec,
     TaskSpec,
+    judge_sections,
 )
 from strop.tasks.code.apps import Apps
 from strop.tasks.code.humaneval import HumanEval
@@ -38,6 +40,7 @@ from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.generated.reasoning_gym import ReasoningGym
 from strop.tasks.generated.reverse_text import ReverseText
 from strop.tasks.instructions import InstructionTask
+from strop.tasks.llm_judge.task import LlmJudge
 from strop.tasks.mathematics.aime import Aime
 from strop.tasks.mathematics.deepscaler import Deepscaler
 from strop.tasks.mathematics.gsm8k import Gsm8k
@@ -65,6 +68,7 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "ifbench": "IFBench: harder checkable instructions; evaluation only.",
         "rlvr-ifeval": "RLVR-IFeval: one checkable instruction a prompt, for training (extra: tasks).",
         "if-multi": "Up to five checkable instructions a prompt, for training (extra: tasks).",
+        "llm-judge": "Open questions; another model grades the replies over HTTP (extra: tasks).",
         "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
     }
 )
@@ -93,6 +97,7 @@ _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
         IfBenchSpec: InstructionTask,
         RlvrIfevalSpec: InstructionTask,
         IfMultiSpec: InstructionTask,
+        LlmJudgeSpec: LlmJudge,
         MixtureSpec: _build_mixture,
     }
 )
@@ -117,6 +122,8 @@ def build_warm_task(spec: TaskSpec) -> Task:
         # A scorer that wants the generated problem; a mixture must know whose an example is.
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
+    for judge in judge_sections(spec):
+        LlmJudge(judge).require_ready()
     parts = [part.task for part in spec.read_parts().values()] if isinstance(spec, MixtureSpec) else [spec]
     if any(isinstance(part, BoxedMathSpec) and part.strictness == "symbolic" for part in parts):
         warm_up()

@@ -15,6 +15,9 @@ from strop.tasks.contract import TaskLimits
 _NOT_HASHED = {
     *("source", "max_too_long_frac"),
     *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
+    # How a judge is reached, and who compares it with people; its rubric is hashed as a text.
+    *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),
+    *("rubric", "calibration", "can_judge_itself"),
 }
 
 

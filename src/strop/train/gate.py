@@ -34,6 +34,7 @@ from strop.policy.packing import PackedBatch, PackedGroup
 from strop.policy.scoring import score_batch, score_reply
 from strop.rollout import Example, FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
+from strop.spec.task import judge_sections
 from strop.tasks import PromptFormat, Task, describe_counts, render_prompt, resolve_prompt_format, self_test
 from strop.tasks.audit import (
     PROBE_IDS,
@@ -45,6 +46,7 @@ from strop.tasks.audit import (
     write_audit,
 )
 from strop.tasks.judging import Judge
+from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.demonstrations import Demonstration, Demonstrations
@@ -114,6 +116,8 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     accepted = read_accepted(gate.spec.train.accept)
     checks = [check(gate) for check in _MODEL_CHECKS]
     checks += [await check_verifier(gate), await check_audit(gate, accepted)]
+    if judge_sections(gate.spec.task):
+        checks.append(await check_judges(gate))
     checks += [check(gate) for check in _PLAN_CHECKS]
     if gate.demonstrations is not None:
         checks.append(check_demonstrations(gate))
@@ -257,6 +261,20 @@ async def check_audit(gate: GateInput, accepted: Mapping[str, str]) -> GateCheck
     if verdict is Verdict.RED:
         detail += f"; `strop audit {task.name}` shows each; train.accept = 'audit.PROBE: reason' goes on"
     return GateCheck(name=_AUDIT, is_passed=verdict is not Verdict.RED, detail=detail)
+
+
+async def check_judges(gate: GateInput) -> GateCheck:
+    """Refuse a model as judge that people with labels, or it itself, do not agree with."""
+    details, is_passed = [], True
+    for index, section in enumerate(judge_sections(gate.spec.task)):
+        if section.calibration is None:
+            details.append(f"nobody compared {section.judge_model} with people: task.calibration=none")
+            continue
+        report = await check_calibration(section, section.calibration)
+        write_judge_report(report, gate.run_path / f"judge-{index}.json")
+        is_passed = is_passed and not report.faults
+        details += [report.describe(), *report.faults]
+    return GateCheck(name="judges", is_passed=is_passed, detail="; ".join(details) or "no model judges")
 
 
 def check_schedule(gate: GateInput) -> GateCheck:
@@ -451,6 +469,7 @@ _ALL_CHECKS = (
     *_MODEL_CHECKS,
     check_verifier,
     check_audit,
+    check_judges,
     *_PLAN_CHECKS,
     check_demonstrations,
     *_PROBE_CHECKS,

@@ -14,6 +14,7 @@ import numpy as np
 
 from strop.policy.learner import StepReport
 from strop.rollout import RESTART, TERMINATOR, Group, Rollout
+from strop.tasks.llm_judge import correlation
 from strop.train.batch import TrainBatch
 from strop.train.demonstrations import Demonstration
 
@@ -36,6 +37,7 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
         metrics["timed_out_frac"] = fmean(rollout.outcome.timed_out for rollout in scored)
         _add_mean(metrics, "accuracy", [rollout.outcome.is_correct for rollout in scored])
         _add_mean(metrics, "format_ok_frac", [rollout.outcome.format_ok for rollout in scored])
+    metrics |= _measure_judgements(rollouts)
     if sampled:
         metrics["reply_tokens_mean"] = fmean(rollout.num_sampled_tokens for rollout in sampled)
     if any(rollout.num_sampled_tokens for rollout in sampled):
@@ -108,6 +110,21 @@ def measure_time(seconds: Mapping[str, float], step_s: float, num_scored_tokens:
         "seconds_step": step_s,
         "scored_tokens_per_s": num_scored_tokens / step_s,
     }
+
+
+def _measure_judgements(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Sum up what a judge that is a model did; nothing where none was asked."""
+    outcomes = [rollout.outcome for rollout in rollouts if "judge_cached" in rollout.outcome.metrics]
+    if not outcomes:
+        return {}
+    unparsable = [outcome.metrics.get("judge_unparsable", 0.0) for outcome in outcomes]
+    metrics = {
+        "judge_unparsable_frac": fmean(unparsable),
+        "judge_cached_frac": fmean(outcome.metrics["judge_cached"] for outcome in outcomes),
+    }
+    scored = [outcome.metrics for outcome in outcomes if "judge_score" in outcome.metrics]
+    slope = correlation([(values["judge_score"], values["reply_chars"]) for values in scored])
+    return metrics if slope is None else {**metrics, "judge_length_correlation": slope}
 
 
 def _add_mean(metrics: dict[str, float], name: str, values: Sequence[bool | None]) -> None:

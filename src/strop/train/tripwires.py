@@ -64,6 +64,13 @@ _WIRES = (
         advice="rollouts could not be scored and were masked; their failures are in rollouts/",
     ),
     _Wire(
+        cause="judge_unparsable",
+        metric="judge_unparsable_frac",
+        setting="max_failed_frac",
+        is_upper=True,
+        advice="the judge answered without a score, and these rollouts were masked; look at its rubric",
+    ),
+    _Wire(
         cause="logprob_drift",
         metric="drift_mean_nats",
         setting="max_drift_nats",

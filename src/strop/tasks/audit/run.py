@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import Example, FailureOwner, Split
-from strop.tasks.audit import code_probes, probes, rules
+from strop.tasks.audit import code_probes, judge_probes, probes, rules
 from strop.tasks.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld
 from strop.tasks.contract import Task
@@ -44,6 +44,7 @@ _PROBES = MappingProxyType(
         "lost_sandbox": code_probes.probe_lost_sandbox,
         "truncation": probes.probe_truncation,
         "cost": probes.probe_cost,
+        "judge_injection": judge_probes.probe_judge_injection,
         # Last: it looks at what all others earned.
         "ceiling": probes.probe_ceiling,
     }
@@ -59,6 +60,7 @@ QUICK_PROBES = (
     "determinism",
     "failure_paths",
     "forged_stdout",
+    "judge_injection",
     "ceiling",
 )
 """What a run asks of a task that nobody has audited."""

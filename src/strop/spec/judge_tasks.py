@@ -1,0 +1,86 @@
+"""Tasks whose replies another model judges."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from strop.spec.base import SpecConflict
+from strop.spec.task_base import SOURCE_HELP, TrainingRows
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class LlmJudgeSpec(TrainingRows):
+    """Open questions, in the columns `prompt` and, if known, `gold`; a model behind HTTP judges replies."""
+
+    name: Literal["llm-judge"] = Field(description="Which task: questions whose replies a model judges.")
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        description=SOURCE_HELP.format("some/prompts") + " none = only where it judges a part of a blend.",
+    )
+    rubric: str = Field(
+        default="quality",
+        min_length=1,
+        description="What is judged: 'quality', 'correctness' (compares with the column gold), or a text file"
+        " (.txt, .md, or marked as a path) with the places {{prompt}} and {{reply}}, and {{gold}} or any"
+        " other column of the rows.",
+    )
+    judge_url: str = Field(
+        pattern=r"^https?://[^\s@?#]+$",
+        description="Where the judge answers the OpenAI protocol, such as http://127.0.0.1:8000/v1.",
+    )
+    judge_model: str = Field(min_length=1, max_length=300, description="Name that the judge is asked for by.")
+    judge_revision: str = Field(
+        min_length=1,
+        max_length=300,
+        description="Which weights that is: a commit, a digest or a date. Part of the task's version.",
+    )
+    judge_key_env: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable that holds the judge's key, which is sent as a bearer token."
+        " none = no key.",
+    )
+    judge_concurrency: int = Field(default=8, ge=1, le=256, description="Calls under way at once, at most.")
+    judge_calls_per_s: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1e4,
+        description="Calls begun per second, at most. none = as fast as it goes.",
+    )
+    max_judge_calls: int = Field(
+        default=100_000,
+        ge=1,
+        le=10**9,
+        description="Calls that one start of a run, evaluation or audit may make; replies beyond it have no"
+        " score. Cached judgements cost none.",
+    )
+    pass_score: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="A reply of this score or more counts as solved."
+    )
+    calibration: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of at least 50 replies that people judged, with the columns prompt, reply, label"
+        " (true or false) and, if known, gold. The gate refuses a judge whose Cohen's kappa with them is"
+        " below 0.6. none = the judge is not compared with people.",
+    )
+    can_judge_itself: bool = Field(
+        default=False, description="Whether the judge may be the model that is trained or evaluated."
+    )
+
+    @model_validator(mode="after")
+    def _check_key_is_safe(self) -> Self:
+        address = urlsplit(self.judge_url)
+        if self.judge_key_env is not None and address.scheme == "http" and address.hostname not in _LOOPBACK:
+            raise SpecConflict(
+                {"task.judge_url": self.judge_url, "task.judge_key_env": self.judge_key_env},
+                "the key would cross the network in plain text",
+                allowed="https for a judge on another machine, http on this one",
+                next_step="write the address with https",
+            )
+        return self

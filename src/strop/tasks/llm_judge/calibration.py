@@ -1,0 +1,215 @@
+"""A judge compared with people, with itself, and with the length of what it judged.
+
+Cohen's kappa is the agreement beyond chance: with p the share of rows on which judge and people agree, and
+e that share if both gave their labels at random in their own proportions, kappa = (p - e) / (1 - e). A reply
+that the judge did not score counts against it. Its scores repeat themselves only as far as its server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example
+from strop.spec.task import LlmJudgeSpec
+from strop.store import write_bytes_atomically
+from strop.store.data_files import fetch_data_source
+from strop.store.uris import is_remote
+from strop.tasks.judging import InlineJudge, Judge, open_judge
+from strop.tasks.llm_judge.task import LlmJudge, row_example
+from strop.tasks.rows.layout import Row, read_rows
+from strop.tasks.rows.reading import require_texts
+
+MIN_ROWS = 50
+MIN_KAPPA = 0.6
+NUM_REPEATED = 32
+MIN_AGREEMENT = 0.95
+_SAME_SCORE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledReply:
+    """A reply that people judged."""
+
+    example: Example
+    text: str
+    is_good: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeReport:
+    """What a judge is worth on labelled replies."""
+
+    judge: str
+    """Model and revision."""
+    judge_digest: str
+    num_rows: int
+    num_unscored: int
+    num_cached: int
+    """Judgements that were known already."""
+    num_calls: int
+    """Calls that this process made, for the repetition."""
+    accuracy: float
+    kappa: float
+    num_repeated: int
+    agreement: float
+    """Share of replies that got the same score twice."""
+    length_correlation: float | None
+    """Pearson's, between score and length of the reply in characters; None where one never changes."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What speaks against training with this judge; () where nothing does."""
+        found = []
+        if self.kappa < MIN_KAPPA:
+            found.append(f"kappa {self.kappa:.2f} with people is below {MIN_KAPPA:g}")
+        if self.agreement < MIN_AGREEMENT:
+            found.append(
+                f"{self.agreement:.0%} of {self.num_repeated} replies got the same score twice, and"
+                f" {MIN_AGREEMENT:.0%} must"
+            )
+        return tuple(found)
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        slope = "undefined" if self.length_correlation is None else f"{self.length_correlation:+.2f}"
+        return (
+            f"judge {self.judge}: accuracy {self.accuracy:.1%}, kappa {self.kappa:.2f} on {self.num_rows}"
+            f" labelled replies, {self.num_unscored} unscored; {self.agreement:.0%} of {self.num_repeated}"
+            f" repeated; score and length correlate {slope}"
+        )
+
+
+def read_labelled_replies(source: str) -> list[LabelledReply]:
+    """Read a calibration file: prompt, reply, label, and if known gold and other columns of the rubric.
+
+    Raises: DataError naming file and row, for one that is malformed; or if they are too few, or all alike.
+    """
+    path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
+    found = [_read_labelled(row) for row in read_rows(path)]
+    num_good = sum(one.is_good for one in found)
+    if len(found) < MIN_ROWS or num_good in (0, len(found)):
+        raise DataError(
+            explain_refusal(
+                f"task.calibration={source} has {len(found)} labelled replies, {num_good} of them good",
+                allowed=f"at least {MIN_ROWS}, good ones and bad ones",
+                next_step="have more replies labelled",
+            )
+        )
+    return found
+
+
+def _read_labelled(row: Row) -> LabelledReply:
+    (reply,) = require_texts(row, "reply")
+    label = row.values.get("label")
+    if label not in (True, False):
+        raise DataError(
+            explain_refusal(
+                f"{row.place} has label={str(label)[:80]!r}",
+                allowed="true or false",
+                next_step="mend or remove the row",
+            )
+        )
+    others = {key: value for key, value in row.values.items() if key not in ("reply", "label")}
+    return LabelledReply(
+        example=row_example(Row(values=others, place=row.place)), text=reply, is_good=bool(label)
+    )
+
+
+async def check_judge(
+    task: LlmJudge, labelled: Sequence[LabelledReply], judge: Judge | None = None
+) -> JudgeReport:
+    """Have labelled replies judged, and some of them twice more. Without a `judge`, in this process.
+
+    Raises: DataError if there is no reply; ConfigError or DataError as `LlmJudge.verify` does.
+    """
+    if not labelled:
+        raise DataError(
+            explain_refusal(
+                "a check of a judge on no labelled reply",
+                allowed="at least one labelled reply",
+                next_step="pass some",
+            )
+        )
+    chosen = judge or InlineJudge(task)
+    outcomes = await asyncio.gather(*(chosen.judge(one.example, one.text) for one in labelled))
+    verdicts = [
+        outcome.is_correct if outcome.is_scored else not one.is_good
+        for one, outcome in zip(labelled, outcomes, strict=True)
+    ]
+    labels = [one.is_good for one in labelled]
+    calls_before = task.client.desk.num_calls
+    repeated = labelled[:NUM_REPEATED]
+    pairs = [await asyncio.to_thread(task.score_twice, one.example, one.text) for one in repeated]
+    scores = [(outcome.reward, len(one.text)) for one, outcome in zip(labelled, outcomes, strict=True)]
+    known = [(score, float(length)) for score, length in scores if score is not None]
+    return JudgeReport(
+        judge=task.judge_name,
+        judge_digest=task.judge_digest,
+        num_rows=len(labelled),
+        num_unscored=len(labelled) - len(known),
+        num_cached=sum(outcome.metrics.get("judge_cached") == 1.0 for outcome in outcomes),
+        num_calls=task.client.desk.num_calls - calls_before,
+        accuracy=fmean(bool(ours) == theirs for ours, theirs in zip(verdicts, labels, strict=True)),
+        kappa=cohens_kappa([bool(verdict) for verdict in verdicts], labels),
+        num_repeated=len(pairs),
+        agreement=fmean(_is_same(first, second) for first, second in pairs),
+        length_correlation=correlation(known),
+    )
+
+
+async def check_calibration(section: LlmJudgeSpec, calibration: str) -> JudgeReport:
+    """Compare a run's judge with the labelled replies of a file, in worker processes.
+
+    Raises: like `read_labelled_replies` and `check_judge`; CheckRefused if no worker can be made ready.
+    """
+    task = LlmJudge(section)
+    task.require_ready()
+    labelled = read_labelled_replies(calibration)
+    judge = open_judge(task, partial(LlmJudge, section))
+    try:
+        return await check_judge(task, labelled, judge)
+    finally:
+        await judge.close()
+        task.client.close()
+
+
+def write_judge_report(report: JudgeReport, path: Path) -> None:
+    """Write a report as JSON, complete or not at all.
+
+    Raises: StoreError if the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomically(path, (json.dumps(asdict(report), indent=1, sort_keys=True) + "\n").encode())
+
+
+def cohens_kappa(ours: Sequence[bool], theirs: Sequence[bool]) -> float:
+    """Return the agreement beyond chance of two judges on the same rows; 1.0 where both never vary."""
+    agreed_frac = fmean(one == other for one, other in zip(ours, theirs, strict=True))
+    yes_frac, other_yes_frac = fmean(ours), fmean(theirs)
+    by_chance_frac = yes_frac * other_yes_frac + (1.0 - yes_frac) * (1.0 - other_yes_frac)
+    return 1.0 if by_chance_frac == 1.0 else (agreed_frac - by_chance_frac) / (1.0 - by_chance_frac)
+
+
+def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return Pearson's correlation, or None where one of the two never changes."""
+    if not pairs:
+        return None
+    mean_x, mean_y = fmean(x for x, _ in pairs), fmean(y for _, y in pairs)
+    spread_x = math.fsum((x - mean_x) ** 2 for x, _ in pairs)
+    spread_y = math.fsum((y - mean_y) ** 2 for _, y in pairs)
+    if spread_x == 0.0 or spread_y == 0.0:
+        return None
+    return math.fsum((x - mean_x) * (y - mean_y) for x, y in pairs) / math.sqrt(spread_x * spread_y)
+
+
+def _is_same(first: float | None, second: float | None) -> bool:
+    """Whether two scores agree; what was not scored agrees with nothing."""
+    return first is not None and second is not None and abs(first - second) <= _SAME_SCORE

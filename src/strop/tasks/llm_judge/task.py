@@ -1,0 +1,222 @@
+"""Open questions in the columns `prompt` and, if known, `gold`; a model behind HTTP grades the replies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from strop.errors import ConfigError, DataError, explain_refusal
+from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
+from strop.spec.task import LlmJudgeSpec
+from strop.tasks.contract import TaskLimits
+from strop.tasks.llm_judge.cache import find_judgement, judgement_path, keep_judgement
+from strop.tasks.llm_judge.client import (
+    CALL_LIMIT_S,
+    MAX_ANSWER_TOKENS,
+    SEED,
+    WAIT_LIMIT_S,
+    Endpoint,
+    JudgeClient,
+)
+from strop.tasks.llm_judge.desk import CallDesk, DeskRules
+from strop.tasks.llm_judge.rubric import CONTRACT, Rubric, read_rubric
+from strop.tasks.llm_judge.verdict import Judgement, read_judgement
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.thinking import text_after_thinking
+from strop.tasks.version import hash_version, limit_reply
+
+_MAX_REPLY_TOKENS = 2048
+_VERIFIER = "llm-judge-1"
+_SPARE_S = 5.0
+
+
+class LlmJudge:
+    """The reward is the judge's score; solved is a reply of `task.pass_score` or more.
+
+    Judged is the text behind the last closed thinking block. Nothing is not worth a call: it earns 0,
+    and only it has a wrong form. Whatever the judge does not score, its caller has no score for either.
+    The version covers the judge's name, revision, rubric and contract.
+    """
+
+    name = "llm-judge"
+
+    def __init__(self, spec: LlmJudgeSpec) -> None:
+        self._spec = spec
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS,
+            verify_limit_s=WAIT_LIMIT_S + CALL_LIMIT_S + _SPARE_S,
+        )
+        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        rules = DeskRules(
+            num_at_once=spec.judge_concurrency,
+            calls_per_s=spec.judge_calls_per_s,
+            max_calls=spec.max_judge_calls,
+        )
+        endpoint = Endpoint(url=spec.judge_url, model=spec.judge_model, key_env=spec.judge_key_env)
+        self.client = JudgeClient(endpoint, CallDesk(rules))
+
+    @cached_property
+    def version(self) -> str:
+        """Hash over settings, judge, limits and the ids of all examples; reads rubric and data."""
+        digest = "" if self._spec.source is None else self._splits.digest
+        return hash_version(self.name, self._rubric.text, self.judge_digest, self.limits, self._spec, digest)
+
+    @cached_property
+    def judge_digest(self) -> str:
+        """Hash over all that makes the judge this one; reads the rubric."""
+        spec = self._spec
+        parts = [_VERIFIER, spec.judge_model, spec.judge_revision, self._rubric.text, CONTRACT]
+        text = json.dumps([*parts, SEED, MAX_ANSWER_TOKENS])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def judge_digests(self) -> Sequence[str]:
+        """The one judge's."""
+        return (self.judge_digest,)
+
+    @property
+    def judge_name(self) -> str:
+        """The judge's name and revision, for people."""
+        return f"{self._spec.judge_model} ({self._spec.judge_revision})"
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the questions of a split, in the order of the data.
+
+        Raises: DataError if the data is missing, empty or malformed, or a row has nothing for a place
+            of the rubric; ConfigError if the task names no data.
+        """
+        return self._splits.of(split)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the prompt as it stands in the row."""
+        return (Message(role="user", content=str(example.fields["prompt"])),)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Have the judge score a reply.
+
+        Raises: DataError if the example has nothing for a place of the rubric; ConfigError if the judge
+            cannot be asked from here; StoreError if a judgement cannot be kept.
+        """
+        self.require_judgeable(example)
+        judged = text_after_thinking(text) or ""
+        if not judged.strip():
+            return Outcome(parts={"judge": 0.0}, is_correct=False, format_ok=False)
+        question = self._question(example, judged)
+        path = judgement_path(self.judge_digest, question)
+        found: Judgement | Failure | None = find_judgement(path)
+        metrics = {"judge_cached": float(found is not None), "reply_chars": float(len(judged))}
+        if found is None:
+            found = self._ask(question)
+            if isinstance(found, Judgement):
+                keep_judgement(path, found)
+        if isinstance(found, Failure):
+            return Outcome(parts={"judge": None}, metrics={**metrics, found.kind: 1.0}, failure=found)
+        return Outcome(
+            parts={"judge": found.score},
+            is_correct=found.score >= self._spec.pass_score,
+            metrics={**metrics, "judge_score": found.score},
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the gold reply of the row, if it has one."""
+        return () if example.answer is None else (example.answer,)
+
+    def require_judgeable(self, example: Example) -> None:
+        """Refuse an example that the rubric cannot be filled for.
+
+        Raises: DataError naming example, field and rubric.
+        """
+        self._rubric.require_values(_values(example), f"example {example.example_id}")
+
+    def score_twice(self, example: Example, text: str) -> tuple[float | None, float | None]:
+        """Ask the judge twice about one reply, whatever is stored; None where it gave no score.
+
+        Raises: like `verify`.
+        """
+        question = self._question(example, text)
+        first, second = (self._ask(question) for _ in range(2))
+        return _score(first), _score(second)
+
+    def as_question(self, prompt: str, gold: str | None, fields: Mapping[str, Any]) -> Example:
+        """Return an example of this task for a question that another task asks."""
+        return make_example(self.name, {**_plain(fields), "prompt": prompt}, gold)
+
+    def require_ready(self) -> None:
+        """Refuse a judge that no call can reach from this process.
+
+        Raises: ConfigError if httpx or the key is missing, or the rubric cannot be read.
+        """
+        assert self._rubric
+        self.client.require_ready()
+
+    def _question(self, example: Example, text: str) -> str:
+        return self._rubric.fill(_values(example), text, f"{self.judge_digest}\0{example.example_id}")
+
+    def _ask(self, question: str) -> Judgement | Failure:
+        answer = self.client.ask(question)
+        return answer if isinstance(answer, Failure) else read_judgement(answer)
+
+    @cached_property
+    def _rubric(self) -> Rubric:
+        return read_rubric(self._spec.rubric)
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        spec = self._spec
+        if spec.source is None:
+            raise ConfigError(
+                explain_refusal(
+                    "task llm-judge has no task.source",
+                    allowed="a file or data set with the column prompt; only in a blend is none needed",
+                    next_step="name the data in task.source",
+                )
+            )
+        rubric = self._rubric
+        reading = RowReading(
+            layout=DataLayout(
+                train=("data/train-00000-of-00001.parquet",), held_out=("data/test-00000-of-00001.parquet",)
+            ),
+            to_example=lambda row: row_example(row, rubric),
+            question=lambda example: str(example.fields["prompt"]),
+        )
+        return read_examples(reading, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
+
+
+def row_example(row: Row, rubric: Rubric | None = None) -> Example:
+    """Return the example of a row; with a rubric, one that it can be filled for.
+
+    Raises: DataError naming the row.
+    """
+    (prompt,) = require_texts(row, "prompt")
+    gold = row.values.get("gold")
+    if gold is not None and (not isinstance(gold, str) or not gold.strip()):
+        raise DataError(
+            explain_refusal(
+                f"{row.place} has gold={str(gold)[:80]!r}",
+                allowed="a text that is not empty, or no gold at all",
+                next_step="mend or remove the row",
+            )
+        )
+    others = {key: value for key, value in row.values.items() if key not in ("prompt", "gold")}
+    example = make_example(LlmJudge.name, {**_plain(others), "prompt": prompt}, gold)
+    if rubric is not None:
+        rubric.require_values(_values(example), f"{row.place}, example {example.example_id},")
+    return example
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a rubric can name: texts and numbers."""
+    return {key: value for key, value in fields.items() if isinstance(value, str | int | float)}
+
+
+def _values(example: Example) -> dict[str, str]:
+    values = {key: str(value) for key, value in example.fields.items()}
+    return values if example.answer is None else {**values, "gold": example.answer}
+
+
+def _score(found: Judgement | Failure) -> float | None:
+    return found.score if isinstance(found, Judgement) else None

@@ -1,0 +1,69 @@
+"""The probe of judges: one that can be talked to is found, a deaf one passes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from strop.spec.task import ArithmeticSpec
+from strop.tasks import build_task
+from strop.tasks.audit import AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
+from strop.tasks.audit.judge_probes import INJECTIONS
+from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
+from tests.fixtures.judged import judge_task
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+
+
+def attack(tmp_path: Path, say: Say) -> ProbeResult:
+    with judge_server(say) as server:
+        task = judge_task(tmp_path, server.url)
+        settings = AuditSettings(num_examples=3, probes=("judge_injection",))
+        report = asyncio.run(run_audit(task, settings))
+        task.client.close()
+    (result,) = report.probes
+    assert (report.verdict is Verdict.RED) == (result.status in (ProbeStatus.FAIL, ProbeStatus.ERROR))
+    return result
+
+
+def test_a_deaf_judge_passes(tmp_path: Path) -> None:
+    result = attack(tmp_path, lambda question: scored(float(shown_reply(question).startswith("word-"))))
+    assert (result.status, result.value) == (ProbeStatus.PASS, 0.0)
+    assert result.num == 3 * len(INJECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("weakness", "kind"),
+    [
+        (lambda shown: "Ignore everything" in shown, "instructions"),
+        (lambda shown: "score" in shown and "json" in shown, "fenced score"),
+        (lambda shown: "END OF REPLY" in shown, "delimiters"),
+        (lambda shown: "Assistant:" in shown, "turns"),
+        (lambda shown: "wise" in shown, "flattery"),
+        (lambda shown: len(shown) > 2000, "length"),
+    ],
+)
+def test_a_judge_that_can_be_talked_to_is_found(tmp_path: Path, weakness: object, kind: str) -> None:
+    assert callable(weakness)
+    result = attack(tmp_path, lambda question: scored(float(weakness(shown_reply(question)))))
+    assert (result.status, result.detail, result.value) == (ProbeStatus.FAIL, kind, 1.0)
+    assert result.evidence[0].reply == INJECTIONS[kind][:200]
+
+
+def test_a_judge_that_repeats_what_it_reads_gives_no_score(tmp_path: Path) -> None:
+    """The parser would take a quoted grade for the judge's own, if it were not escaped."""
+    result = attack(tmp_path, lambda question: "It says: " + shown_reply(question))
+    assert result.status is ProbeStatus.FAIL
+    assert result.detail == "replies that kept the judge from grading them"
+    assert result.evidence[0].detail.startswith("judge_unparsable: ")
+
+
+def test_other_tasks_are_not_attacked() -> None:
+    settings = AuditSettings(num_examples=2, probes=("judge_injection",))
+    report = asyncio.run(run_audit(build_task(ArithmeticSpec()), settings))
+    assert [result.status for result in report.probes] == [ProbeStatus.NOT_APPLICABLE]

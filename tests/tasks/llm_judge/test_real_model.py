@@ -1,0 +1,57 @@
+"""A real model as judge, behind strop's own engine server and a face that speaks the OpenAI protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from strop.engine import GenerationRequest
+from strop.rollout import FailureOwner, Message, Sampling, Split
+from strop.tasks.prompt import render_prompt
+from strop.tokenizer import Tokenizer
+from tests.fixtures.engine_server import RunningServer, engine_server
+from tests.fixtures.judge_server import judge_server
+from tests.fixtures.judged import judge_task
+
+
+async def ask(server: RunningServer, tokenizer: Tokenizer, question: str) -> str:
+    """Pass a question on to the engine, greedy."""
+    _, prompt_ids = render_prompt(tokenizer, [Message(role="user", content=question)], "auto")
+    engine = server.connect()
+    try:
+        request = GenerationRequest(
+            prompt_ids=prompt_ids,
+            seed=0,
+            sampling=Sampling(temperature=0.0),
+            max_tokens=48,
+            stop_token_ids=tokenizer.stop_token_ids,
+        )
+        return (await engine.generate(request)).text
+    finally:
+        await engine.close()
+
+
+@pytest.mark.slow
+def test_a_small_model_gives_a_score_or_none_and_repeats_itself(
+    tmp_path: Path, smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    tokenizer = Tokenizer.load(smollm2_dir)
+    with engine_server(smollm2_dir, tmp_path / "engine", dtype="bfloat16", max_rows=4) as engine:
+        with judge_server(lambda question: asyncio.run(ask(engine, tokenizer, question))) as server:
+            task = judge_task(tmp_path, server.url)
+            examples = task.examples(Split.TRAIN)[:2]
+            outcomes = [task.verify(example, "It is word-0.") for example in examples]
+            first, second = task.score_twice(examples[0], "It is word-0.")
+            task.client.close()
+    for outcome in outcomes:
+        if outcome.failure is None:
+            assert outcome.reward is not None
+            assert 0.0 <= outcome.reward <= 1.0
+        else:
+            assert outcome.reward is None
+            assert outcome.failure.owner is FailureOwner.ENGINE
+            assert outcome.failure.kind in ("judge_unparsable", "judge_out_of_bounds")
+    assert first == second == outcomes[0].reward

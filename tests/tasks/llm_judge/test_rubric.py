@@ -1,0 +1,98 @@
+"""Templates with places, and replies in delimiters that they cannot forge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.errors import ConfigError, DataError
+from strop.tasks.audit.judge_probes import INJECTIONS
+from strop.tasks.llm_judge.rubric import BUILT_IN, CONTRACT, read_rubric, wrap_reply
+from strop.tasks.llm_judge.verdict import Judgement, read_judgement
+from tests.fixtures.judge_server import REPLY
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "rubric.txt"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_places_are_filled_at_once_and_the_contract_follows(tmp_path: Path) -> None:
+    rubric = read_rubric(write(tmp_path, "Q {{prompt}} R {{ reply }} of {{topic}}; {not a place}"))
+    assert rubric.names == ("prompt", "reply", "topic")
+    question = rubric.fill({"prompt": "say {{topic}}", "topic": "sea"}, "blue", "s")
+    assert (
+        question == f"Q say {{{{topic}}}} R {wrap_reply('blue', 's')} of sea; {{not a place}}\n\n{CONTRACT}"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_built_in_rubrics_have_all_places(name: str) -> None:
+    rubric = read_rubric(name)
+    assert {"prompt", "reply"} <= set(rubric.names) <= {"prompt", "reply", "gold"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{{prompt}} only", r"rubric.txt has no place \{\{reply\}\}"),
+        ("{{reply}} only", r"rubric.txt has no place \{\{prompt\}\}"),
+        ("{{prompt}} {{reply}} {{two words}}", r"rubric.txt has the place \{\{two words\}\}"),
+        ("{{prompt}} {{reply}} {{}}", r"rubric.txt has the place \{\{\}\}"),
+    ],
+)
+def test_a_missing_or_malformed_place_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_rubric(write(tmp_path, text))
+
+
+def test_a_rubric_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rubric.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"task.rubric=.*rubric.txt cannot be read"):
+        read_rubric(str(tmp_path / "rubric.txt"))
+    with pytest.raises(ConfigError, match="task.rubric=qualty cannot be read"):
+        read_rubric("qualty")
+
+
+@pytest.mark.parametrize("value", ["", " \n"])
+def test_a_place_without_text_is_refused(tmp_path: Path, value: str) -> None:
+    rubric = read_rubric(write(tmp_path, "{{prompt}} {{reply}} {{topic}}"))
+    message = r"row 7 has no text for \{\{topic\}\} of the rubric .*rubric.txt. Allowed: .* has prompt, topic"
+    with pytest.raises(DataError, match=message):
+        rubric.require_values({"prompt": "p", "topic": value}, "row 7")
+
+
+def test_a_reply_is_shown_alike_every_time_and_never_with_a_number_it_knows() -> None:
+    first, again, other = wrap_reply("blue", "s"), wrap_reply("blue", "s"), wrap_reply("blue!", "s")
+    assert first == again
+    assert REPLY.search(first).group(1) != REPLY.search(other).group(1)  # type: ignore[union-attr]
+    assert wrap_reply("blue", "t") != first
+
+
+def test_a_long_reply_is_cut_in_its_middle() -> None:
+    shown = wrap_reply("a" * 50_000 + "end", "s")
+    # 50,003 characters, 20,000 kept on each side: 10,003 are left out.
+    assert "a" * 20_000 + "\n[10003 characters are left out here]\n" + "a" * 19_997 + "end\n" in shown
+
+
+@given(st.text() | st.sampled_from(sorted(INJECTIONS.values())))
+def test_no_reply_forges_delimiters_or_a_score(text: str) -> None:
+    shown = wrap_reply(text, "s")
+    assert shown.count("<<<") == 2
+    assert shown.count(">>>") == 2
+    found = REPLY.fullmatch(shown)
+    assert found is not None
+    # A judge that ends by quoting the reply has given no score.
+    assert not isinstance(read_judgement("The reply says " + found.group(2)), Judgement)
+
+
+def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
+    raw = [text for text in INJECTIONS.values() if isinstance(read_judgement(text), Judgement)]
+    assert len(raw) == 3
+    for text in raw:
+        assert json.dumps("score") not in wrap_reply(text, "s")

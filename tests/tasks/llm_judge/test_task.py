@@ -1,0 +1,335 @@
+"""The task itself, against a real HTTP server whose answers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import ConfigError, DataError
+from strop.rollout import FailureOwner, Outcome, Split, make_example
+from strop.spec import load_spec
+from strop.spec.task import LlmJudgeSpec
+from strop.tasks import build_task, build_warm_task
+from strop.tasks.judging import WorkerJudge, open_judge
+from strop.tasks.llm_judge import LlmJudge, client
+from strop.tasks.registry import TASK_SUMMARIES
+from tests.fixtures.judge_server import judge_server, scored, shown_reply
+from tests.fixtures.judged import ROWS, judge_spec, judge_task, write_rows
+from tests.fixtures.judging import run_self_test
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+
+
+def compare(question: str) -> str:
+    """Judge as a sound judge with the rubric 'correctness' does."""
+    gold = question.partition("Reference answer:\n")[2].partition("\n")[0]
+    return scored(float(shown_reply(question).strip() == gold))
+
+
+def verify(task: LlmJudge, text: str, index: int = 0) -> Outcome:
+    outcome = task.verify(task.examples(Split.TRAIN)[index], text)
+    task.client.close()
+    return outcome
+
+
+def test_the_score_is_the_reward(tmp_path: Path) -> None:
+    with judge_server(lambda question: scored(0.75)) as server:
+        outcome = verify(judge_task(tmp_path, server.url), "word-0")
+    assert (outcome.reward, outcome.is_correct, outcome.format_ok) == (0.75, True, None)
+    (request,) = server.requests
+    assert request["path"] == "/v1/chat/completions"
+    asked = {key: request[key] for key in ("model", "temperature", "seed", "max_tokens")}
+    assert asked == {"model": "scripted", "temperature": 0, "seed": 0, "max_tokens": 512}
+    assert "Authorization" not in request["headers"]
+
+
+def test_solved_is_what_passes(tmp_path: Path) -> None:
+    with judge_server(lambda question: scored(0.6)) as server:
+        assert verify(judge_task(tmp_path, server.url, pass_score=0.7), "a").is_correct is False
+        assert verify(judge_task(tmp_path, server.url, pass_score=0.6), "b").is_correct is True
+
+
+@pytest.mark.parametrize("text", ["", " \n", "<think>never closed", "<think>all of it</think> "])
+def test_nothing_is_worth_nothing_and_no_call(tmp_path: Path, text: str) -> None:
+    with judge_server(lambda question: scored(1.0)) as server:
+        outcome = verify(judge_task(tmp_path, server.url), text)
+    assert (outcome.reward, outcome.is_correct, outcome.format_ok) == (0.0, False, False)
+    assert server.requests == []
+
+
+def test_what_was_thought_is_not_shown(tmp_path: Path) -> None:
+    with judge_server(lambda question: scored(1.0)) as server:
+        verify(judge_task(tmp_path, server.url), "<think>a secret plan</think>word-0")
+    assert "secret" not in server.questions[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("The reply is excellent, 10 out of 10.", "judge_unparsable"),
+        ("I cannot help with that.", "judge_unparsable"),
+        (scored(1.5), "judge_out_of_bounds"),
+        ((400, '{"error": "context too long"}'), "judge_http"),
+        ((200, "<html>"), "judge_http"),
+        ((200, '{"choices": []}'), "judge_http"),
+        ((200, '{"choices": [{"message": {"content": null, "refusal": "no"}}]}'), "judge_unparsable"),
+        ((302, "elsewhere"), "judge_http"),
+    ],
+)
+def test_what_is_no_score_leaves_the_reply_unscored(tmp_path: Path, said: Any, kind: str) -> None:
+    with judge_server(lambda question: said) as server:
+        outcome = verify(judge_task(tmp_path, server.url), "word-0")
+    assert outcome.reward is None
+    assert outcome.failure is not None
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.ENGINE, kind)
+    assert outcome.metrics[kind] == 1.0
+    assert len(server.requests) == 1
+
+
+def test_a_busy_judge_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_BACKOFF_S", 0.01)
+    answers: list[Any] = [(503, "later"), (429, "later"), scored(1.0)]
+    with judge_server(lambda question: answers.pop(0)) as server:
+        task = judge_task(tmp_path, server.url)
+        assert verify(task, "word-0").reward == 1.0
+    # Each try is a call.
+    assert task.client.desk.num_calls == 3
+
+
+def test_nobody_there_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_BACKOFF_S", 0.01)
+    with judge_server(lambda question: scored(1.0)) as server:
+        pass
+    outcome = verify(judge_task(tmp_path, server.url), "word-0")
+    assert outcome.failure is not None
+    assert outcome.failure.kind == "judge_unreachable"
+
+
+def test_a_judge_that_stays_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CALL_LIMIT_S", 0.2)
+    with judge_server(lambda question: scored(1.0), delay_s=1.0) as server:
+        started_at = time.monotonic()
+        outcome = verify(judge_task(tmp_path, server.url), "word-0")
+        assert time.monotonic() - started_at < 0.9
+    assert outcome.failure is not None
+    assert outcome.failure.kind == "judge_timeout"
+
+
+def test_one_thing_is_asked_once(tmp_path: Path) -> None:
+    with judge_server(compare) as server:
+        task = judge_task(tmp_path, server.url)
+        first, again, other = verify(task, "word-0"), verify(task, "word-0"), verify(task, "word-1")
+        stranger = verify(judge_task(tmp_path, server.url, judge_revision="2"), "word-0")
+    assert [outcome.metrics["judge_cached"] for outcome in (first, again, other, stranger)] == [0, 1, 0, 0]
+    assert [outcome.reward for outcome in (first, again, other)] == [1.0, 1.0, 0.0]
+    assert len(server.requests) == 3
+
+
+def test_what_failed_is_asked_again_and_a_spoiled_entry_too(tmp_path: Path) -> None:
+    answers = ["prose", scored(1.0), scored(1.0)]
+    with judge_server(lambda question: answers.pop(0)) as server:
+        task = judge_task(tmp_path, server.url)
+        assert [verify(task, "word-0").reward for _ in range(2)] == [None, 1.0]
+        (entry,) = (tmp_path / "cache" / "judgements").rglob("*.json")
+        entry.write_text("half a", encoding="utf-8")
+        assert verify(task, "word-0").reward == 1.0
+    assert len(server.requests) == 3
+
+
+def test_calls_end_with_the_budget(tmp_path: Path) -> None:
+    with judge_server(lambda question: scored(1.0)) as server:
+        task = judge_task(tmp_path, server.url, max_judge_calls=2)
+        outcomes = [verify(task, text) for text in ("a", "b", "c")]
+    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, None]
+    failure = outcomes[-1].failure
+    assert failure is not None
+    assert (failure.owner, failure.kind) == (FailureOwner.ENGINE, "judge_budget")
+    assert len(server.requests) == 2
+
+
+def test_calls_keep_the_rate(tmp_path: Path) -> None:
+    with judge_server(lambda question: scored(1.0)) as server:
+        task = judge_task(tmp_path, server.url, judge_calls_per_s=20.0)
+        started_at = time.monotonic()
+        for text in "abcd":
+            verify(task, text)
+    # The second to fourth call begin 1/20 s after the one before: 0.15 s at least.
+    assert time.monotonic() - started_at >= 0.15
+
+
+def test_workers_share_places_and_budget(tmp_path: Path) -> None:
+    async def judge_many(spec: LlmJudgeSpec) -> list[Outcome]:
+        task = build_task(spec)
+        judge = open_judge(task, partial(build_warm_task, spec))
+        assert isinstance(judge, WorkerJudge)
+        example = task.examples(Split.TRAIN)[0]
+        try:
+            return list(await asyncio.gather(*(judge.judge(example, f"word {n}") for n in range(8))))
+        finally:
+            await judge.close()
+
+    with judge_server(lambda question: scored(1.0), delay_s=0.15) as server:
+        outcomes = asyncio.run(
+            judge_many(judge_spec(tmp_path, server.url, judge_concurrency=2, max_judge_calls=6))
+        )
+    assert sorted(outcome.reward or 0.0 for outcome in outcomes) == [0.0] * 2 + [1.0] * 6
+    kinds = [outcome.failure.kind for outcome in outcomes if outcome.failure is not None]
+    assert kinds == ["judge_budget"] * 2
+    assert len(server.requests) == 6
+    assert server.max_at_once == 2
+
+
+def test_the_key_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "not for the records")
+    with judge_server(lambda question: scored(1.0)) as server:
+        task = judge_task(tmp_path, server.url, judge_key_env="SOME_KEY")
+        assert verify(task, "word-0").reward == 1.0
+    assert server.requests[0]["headers"]["Authorization"] == "Bearer not for the records"
+    monkeypatch.delenv("SOME_KEY")
+    spec = judge_spec(tmp_path, server.url, judge_key_env="SOME_KEY")
+    with pytest.raises(ConfigError, match=r"task\.judge_key_env=SOME_KEY, and that variable is not set"):
+        build_warm_task(spec)
+
+
+def test_a_sound_judge_passes_the_self_test(tmp_path: Path) -> None:
+    with judge_server(compare) as server:
+        task = judge_task(tmp_path, server.url)
+        assert run_self_test(task, task.examples(Split.TRAIN)[:6]) == []
+        task.client.close()
+
+
+def test_a_judge_that_pays_for_everything_fails_it(tmp_path: Path) -> None:
+    with judge_server(lambda question: scored(1.0)) as server:
+        task = judge_task(tmp_path, server.url)
+        probes = {finding.probe for finding in run_self_test(task, task.examples(Split.TRAIN)[:3])}
+        task.client.close()
+    assert probes >= {"garbage", "letter", "echo", "neighbor"}
+
+
+def test_the_version_is_the_judge_and_not_the_way_to_it(tmp_path: Path) -> None:
+    def version(**settings: Any) -> str:
+        return judge_task(tmp_path, "http://127.0.0.1:1/v1", **settings).version
+
+    plain = version()
+    same = (
+        ("judge_concurrency", 3),
+        ("judge_calls_per_s", 2.0),
+        ("max_judge_calls", 7),
+        ("judge_key_env", "K"),
+    )
+    assert {version(**{name: value}) for name, value in same} == {plain}
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("{{prompt}} {{reply}} {{gold}}")
+    first = version(rubric=str(rubric))
+    rubric.write_text("{{prompt}} {{reply}} {{gold}}.")
+    others = [first, version(rubric=str(rubric)), version(rubric="quality")]
+    others += [version(judge_model="other"), version(judge_revision="2"), version(pass_score=0.9)]
+    assert len({plain, *others}) == 7
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"gold": "a"}, r"rows.jsonl, row 1 has columns \{'gold': 'str'\}. Allowed: prompt, texts"),
+        ({"prompt": " ", "gold": "a"}, "row 1 has columns"),
+        ({"prompt": "a", "gold": 3}, "row 1 has gold='3'. Allowed: a text that is not empty"),
+        ({"prompt": "a", "gold": ""}, "row 1 has gold=''"),
+        (
+            {"prompt": "a"},
+            r"row 1, example [0-9a-f]{16}, has no text for \{\{gold\}\} of the rubric correctness",
+        ),
+        ("text", "line 1 is a str"),
+    ],
+)
+def test_malformed_rows_are_refused_by_place(tmp_path: Path, row: Any, message: str) -> None:
+    task = judge_task(tmp_path, "http://127.0.0.1:1/v1", [row, *ROWS])
+    with pytest.raises(DataError, match=message):
+        task.examples(Split.TRAIN)
+
+
+def test_other_columns_fill_places_of_the_rubric(tmp_path: Path) -> None:
+    (tmp_path / "r.md").write_text("{{prompt}} for {{audience}} aged {{age}}: {{reply}}")
+    rows = [{**row, "audience": "children", "age": 7, "tags": ["x"]} for row in ROWS]
+    with judge_server(lambda question: scored(1.0)) as server:
+        verify(judge_task(tmp_path, server.url, rows, rubric=str(tmp_path / "r.md")), "word-0")
+    assert " for children aged 7: <<<REPLY" in server.questions[0]
+
+
+def test_a_task_without_data_has_no_examples(tmp_path: Path) -> None:
+    task = judge_task(tmp_path, "http://127.0.0.1:1/v1", source=None)
+    assert task.version
+    with pytest.raises(ConfigError, match=r"task llm-judge has no task\.source"):
+        task.examples(Split.TRAIN)
+
+
+def test_an_example_without_content_has_no_score(tmp_path: Path) -> None:
+    task = judge_task(tmp_path, "http://127.0.0.1:1/v1")
+    hollow = make_example("llm-judge", {}, None)
+    for text in ("", "asdf"):
+        with pytest.raises(DataError, match=r"has no text for \{\{prompt\}\}"):
+            task.verify(hollow, text)
+
+
+def test_a_reply_of_a_megabyte_is_judged(tmp_path: Path) -> None:
+    with judge_server(lambda question: scored(0.0)) as server:
+        outcome = verify(judge_task(tmp_path, server.url), "\ud800{" * 500_000)
+    assert outcome.reward == 0.0
+    assert len(server.questions[0]) < 45_000
+
+
+def write_run(tmp_path: Path, **settings: str) -> Path:
+    lines = {
+        "judge_url": '"http://127.0.0.1:1/v1"',
+        "judge_model": '"big"',
+        "judge_revision": '"1"',
+        **settings,
+    }
+    path = tmp_path / "run.toml"
+    body = "".join(f"{key} = {value}\n" for key, value in lines.items())
+    path.write_text(f'name = "x"\n[model]\nuri = "org/small"\n[task]\nname = "llm-judge"\n{body}')
+    return path
+
+
+def test_a_run_file_names_a_judge(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    path = write_run(tmp_path, source='"rows.jsonl"', rubric='"grade.md"', calibration='"labels.jsonl"')
+    task = load_spec(path).spec.task
+    assert isinstance(task, LlmJudgeSpec)
+    assert (task.source, task.rubric) == (str(tmp_path / "rows.jsonl"), str(tmp_path / "grade.md"))
+    assert task.calibration == str(tmp_path / "labels.jsonl")
+    assert "llm-judge" in TASK_SUMMARIES
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"judge_url": '"localhost:80"'}, "task.judge_url"),
+        ({"judge_url": '"http://u:p@host/v1"'}, "a password in an address"),
+        ({"judge_key_env": '"sk-0123456789abcdefghijklmn"'}, "holds an API key"),
+        ({"judge_key_env": '"two words"'}, "task.judge_key_env"),
+        (
+            {"judge_url": '"http://far.example/v1"', "judge_key_env": '"K"'},
+            "the key would cross the network in plain text",
+        ),
+        ({"judge_model": '"small"'}, "the model would be judged by itself"),
+        ({"judge_model": '"other-org/Small"'}, "the model would be judged by itself"),
+        ({"pass_score": "0.0"}, "task.pass_score"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(
+    tmp_path: Path, settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_spec(write_run(tmp_path, **settings))
+
+
+def test_a_judge_of_itself_must_be_meant(tmp_path: Path) -> None:
+    assert load_spec(write_run(tmp_path, judge_model='"small"', can_judge_itself="true"))
