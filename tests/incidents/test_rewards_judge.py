@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.errors import DataError
 from strop.rollout import FailureOwner, Group, Rollout, Sampling, Split
+from strop.spec import BlendSpec
 from strop.spec.tripwires import TripwireSpec
+from strop.tasks import build_task
 from strop.train.measure import measure_rollouts
 from strop.train.tripwires import find_alarms
 from tests.fixtures.judge_server import judge_server, scored
@@ -53,6 +56,20 @@ def test_rew_6_prose_of_a_judge_is_no_score_and_an_alarm(tmp_path: Path, said: s
     assert (metrics["judge_unparsable_frac"], metrics["reward_mean"]) == (0.25, 0.5)
     causes = [event.cause for event in find_alarms(TripwireSpec(), 1, metrics)]
     assert "judge_unparsable" in causes
+
+
+def test_rew_6_a_row_without_verifier_is_refused(tmp_path: Path) -> None:
+    """A missing verifier type made every reply to the row wrong."""
+    parts: dict[str, Any] = {
+        "sums": {"name": "arithmetic", "max_value": 4, "num_held_out": 2},
+        "instructions": {"name": "rlvr-ifeval", "source": str(tmp_path / "unused.jsonl")},
+    }
+    task = build_task(BlendSpec(name="blend", parts=parts))
+    message = r"part instructions of the blend cannot judge example [0-9a-f]{16} of task arithmetic"
+    with pytest.raises(DataError, match=message):
+        task.examples(Split.TRAIN)
+    with pytest.raises(ValueError, match=r"task\.parts\.judge.*judge-llm"):
+        BlendSpec(name="blend", parts={**parts, "judge": {"name": "judge-llm"}})
 
 
 def test_rew_6_no_row_is_left_to_chance(tmp_path: Path) -> None:

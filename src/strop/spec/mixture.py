@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
@@ -57,7 +57,7 @@ class MixturePart(Section):
     repeat: int = Field(default=1, ge=1, le=1000, description="How often each comes in an epoch.")
 
 
-_OF_THE_PART = ("weight", "count", "repeat")
+AnyPart = TypeVar("AnyPart", bound=Section)
 
 
 class MixtureSpec(TaskSection):
@@ -113,7 +113,7 @@ class MixtureSpec(TaskSection):
 
         Raises: SpecConflict naming the setting that is wrong.
         """
-        return {label: _read_part(label, table) for label, table in self.parts.items()}
+        return {label: read_part(MixturePart, label, table) for label, table in self.parts.items()}
 
     @property
     def num_train(self) -> int | None:
@@ -126,11 +126,16 @@ class MixtureSpec(TaskSection):
         return None
 
 
-def _read_part(label: str, table: dict[str, JsonValue]) -> MixturePart:
-    own = {key: value for key, value in table.items() if key in _OF_THE_PART}
-    settings = {key: value for key, value in table.items() if key not in _OF_THE_PART}
+def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> AnyPart:
+    """Return a part of a task that is made of others; what `kind` does not name is its task's.
+
+    Raises: SpecConflict naming the setting that is wrong.
+    """
+    names = [name for name in kind.model_fields if name != "task"]
+    own = {key: value for key, value in table.items() if key in names}
+    settings = {key: value for key, value in table.items() if key not in names}
     try:
-        return MixturePart.model_validate({**own, "task": settings})
+        return kind.model_validate({**own, "task": settings})
     except ValidationError as error:
         first = error.errors()[0]
         # Without the name of the section and of the task, which pydantic puts in between.
@@ -138,6 +143,6 @@ def _read_part(label: str, table: dict[str, JsonValue]) -> MixturePart:
         raise SpecConflict(
             {".".join(["task.parts", label, *where]): first["input"]},
             first["msg"],
-            allowed="the settings of the part's task, and weight, count and repeat",
+            allowed=f"the settings of the part's task, and {', '.join(names[:-1])} and {names[-1]}",
             next_step="correct the setting; `strop explain task` lists those of every task",
         ) from error

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from strop.spec.blend import BlendPart, BlendSpec
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.generated_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
 from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
@@ -27,21 +28,30 @@ BoxedMathSpec = MathSpec | Math500Spec | DeepscalerSpec
 """The tasks that compare formulas."""
 RowTaskSpec = BoxedMathSpec | AimeSpec | MmluSpec
 """The tasks of questions and answers in rows."""
-TaskSpec = Annotated[PlainTask | MixtureSpec, Field(discriminator="name")]
+TaskSpec = Annotated[PlainTask | MixtureSpec | BlendSpec, Field(discriminator="name")]
 """One of the task sections, told apart by `name`."""
 
 
 def judge_sections(task: TaskSpec) -> list[LlmJudgeSpec]:
     """Return the sections of all judges that a task asks, itself or in its parts."""
+    return [section for section in plain_sections(task) if isinstance(section, LlmJudgeSpec)]
+
+
+def plain_sections(task: TaskSpec) -> list[PlainTask]:
+    """Return the sections of the tasks that a task is made of: its own, or its parts'."""
     if isinstance(task, MixtureSpec):
-        return [part.task for part in task.read_parts().values() if isinstance(part.task, LlmJudgeSpec)]
-    return [task] if isinstance(task, LlmJudgeSpec) else []
+        return [part.task for part in task.read_parts().values()]
+    if isinstance(task, BlendSpec):
+        return [part.task for part in task.read_parts().values()]
+    return [task]
 
 
 __all__ = [
     "AimeSpec",
     "AppsSpec",
     "ArithmeticSpec",
+    "BlendPart",
+    "BlendSpec",
     "BoxedMathSpec",
     "DeepscalerSpec",
     "Gsm8kSpec",
@@ -63,4 +73,5 @@ __all__ = [
     "RowTaskSpec",
     "TaskSpec",
     "judge_sections",
+    "plain_sections",
 ]

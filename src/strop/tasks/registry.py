@@ -12,6 +12,7 @@ from strop.spec.task import (
     AimeSpec,
     AppsSpec,
     ArithmeticSpec,
+    BlendSpec,
     BoxedMathSpec,
     DeepscalerSpec,
     Gsm8kSpec,
@@ -30,7 +31,9 @@ from strop.spec.task import (
     RlvrIfevalSpec,
     TaskSpec,
     judge_sections,
+    plain_sections,
 )
+from strop.tasks.blend import Blend
 from strop.tasks.code.apps import Apps
 from strop.tasks.code.humaneval import HumanEval
 from strop.tasks.code.mbpp import Mbpp
@@ -70,6 +73,7 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "if-multi": "Up to five checkable instructions a prompt, for training (extra: tasks).",
         "llm-judge": "Open questions; another model grades the replies over HTTP (extra: tasks).",
         "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
+        "blend": "One task judged by several verifiers, whose weighted scores are added up.",
     }
 )
 """What each built-in task is, by name."""
@@ -77,6 +81,10 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
 
 def _build_mixture(spec: MixtureSpec) -> Task:
     return Mixture(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
+
+
+def _build_blend(spec: BlendSpec) -> Task:
+    return Blend(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
 
 
 _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
@@ -99,6 +107,7 @@ _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
         IfMultiSpec: InstructionTask,
         LlmJudgeSpec: LlmJudge,
         MixtureSpec: _build_mixture,
+        BlendSpec: _build_blend,
     }
 )
 
@@ -118,13 +127,14 @@ def build_warm_task(spec: TaskSpec) -> Task:
     Raises: like `build_task`, and like `examples` where judging needs the data.
     """
     task = build_task(spec)
-    if isinstance(spec, ReasoningGymSpec | MixtureSpec):
+    if isinstance(spec, ReasoningGymSpec | MixtureSpec | BlendSpec):
         # A scorer that wants the generated problem; a mixture must know whose an example is.
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
     for judge in judge_sections(spec):
         LlmJudge(judge).require_ready()
-    parts = [part.task for part in spec.read_parts().values()] if isinstance(spec, MixtureSpec) else [spec]
-    if any(isinstance(part, BoxedMathSpec) and part.strictness == "symbolic" for part in parts):
+    if any(
+        isinstance(part, BoxedMathSpec) and part.strictness == "symbolic" for part in plain_sections(spec)
+    ):
         warm_up()
     return task

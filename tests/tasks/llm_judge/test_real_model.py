@@ -39,13 +39,15 @@ def test_a_small_model_gives_a_score_or_none_and_repeats_itself(
 ) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
     tokenizer = Tokenizer.load(smollm2_dir)
-    with engine_server(smollm2_dir, tmp_path / "engine", dtype="bfloat16", max_rows=4) as engine:
-        with judge_server(lambda question: asyncio.run(ask(engine, tokenizer, question))) as server:
-            task = judge_task(tmp_path, server.url)
-            examples = task.examples(Split.TRAIN)[:2]
-            outcomes = [task.verify(example, "It is word-0.") for example in examples]
-            first, second = task.score_twice(examples[0], "It is word-0.")
-            task.client.close()
+    with (
+        engine_server(smollm2_dir, tmp_path / "engine", dtype="bfloat16", max_rows=4) as engine,
+        judge_server(lambda question: asyncio.run(ask(engine, tokenizer, question))) as server,
+    ):
+        task = judge_task(tmp_path, server.url)
+        examples = task.examples(Split.TRAIN)[:2]
+        outcomes = [task.verify(example, "It is word-0.") for example in examples]
+        first, second = task.score_twice(examples[0], "It is word-0.")
+        task.client.close()
     for outcome in outcomes:
         if outcome.failure is None:
             assert outcome.reward is not None

@@ -55,7 +55,7 @@ def test_a_rubric_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rubric.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"task.rubric=.*rubric.txt cannot be read"):
         read_rubric(str(tmp_path / "rubric.txt"))
-    with pytest.raises(ConfigError, match="task.rubric=qualty cannot be read"):
+    with pytest.raises(ConfigError, match=r"task\.rubric=qualty cannot be read"):
         read_rubric("qualty")
 
 

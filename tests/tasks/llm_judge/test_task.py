@@ -332,4 +332,6 @@ def test_settings_that_cannot_be_meant_are_refused(
 
 
 def test_a_judge_of_itself_must_be_meant(tmp_path: Path) -> None:
-    assert load_spec(write_run(tmp_path, judge_model='"small"', can_judge_itself="true"))
+    task = load_spec(write_run(tmp_path, judge_model='"small"', can_judge_itself="true")).spec.task
+    assert isinstance(task, LlmJudgeSpec)
+    assert task.can_judge_itself

@@ -1,0 +1,229 @@
+"""One task's problems judged by several verifiers: the reward is the weighted sum of their scores.
+
+R = sum of w_i * s_i, where s_i is a part's reward as a share of its full marks. A part that cannot score a
+reply leaves it without a score, unless it is optional: then the other weights grow to the same sum, and the
+fact is counted. A part of weight 0 is recorded and can never matter. What is solved, and how a problem is
+posed, limited and ended, the part with the data says. Form alone is paid to wrong replies only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from strop import __version__
+from strop.errors import DataError, StropError, explain_refusal
+from strop.rollout import Example, FailureOwner, Message, Outcome, Split
+from strop.spec.task import BlendSpec
+from strop.tasks.contract import ModelJudged, Task, TaskLimits, limits_of
+from strop.tasks.failures import catch_failure
+from strop.tasks.llm_judge.task import LlmJudge
+
+FORMAT = "format"
+_VERIFIER = "blend-1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    label: str
+    task: Task
+    weight: float
+    optional: bool
+    settings: str
+    """Of its task, as JSON; they identify a verifier whose data is not used."""
+
+
+class Blend:
+    """One task with the data, and the verifiers that judge its replies."""
+
+    name = "blend"
+
+    def __init__(self, spec: BlendSpec, tasks: Mapping[str, Task]) -> None:
+        weights = spec.read_weights()
+        self._spec = spec
+        self._parts = [
+            _Part(
+                label=label,
+                task=tasks[label],
+                weight=weights[label],
+                optional=part.optional,
+                settings=part.task.model_dump_json(),
+            )
+            for label, part in spec.read_parts().items()
+        ]
+        self._data = next(part for part in self._parts if part.label == spec.data_label)
+        self._full_marks = math.fsum(weights.values())
+        self.limits = self._blend_limits(self._data.task.limits)
+        self._checked: dict[Split, Sequence[Example]] = {}
+
+    def _blend_limits(self, own: TaskLimits) -> TaskLimits:
+        """Return the limits of the part with the data, with marks and time of all."""
+        limits = [part.task.limits for part in self._parts]
+        verify_limits_s = [limit.verify_limit_s for limit in limits if limit.verify_limit_s is not None]
+        chances = [part.weight * part.task.limits.chance for part in self._parts]
+        return TaskLimits(
+            max_reply_tokens=own.max_reply_tokens,
+            full_reply_tokens=own.full_reply_tokens,
+            stop_strings=own.stop_strings,
+            max_reward=self._full_marks,
+            chance=math.fsum(chances) / self._full_marks,
+            # One verifier after the other, in one process.
+            verify_limit_s=math.fsum(verify_limits_s) if verify_limits_s else None,
+            verify_keeps_time=bool(verify_limits_s)
+            and all(limit.verify_keeps_time for limit in limits if limit.verify_limit_s is not None),
+        )
+
+    @property
+    def version(self) -> str:
+        """Hash over the weights, the version of the part with the data, and what the others judge by."""
+        return self._version
+
+    @cached_property
+    def _version(self) -> str:
+        settings = self._spec.model_dump(mode="json", include={"data", "alpha", "format_weight"})
+        parts = [[part.label, part.weight, part.optional, self._identity(part)] for part in self._parts]
+        text = json.dumps([_VERIFIER, settings, parts, asdict(self.limits)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _identity(self, part: _Part) -> str:
+        """Return what a part's score follows from; data that only a version would ask for is not read."""
+        if part is self._data:
+            return part.task.version
+        if isinstance(part.task, LlmJudge):
+            return part.task.judge_digest
+        return f"strop {__version__} {part.settings}"
+
+    @property
+    def judge_digests(self) -> Sequence[str]:
+        """Those of all parts that a model judges."""
+        return [
+            digest
+            for part in self._parts
+            if isinstance(part.task, ModelJudged)
+            for digest in part.task.judge_digests
+        ]
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the problems of the part with the data.
+
+        Raises: DataError as that part does, or naming an example that another part cannot judge.
+        """
+        if split not in self._checked:
+            examples = self._data.task.examples(split)
+            for part in self._parts:
+                self._require_judgeable(part, examples)
+            self._checked[split] = examples
+        return self._checked[split]
+
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits that the example has in its own task, with marks and time of all parts."""
+        return self._blend_limits(limits_of(self._data.task, example))
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Pose the example as its own task does."""
+        return self._data.task.render(example)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return what the example's own task calls right."""
+        return self._data.task.gold_replies(example)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Have every part judge, and add up.
+
+        Raises: whatever the verifier of a part raises that the reward cannot do without.
+        """
+        return self._add_up({part.label: self._judge(part, example, text) for part in self._parts})
+
+    def _judge(self, part: _Part, example: Example, text: str) -> Outcome:
+        known = self._part_example(part, example)
+        if part.weight != 0.0 and not part.optional:
+            return part.task.verify(known, text)
+        with catch_failure(lambda: FailureOwner.TASK) as caught:
+            return part.task.verify(known, text)
+        return Outcome(parts={}, failure=caught.failure)
+
+    def _add_up(self, outcomes: Mapping[str, Outcome]) -> Outcome:
+        scores = {part.label: _share(part, outcomes[part.label]) for part in self._parts}
+        missing = [part for part in self._parts if part.weight != 0.0 and scores[part.label] is None]
+        known = [part for part in self._parts if scores[part.label] is not None]
+        known_weight = math.fsum(part.weight for part in known)
+        metrics = self._collect_metrics(outcomes, scores)
+        lost = next((part for part in missing if not part.optional or known_weight == 0.0), None)
+        factor = self._full_marks / known_weight if missing and lost is None else 1.0
+        parts: dict[str, float | None] = {
+            part.label: part.weight * (scores[part.label] or 0.0) * factor for part in known
+        }
+        own = outcomes[self._data.label]
+        format_ok = _all_formed(outcomes.values())
+        failure = None
+        if lost is not None:
+            parts |= {part.label: None for part in missing}
+            failure = outcomes[lost.label].failure
+        elif own.is_correct is False and format_ok and self._spec.format_weight:
+            earned = math.fsum(value or 0.0 for value in parts.values())
+            parts[FORMAT] = min(self._spec.format_weight, max(0.0, self._full_marks - earned))
+        return Outcome(
+            parts=parts,
+            is_correct=own.is_correct,
+            format_ok=format_ok,
+            timed_out=any(outcome.timed_out for outcome in outcomes.values()),
+            extracted=own.extracted,
+            isolation=next((o.isolation for o in outcomes.values() if o.isolation is not None), None),
+            metrics=metrics | {"blend_renormalised": float(factor != 1.0)},
+            failure=failure,
+        )
+
+    def _collect_metrics(
+        self, outcomes: Mapping[str, Outcome], scores: Mapping[str, float | None]
+    ) -> dict[str, float]:
+        """Return the scores before weighing, and what the parts say beside; the data's own word wins."""
+        metrics: dict[str, float] = {}
+        for part in (*(part for part in self._parts if part is not self._data), self._data):
+            metrics |= outcomes[part.label].metrics
+        return metrics | {f"score_{label}": score for label, score in scores.items() if score is not None}
+
+    def _part_example(self, part: _Part, example: Example) -> Example:
+        """Return the example as a part knows it: a judge reads the question as it is posed."""
+        if part is self._data or not isinstance(part.task, LlmJudge):
+            return example
+        prompt = "\n\n".join(message.content for message in self.render(example))
+        return part.task.as_question(prompt, example.answer, example.fields)
+
+    def _require_judgeable(self, part: _Part, examples: Sequence[Example]) -> None:
+        """Refuse an example that a part has no verifier for, before any reply to it is lost.
+
+        A verifier that takes time is not tried; the gate's self-test does that.
+        Raises: DataError naming the example and the part.
+        """
+        if part is self._data:
+            return
+        for example in examples:
+            try:
+                if isinstance(part.task, LlmJudge):
+                    part.task.require_judgeable(self._part_example(part, example))
+                elif part.task.limits.verify_limit_s is None:
+                    part.task.verify(example, "")
+            except (StropError, LookupError, TypeError, ValueError) as error:
+                raise DataError(
+                    explain_refusal(
+                        f"part {part.label} of the blend cannot judge example {example.example_id} of task"
+                        f" {example.task} ({type(error).__name__}: {error})",
+                        allowed="parts whose verifier knows the columns of the data",
+                        next_step=f"remove task.parts.{part.label}, or name another verifier there",
+                    )
+                ) from error
+
+
+def _share(part: _Part, outcome: Outcome) -> float | None:
+    """Return what a part gave, as a share of its full marks."""
+    return None if outcome.reward is None else outcome.reward / part.task.limits.max_reward
+
+
+def _all_formed(outcomes: Iterable[Outcome]) -> bool | None:
+    """Return whether every part that knows a form found it; None where none knows any."""
+    known = [outcome.format_ok for outcome in outcomes if outcome.format_ok is not None]
+    return all(known) if known else None

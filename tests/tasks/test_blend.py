@@ -1,0 +1,294 @@
+"""Blends: the weighted sum by hand, parts without a score, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import ConfigError, DataError
+from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
+from strop.spec import BlendSpec, load_spec, write_spec
+from strop.tasks import TaskLimits, build_task, build_warm_task
+from strop.tasks.blend import Blend
+from strop.tasks.contract import ModelJudged
+from tests.fixtures.judge_server import judge_server, scored, shown_reply
+from tests.fixtures.judging import run_self_test
+
+SUMS: dict[str, Any] = {"name": "arithmetic", "min_value": 1, "max_value": 4, "num_held_out": 4}
+JUDGE: dict[str, Any] = {
+    "name": "llm-judge",
+    "judge_url": "http://127.0.0.1:1/v1",
+    "judge_model": "scripted",
+    "judge_revision": "1",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+
+
+class Says:
+    """A task whose verifier says what a test wants."""
+
+    name = "says"
+    version = "1"
+    limits = TaskLimits(max_reply_tokens=8)
+
+    def __init__(self, outcome: Outcome | Exception, *, max_reward: float = 1.0) -> None:
+        self._outcome = outcome
+        self.limits = TaskLimits(max_reply_tokens=8, max_reward=max_reward)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        return [make_example(self.name, {"n": split.value}, "1")]
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        return (Message(role="user", content="?"),)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return ("1",)
+
+
+def gives(reward: float | None, is_correct: bool | None = None, format_ok: bool | None = None) -> Says:
+    return Says(Outcome(parts={"x": reward}, is_correct=is_correct, format_ok=format_ok))
+
+
+def judge(tasks: Mapping[str, Says], parts: Mapping[str, dict[str, Any]], **settings: Any) -> Outcome:
+    """Blend tasks that say what they say; the sections only carry weights."""
+    tables: dict[str, Any] = {label: {"name": "arithmetic", **own} for label, own in parts.items()}
+    task = Blend(BlendSpec(name="blend", parts=tables, **settings), tasks)
+    return task.verify(make_example("says", {"n": "x"}, "1"), "text")
+
+
+def test_the_reward_is_the_weighted_sum_and_every_part_is_kept() -> None:
+    outcome = judge(
+        {"right": gives(1.0, True, True), "style": gives(0.5, False, None)},
+        {"right": {"weight": 0.8}, "style": {"weight": 0.4}},
+    )
+    # 0.8 * 1 + 0.4 * 0.5.
+    assert outcome.parts == {"right": 0.8, "style": 0.2}
+    assert outcome.reward == pytest.approx(1.0)
+    assert (outcome.is_correct, outcome.format_ok) == (True, True)
+    assert (outcome.metrics["score_right"], outcome.metrics["score_style"]) == (1.0, 0.5)
+
+
+def test_a_part_counts_as_a_share_of_its_full_marks() -> None:
+    big = Says(Outcome(parts={"x": 3.0}, is_correct=True), max_reward=4.0)
+    outcome = judge({"big": big, "other": gives(0.0)}, {"big": {"weight": 2.0}, "other": {}})
+    # 2 * 3/4 + 1 * 0.
+    assert outcome.reward == 1.5
+
+
+def test_a_part_without_a_score_leaves_none() -> None:
+    lost = Says(Outcome.lost(FailureOwner.ENGINE, "judge_unparsable", "prose"))
+    outcome = judge({"right": gives(1.0, True), "judge": lost}, {"right": {}, "judge": {}})
+    assert outcome.reward is None
+    assert outcome.parts == {"right": 1.0, "judge": None}
+    assert outcome.failure is not None
+    assert outcome.failure.kind == "judge_unparsable"
+
+
+def test_an_optional_part_without_a_score_gives_its_weight_to_the_others() -> None:
+    outcome = judge(
+        {"right": gives(0.5, False), "form": gives(1.0), "judge": gives(None)},
+        {"right": {"weight": 0.5}, "form": {"weight": 0.3}, "judge": {"weight": 0.2, "optional": True}},
+    )
+    # The weights 0.5 and 0.3 grow by 1 / 0.8: 0.625 * 0.5 + 0.375 * 1.
+    assert outcome.reward == pytest.approx(0.6875)
+    assert outcome.metrics["blend_renormalised"] == 1.0
+    assert "judge" not in outcome.parts
+
+
+def test_without_any_score_there_is_none() -> None:
+    parts = {"right": {"optional": True}, "judge": {"optional": True}}
+    assert judge({"right": gives(None), "judge": gives(None)}, parts).reward is None
+
+
+@pytest.mark.parametrize("failing", [gives(None), Says(TypeError("no"))])
+def test_a_part_of_weight_0_is_recorded_and_never_matters(failing: Says) -> None:
+    parts = {"right": {"weight": 1.0}, "watch": {"weight": 0.0}}
+    outcome = judge({"right": gives(1.0, True), "watch": failing}, parts)
+    assert (outcome.reward, outcome.parts) == (1.0, {"right": 1.0})
+    assert outcome.metrics["blend_renormalised"] == 0.0
+    outcome = judge({"right": gives(1.0, True), "watch": gives(0.25)}, parts)
+    assert (outcome.reward, outcome.metrics["score_watch"]) == (1.0, 0.25)
+
+
+def test_an_exception_of_a_needed_part_is_no_score_and_of_an_optional_one_no_harm() -> None:
+    tasks = {"right": gives(1.0, True), "other": Says(TypeError("broken"))}
+    with pytest.raises(TypeError, match="broken"):
+        judge(tasks, {"right": {}, "other": {}})
+    outcome = judge(tasks, {"right": {}, "other": {"optional": True}})
+    # Both weights are 1: the one that is left counts double.
+    assert outcome.reward == 2.0
+
+
+@pytest.mark.parametrize(
+    ("is_correct", "forms", "form"),
+    [
+        (False, (True, True), 0.1),
+        (False, (True, None), 0.1),
+        (False, (True, False), None),
+        (False, (None, None), None),
+        (True, (True, True), None),
+        (None, (True, True), None),
+    ],
+)
+def test_form_is_paid_to_wrong_and_well_formed_replies_only(
+    is_correct: bool | None, forms: tuple[bool | None, bool | None], form: float | None
+) -> None:
+    tasks = {"right": gives(0.0, is_correct, forms[0]), "other": gives(0.0, None, forms[1])}
+    outcome = judge(tasks, {"right": {}, "other": {}}, format_weight=0.1)
+    assert outcome.parts.get("format") == form
+    assert outcome.format_ok == (None if forms == (None, None) else False not in forms)
+
+
+def test_form_never_lifts_a_wrong_reply_above_full_marks() -> None:
+    tasks = {"right": gives(0.95, False, True)}
+    outcome = judge(tasks, {"right": {}}, format_weight=0.1)
+    assert outcome.parts["format"] == pytest.approx(0.05)
+    assert outcome.reward == pytest.approx(1.0)
+
+
+def blend(**settings: Any) -> Blend:
+    parts = settings.pop("parts", {"sums": SUMS, "judge": JUDGE})
+    task = build_task(BlendSpec(name="blend", parts=parts, **settings))
+    assert isinstance(task, Blend)
+    return task
+
+
+def test_alpha_weighs_a_verifier_against_a_judge() -> None:
+    def praise_short(question: str) -> str:
+        return scored(0.5 if len(shown_reply(question)) < 8 else 0.0)
+
+    with judge_server(praise_short) as server:
+        task = blend(
+            alpha=0.75, parts={"judge": {**JUDGE, "judge_url": server.url}, "sums": SUMS}, data="sums"
+        )
+        example = task.examples(Split.TRAIN)[0]
+        outcome = task.verify(example, str(example.answer))
+    # 0.75 * 1 + 0.25 * 0.5.
+    assert outcome.reward == 0.875
+    assert outcome.is_correct is True
+    assert task.render(example)[0].content in server.questions[0]
+    assert (task.limits.max_reward, task.limits.verify_limit_s) == (1.0, 65.0)
+    assert isinstance(task, ModelJudged)
+    assert len(task.judge_digests) == 1
+
+
+def test_the_part_with_the_data_poses_limits_and_ends() -> None:
+    own = build_task(BlendSpec(name="blend", parts={"sums": SUMS}).read_parts()["sums"].task)
+    task = blend(parts={"sums": SUMS, "again": {**SUMS, "num_held_out": 2}})
+    assert list(task.examples(Split.TRAIN)) == list(own.examples(Split.TRAIN))
+    assert (task.limits.max_reply_tokens, task.limits.stop_strings) == (32, own.limits.stop_strings)
+    assert run_self_test(task, task.examples(Split.TRAIN)[:4]) == []
+
+
+def test_the_version_follows_weights_data_and_judges() -> None:
+    plain = blend().version
+    assert blend().version == plain
+    others = [
+        blend(format_weight=0.1),
+        blend(alpha=0.5),
+        blend(parts={"sums": SUMS, "judge": {**JUDGE, "weight": 0.5}}),
+        blend(parts={"sums": SUMS, "judge": {**JUDGE, "judge_revision": "2"}}),
+        blend(parts={"sums": {**SUMS, "max_value": 5}, "judge": JUDGE}),
+        blend(parts={"sums": SUMS, "judge": {**JUDGE, "optional": True}}),
+    ]
+    assert len({plain, *(task.version for task in others)}) == 7
+    assert blend(parts={"sums": SUMS, "judge": {**JUDGE, "judge_concurrency": 2}}).version == plain
+
+
+def test_an_example_that_a_part_cannot_judge_is_refused() -> None:
+    # A sum names no instructions to follow.
+    task = blend(parts={"sums": SUMS, "words": {"name": "rlvr-ifeval", "source": "unused.jsonl"}})
+    with pytest.raises(DataError, match=r"part words of the blend cannot judge example [0-9a-f]{16} of task"):
+        task.examples(Split.TRAIN)
+
+
+def test_a_verifier_that_pays_no_gold_reply_fails_the_self_test() -> None:
+    # Letters are not what answers a sum: the blend could never pay full marks.
+    task = blend(parts={"sums": SUMS, "words": {"name": "mmlu", "source": "unused.jsonl"}})
+    findings = run_self_test(task, task.examples(Split.TRAIN)[:2])
+    assert {finding.probe for finding in findings} == {"gold"}
+    assert {finding.reward for finding in findings} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parts": {}}, "a blend of nothing"),
+        ({"parts": {"a": SUMS}, "data": "b"}, "no part has this label"),
+        ({"parts": {"a": {"name": "nothing-known"}}}, r"task\.parts\.a"),
+        ({"parts": {"a": {**SUMS, "wieght": 1.0}}}, r"task\.parts\.a\.wieght"),
+        ({"parts": {"a": {**SUMS, "weight": -1.0}}}, r"task\.parts\.a\.weight"),
+        ({"parts": {"a": {**SUMS, "weight": 0.0}}}, "nothing is left of the reward"),
+        ({"parts": {"a": {"name": "blend"}}}, r"task\.parts\.a"),
+        ({"parts": {"a": SUMS}, "format_weight": 0.2}, r"format_weight=0\.2.*max_format_weight=0\.1"),
+        ({"parts": {"a": SUMS}, "alpha": 0.5}, "alpha weighs one verifier against one judge"),
+        ({"parts": {"a": SUMS, "b": SUMS}, "alpha": 0.5}, "alpha weighs one verifier against one judge"),
+        (
+            {"parts": {"a": {**SUMS, "weight": 2.0}, "b": JUDGE}, "alpha": 0.5},
+            r"task\.parts\.a\.weight=2\.0: alpha weighs",
+        ),
+        ({"parts": {"a": SUMS}, "max_reply_tokens": 8}, "the part that poses the problems has its own limit"),
+    ],
+)
+def test_blends_that_cannot_be_meant_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlendSpec(name="blend", **settings)
+
+
+def test_a_large_format_weight_must_be_said_twice() -> None:
+    assert BlendSpec(name="blend", parts={"a": SUMS}, format_weight=0.3, max_format_weight=0.3)
+
+
+RUN = """
+name = "x"
+[task]
+name = "blend"
+data = "sums"
+[task.parts.sums]
+name = "arithmetic"
+weight = 0.9
+[task.parts.judge]
+name = "llm-judge"
+rubric = "grade.md"
+judge_url = "http://127.0.0.1:1/v1"
+judge_model = "big"
+judge_revision = "1"
+weight = 0.1
+"""
+
+
+def test_a_run_file_holds_a_blend_and_writes_it_back(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    resolved = load_spec(tmp_path / "run.toml")
+    task = resolved.spec.task
+    assert isinstance(task, BlendSpec)
+    assert task.read_weights() == {"sums": 0.9, "judge": 0.1}
+    assert task.parts["judge"]["rubric"] == str(tmp_path / "grade.md")
+    (tmp_path / "again.toml").write_text(write_spec(resolved))
+    assert load_spec(tmp_path / "again.toml").spec == resolved.spec
+
+
+def test_a_judge_in_a_blend_is_not_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN.replace('"big"', '"org/small"') + '[model]\nuri = "org/small"\n')
+    with pytest.raises(ConfigError, match="the model would be judged by itself"):
+        load_spec(tmp_path / "run.toml")
+
+
+def test_a_warm_blend_wants_what_its_judge_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        build_warm_task(
+            BlendSpec(name="blend", parts={"a": SUMS, "b": {**JUDGE, "judge_key_env": "NO_SUCH_KEY"}})
+        )
