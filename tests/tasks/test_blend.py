@@ -248,7 +248,8 @@ def test_blends_that_cannot_be_meant_are_refused(settings: dict[str, Any], messa
 
 
 def test_a_large_format_weight_must_be_said_twice() -> None:
-    assert BlendSpec(name="blend", parts={"a": SUMS}, format_weight=0.3, max_format_weight=0.3)
+    spec = BlendSpec(name="blend", parts={"a": SUMS}, format_weight=0.3, max_format_weight=0.3)
+    assert spec.format_weight == 0.3
 
 
 RUN = """

@@ -40,6 +40,7 @@ from strop.spec.task import (
     ReasoningGymSpec,
     ReverseTextSpec,
     RlvrIfevalSpec,
+    SftJsonlSpec,
     TaskSpec,
 )
 from strop.spec.train import TrainSpec
@@ -77,6 +78,7 @@ __all__ = [
     "RunSpec",
     "SamplingSpec",
     "Section",
+    "SftJsonlSpec",
     "SftSpec",
     "SpecConflict",
     "StoreSpec",

@@ -20,6 +20,7 @@ from strop.spec.math_tasks import (
     MathSpec,
     MmluSpec,
 )
+from strop.spec.sft_task import SftJsonlSpec
 from strop.spec.task_base import TaskSection
 
 PlainTask = (
@@ -40,6 +41,7 @@ PlainTask = (
     | RlvrIfevalSpec
     | IfMultiSpec
     | LlmJudgeSpec
+    | SftJsonlSpec
 )
 """A task that is not made of others."""
 

@@ -23,6 +23,7 @@ from strop.spec.math_tasks import (
     MmluSpec,
 )
 from strop.spec.mixture import MixturePart, MixtureSpec, PlainTask
+from strop.spec.sft_task import SftJsonlSpec
 
 BoxedMathSpec = MathSpec | Math500Spec | DeepscalerSpec
 """The tasks that compare formulas."""
@@ -71,6 +72,7 @@ __all__ = [
     "ReverseTextSpec",
     "RlvrIfevalSpec",
     "RowTaskSpec",
+    "SftJsonlSpec",
     "TaskSpec",
     "judge_sections",
     "plain_sections",

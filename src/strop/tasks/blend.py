@@ -142,9 +142,10 @@ class Blend:
         known = self._part_example(part, example)
         if part.weight != 0.0 and not part.optional:
             return part.task.verify(known, text)
+        outcome = Outcome(parts={})
         with catch_failure(lambda: FailureOwner.TASK) as caught:
-            return part.task.verify(known, text)
-        return Outcome(parts={}, failure=caught.failure)
+            outcome = part.task.verify(known, text)
+        return outcome if caught.failure is None else Outcome(parts={}, failure=caught.failure)
 
     def _add_up(self, outcomes: Mapping[str, Outcome]) -> Outcome:
         scores = {part.label: _share(part, outcomes[part.label]) for part in self._parts}

@@ -29,6 +29,7 @@ from strop.spec.task import (
     ReasoningGymSpec,
     ReverseTextSpec,
     RlvrIfevalSpec,
+    SftJsonlSpec,
     TaskSpec,
     judge_sections,
     plain_sections,
@@ -52,6 +53,7 @@ from strop.tasks.mathematics.math500 import Math500
 from strop.tasks.mathematics.symbolic import warm_up
 from strop.tasks.mixture import Mixture
 from strop.tasks.mmlu import Mmlu
+from strop.tasks.sft_jsonl import SftJsonl
 
 TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
     {
@@ -72,6 +74,7 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "rlvr-ifeval": "RLVR-IFeval: one checkable instruction a prompt, for training (extra: tasks).",
         "if-multi": "Up to five checkable instructions a prompt, for training (extra: tasks).",
         "llm-judge": "Open questions; another model grades the replies over HTTP (extra: tasks).",
+        "sft-jsonl": "Demonstrations with gold answers, in the rows that sft.source takes.",
         "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
         "blend": "One task judged by several verifiers, whose weighted scores are added up.",
     }
@@ -106,6 +109,7 @@ _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
         RlvrIfevalSpec: InstructionTask,
         IfMultiSpec: InstructionTask,
         LlmJudgeSpec: LlmJudge,
+        SftJsonlSpec: SftJsonl,
         MixtureSpec: _build_mixture,
         BlendSpec: _build_blend,
     }

@@ -1,0 +1,191 @@
+"""Demonstrations whose answers are known: posed as problems, for accuracy and for rejection sampling.
+
+The rows are those of `sft.source`, read by the same reader, so one file is imitated and judged alike. A row
+that has no gold answer can be imitated and not judged: it is left out here, and counted. Several replies to
+one prompt are one example.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.task import SftJsonlSpec
+from strop.tasks.answers import parse_number
+from strop.tasks.contract import TaskLimits
+from strop.tasks.mathematics.answers import find_answer
+from strop.tasks.mathematics.equivalence import Strictness, answers_equal
+from strop.tasks.mathematics.gsm8k_answers import find_number_text
+from strop.tasks.mathematics.normal_form import normal_form
+from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, refuse_double_names
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
+from strop.tasks.thinking import text_after_thinking
+from strop.tasks.version import hash_version, limit_reply
+
+AnswerKind = Literal["number", "formula", "text"]
+_MAX_REPLY_TOKENS = 2048
+_VERIFIER = "sft-jsonl-1"
+_MAX_SHOWN = 5
+
+
+class SftJsonl:
+    """Right if the answer of a reply is the row's gold; `task.answer` says how both are read.
+
+    Judged is the text behind the last closed thinking block. `format_ok`: an answer was found.
+    """
+
+    name = "sft-jsonl"
+
+    def __init__(self, spec: SftJsonlSpec) -> None:
+        self._spec = spec
+        self.limits = limit_reply(TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS), spec.max_reply_tokens)
+
+    @cached_property
+    def version(self) -> str:
+        """Hash over settings, limits and the ids of all examples; reads the data."""
+        return hash_version(self.name, "", _VERIFIER, self.limits, self._spec, self._splits.digest)
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """How many rows of the data are no examples, by reason; reads the data."""
+        return self._splits.left_out
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the prompts of a split, in the order of the data.
+
+        Raises: DataError naming the row that is malformed, that gives a prompt_id to another prompt or
+            a prompt another gold; or if no row is left.
+        """
+        return self._splits.of(split)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the messages before the demonstrated reply."""
+        return tuple(Message(role=role, content=content) for role, content in example.fields["messages"])
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Compare the answer of a reply with gold.
+
+        Raises: DataError if the example has no gold.
+        """
+        if example.answer is None:
+            raise DataError(
+                explain_refusal(
+                    f"example {example.example_id} has no gold",
+                    allowed="examples whose answer is known",
+                    next_step="add the key gold to the row",
+                )
+            )
+        kind = self._spec.answer
+        found = _find(kind, text_after_thinking(text) or "")
+        is_correct = found is not None and _is_equal(kind, example.answer, found)
+        return Outcome(
+            parts={"correct": float(is_correct)},
+            is_correct=is_correct,
+            format_ok=found is not None,
+            extracted=found,
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the gold answer and the demonstration, which must reach it."""
+        return () if example.answer is None else (example.answer, str(example.fields["completion"]))
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        spec, reader = self._spec, _Reader(self._spec)
+        reading = RowReading(
+            layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",)),
+            to_example=reader.to_example,
+            question=lambda example: json.dumps(example.fields["messages"]),
+            why_left_out=reader.why_left_out,
+            # Several replies to one prompt may be split by content: the prompt is held out then.
+            drops_shared=True,
+        )
+        found = read_examples(reading, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
+        reader.require_some(found)
+        return found
+
+
+class _Reader:
+    """Turns rows into examples, and remembers what was said before."""
+
+    def __init__(self, spec: SftJsonlSpec) -> None:
+        self._spec = spec
+        self._by_prompt_id: dict[str, SftRow] = {}
+        self._gold_by_prompt: dict[str, SftRow] = {}
+        self._sources: Counter[str] = Counter()
+
+    def why_left_out(self, row: Row, split: Split) -> str | None:
+        read = read_sft_row(row, self._spec.train_on)
+        self._sources["none" if read.source is None else repr(read.source)] += 1
+        refuse_double_names([self._by_prompt_id.setdefault(read.prompt_id, read), read])
+        if self._spec.subset not in (None, read.source):
+            return "of other sources"
+        return "without gold" if read.gold is None else None
+
+    def to_example(self, row: Row) -> Example:
+        read = read_sft_row(row, self._spec.train_on)
+        assert read.gold is not None
+        if not _is_readable(self._spec.answer, read.gold):
+            raise malformed(read, f"has gold={read.gold[:80]!r}", f"gold that is a {self._spec.answer}")
+        messages = [[message.role, message.content] for message in read.messages[:-1]]
+        known = self._gold_by_prompt.setdefault(json.dumps(messages), read)
+        if known.gold != read.gold:
+            allowed = f"the gold of {known.place}, which asks the same: {str(known.gold)[:80]!r}"
+            raise malformed(read, f"has gold={read.gold[:80]!r}", allowed)
+        fields = {"messages": messages, "completion": read.messages[-1].content}
+        if read.problem is not None:
+            fields["problem"] = read.problem
+        return make_example(SftJsonl.name, fields, read.gold)
+
+    def require_some(self, found: SplitExamples) -> None:
+        """Refuse an empty split. Raises: DataError saying what was seen instead."""
+        if found.train and found.held_out:
+            return
+        seen = ", ".join(
+            f"{number} of source {name}" for name, number in self._sources.most_common(_MAX_SHOWN)
+        )
+        left = ", ".join(f"{number} {why}" for why, number in found.left_out.items()) or "none"
+        raise DataError(
+            explain_refusal(
+                f"task.source={self._spec.source} with task.subset={self._spec.subset!r} has"
+                f" {len(found.train)} training and {len(found.held_out)} held-out examples; its rows are"
+                f" {seen}; left out: {left}",
+                allowed="at least one row with gold in each split",
+                next_step="correct task.subset, or add the key gold to the rows",
+            )
+        )
+
+
+def _find(kind: AnswerKind, text: str) -> str | None:
+    """Return the answer of a reply, or None."""
+    if kind == "number":
+        return find_number_text(text)
+    if kind == "formula":
+        answer = find_answer(text)
+        return None if answer is None else answer.text
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else None
+
+
+def _is_equal(kind: AnswerKind, gold: str, found: str) -> bool:
+    if kind == "number":
+        return parse_number(found) == parse_number(gold)
+    if kind == "formula":
+        return answers_equal(gold, found, Strictness.STANDARD)
+    return _plain(found) == _plain(gold)
+
+
+def _is_readable(kind: AnswerKind, gold: str) -> bool:
+    if kind == "number":
+        return parse_number(gold) is not None
+    return kind == "text" or bool(normal_form(gold))
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
