@@ -57,7 +57,7 @@ def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
     known = explain("task.num_held_out")
     assert known.default == (
         "arithmetic, reverse-text, reasoning-gym: 100; gsm8k, math, math500, deepscaler, aime, mmlu, mbpp,"
-        ' humaneval, apps, ifeval, ifbench, rlvr-ifeval, if-multi: "none"'
+        ' humaneval, apps, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge, sft-jsonl: "none"'
     )
     assert explain("task.num_held_out", load_spec(run_path)).default == "100"
 

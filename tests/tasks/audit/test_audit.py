@@ -282,7 +282,7 @@ def test_a_sound_task_passes_every_probe() -> None:
         "lost_sandbox",
     )
     fine = dict.fromkeys(PROBE_IDS, "pass")
-    fine |= dict.fromkeys(["near_miss", "label_leak", *of_programs], "n/a")
+    fine |= dict.fromkeys(["near_miss", "label_leak", "judge_injection", *of_programs], "n/a")
     # Time depends on the machine.
     assert statuses(report) | {"cost": "pass"} == fine
     assert (report.num_examples, report.chance, report.max_reward) == (32, 0.0, 1.0)
