@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from strop import __version__
@@ -65,10 +65,8 @@ class Blend:
         limits = [part.task.limits for part in self._parts]
         verify_limits_s = [limit.verify_limit_s for limit in limits if limit.verify_limit_s is not None]
         chances = [part.weight * part.task.limits.chance for part in self._parts]
-        return TaskLimits(
-            max_reply_tokens=own.max_reply_tokens,
-            full_reply_tokens=own.full_reply_tokens,
-            stop_strings=own.stop_strings,
+        return replace(
+            own,
             max_reward=self._full_marks,
             chance=math.fsum(chances) / self._full_marks,
             # One verifier after the other, in one process.

@@ -157,16 +157,6 @@ def program_form_of(task: Task, example: Example) -> ProgramForm | None:
 
 
 @runtime_checkable
-class LeavesRowsOut(Protocol):
-    """What a task has beside, if it may not use every row of its data."""
-
-    @property
-    def left_out(self) -> Mapping[str, int]:
-        """How many rows of the data are no examples, by reason; reads the data."""
-        ...
-
-
-@runtime_checkable
 class ModelJudged(Protocol):
     """What a task has beside, if a model may judge its replies."""
 

@@ -26,7 +26,7 @@ from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, ref
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
 from strop.tasks.thinking import text_after_thinking
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.version import fit_limits, hash_version
 
 AnswerKind = Literal["number", "formula", "text"]
 _MAX_REPLY_TOKENS = 2048
@@ -44,7 +44,7 @@ class SftJsonl:
 
     def __init__(self, spec: SftJsonlSpec) -> None:
         self._spec = spec
-        self.limits = limit_reply(TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS), spec.max_reply_tokens)
+        self.limits = fit_limits(TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS), spec)
 
     @cached_property
     def version(self) -> str:
@@ -55,6 +55,11 @@ class SftJsonl:
     def left_out(self) -> Mapping[str, int]:
         """How many rows of the data are no examples, by reason; reads the data."""
         return self._splits.left_out
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many rows were left out, by reason; reads the data."""
+        return {f"rows left out, {reason}": count for reason, count in self.left_out.items()}
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the prompts of a split, in the order of the data.

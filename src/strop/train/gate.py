@@ -45,7 +45,6 @@ from strop.tasks.audit import (
     run_audit,
     write_audit,
 )
-from strop.tasks.contract import LeavesRowsOut
 from strop.tasks.judging import Judge
 from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
@@ -290,9 +289,6 @@ def check_schedule(gate: GateInput) -> GateCheck:
         detail = f"{len(train_ids)} training examples cannot fill train.prompts_per_step={wanted}"
     else:
         detail = f"{len(train_ids)} training and {len(held_out_ids)} held-out examples, none in both"
-        if isinstance(gate.task, LeavesRowsOut):
-            counts = [f"{number} rows {why}" for why, number in gate.task.left_out.items()]
-            detail += "".join(f"; {count} left out" for count in counts)
     return GateCheck(name="schedule", is_passed=not overlap and len(train_ids) >= wanted, detail=detail)
 
 

@@ -27,7 +27,7 @@ from strop.tasks.llm_judge.verdict import Judgement, read_judgement
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
 from strop.tasks.thinking import text_after_thinking
-from strop.tasks.version import hash_version, limit_reply
+from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
 _VERIFIER = "llm-judge-1"
@@ -50,7 +50,7 @@ class LlmJudge:
             max_reply_tokens=_MAX_REPLY_TOKENS,
             verify_limit_s=WAIT_LIMIT_S + CALL_LIMIT_S + _SPARE_S,
         )
-        self.limits = limit_reply(limits, spec.max_reply_tokens)
+        self.limits = fit_limits(limits, spec)
         rules = DeskRules(
             num_at_once=spec.judge_concurrency,
             calls_per_s=spec.judge_calls_per_s,
