@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from strop.errors import CheckRefused
+from strop.cluster import Roles
+from strop.engine import Completion, Engine, GenerationRequest
+from strop.environments import run_groups
+from strop.errors import CheckRefused, DataError, RunStopped
 from strop.record.rollouts import read_rollouts
-from strop.rollout import Example, Message, Outcome, Split
-from strop.spec import Gsm8kSpec
-from strop.tasks import build_task
+from strop.rollout import Example, Group, IntArray, Message, Outcome, Split
+from strop.spec import ArithmeticSpec, Gsm8kSpec
+from strop.tasks import Task, build_task, render_prompt
 from strop.train.schedule import ExampleSchedule
 from tests.fixtures.tiny_run import NUM_TRAIN, Composition, SpellTask, new_run, tiny_spec
 
@@ -47,6 +54,27 @@ def test_dat_1_another_answer_is_another_example(tmp_path: Path) -> None:
     assert first["1 + 1?"] != mended["1 + 1?"]
 
 
+def order_task(folder: Path, lines: list[str]) -> Task:
+    """Write an order file and return a task that trains on it."""
+    path = folder / "order.jsonl"
+    path.write_text("".join(json.dumps({"example_id": example_id}) + "\n" for example_id in lines))
+    return build_task(ArithmeticSpec(order_file=str(path)))
+
+
+def test_dat_1_a_misspelt_id_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    """Incident: 1,960 of 4,691 listed ids matched nothing and were skipped in silence."""
+    ids = [example.example_id for example in build_task(ArithmeticSpec()).examples(Split.TRAIN)]
+    swapped = {"0": "1", "1": "0"}
+    misspelt = ids[2][:-1] + swapped.get(ids[2][-1], "0")
+    task = order_task(tmp_path, [*ids[:2], misspelt])
+    with pytest.raises(DataError, match=rf"1 of 3 ids .*: {misspelt} \(nearest: {ids[2]}\)") as caught:
+        task.examples(Split.TRAIN)
+    assert "Allowed: at most task.max_unmatched_ids=0" in str(caught.value)
+    # The healthy case: all of them, in the file's order.
+    found = order_task(tmp_path, ids[2::-1]).examples(Split.TRAIN)
+    assert [example.example_id for example in found] == ids[2::-1]
+
+
 class LosesSome(SpellTask):
     """Judges short replies only, as a verifier that runs out of time now and then does."""
 
@@ -77,6 +105,93 @@ def test_dat_2_every_attempt_that_was_asked_for_has_one_fate(tmp_path: Path, tin
     assert len(attempts) == 12 * 5 * 4
     # Five whole epochs: a lost attempt costs its example no later use.
     assert uses == dict.fromkeys((example.example_id for example in made.task.examples(Split.TRAIN)), 5)
+
+
+TWICE = 3
+
+
+class ServesOneTwice(LosesSome):
+    """Has an order in which one example comes twice in each epoch, and a verifier that loses some."""
+
+    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
+        return [*range(NUM_TRAIN), TWICE]
+
+
+class Late:
+    """Answers one example of a prompt's number long after all others."""
+
+    def __init__(self, inner: Engine, prompt_ids: IntArray) -> None:
+        self._inner = inner
+        self._late = prompt_ids.tobytes()
+        self.num_late = 0
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        completion = await self._inner.generate(request)
+        if request.prompt_ids.tobytes() == self._late:
+            self.num_late += 1
+            await asyncio.sleep(0.05)
+        return completion
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_dat_2_delays_losses_and_duplicates_conserve_every_attempt(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: late copies cancelled those of the new epoch; duplicates collapsed into one."""
+    # 13 uses an epoch at 5 a step: 13 steps are five epochs, and most epochs begin inside a step.
+    spec = tiny_spec(train={"steps": 13, "prompts_per_step": 5, "checkpoint_every": 13})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=ServesOneTwice())
+    late: list[Late] = []
+
+    def delay_the_last(roles: Roles) -> Roles:
+        example = made.task.examples(Split.TRAIN)[-1]
+        _, prompt_ids = render_prompt(roles.tokenizer, made.task.render(example), "auto")
+        late.append(Late(roles.engine, prompt_ids))
+        return replace(roles, engine=late[0])
+
+    made.run(delay_the_last)
+    # 5 uses of 4 attempts each, and the gate's probes if it asked for that example.
+    assert late[0].num_late >= 20
+    uses: Counter[int] = Counter()
+    num_lost = 0
+    for step in range(1, 14):
+        rollouts = read_rollouts(made.run_dir.rollouts_path(step))
+        assert len(rollouts) == 20
+        uses.update(int(r.example.fields["n"]) for r in rollouts if r.sample_index == 0)
+        num_lost += sum(rollout.outcome.failure is not None for rollout in rollouts)
+    assert num_lost > 0
+    assert uses == dict.fromkeys(range(NUM_TRAIN), 5) | {TWICE: 10}
+    assert "fate_leak" not in made.notes.causes("tripwire")
+
+
+@pytest.mark.parametrize("fault", ["dropped", "doubled", "foreign"])
+def test_dat_2_a_fate_that_is_lost_or_doubled_is_an_alarm(
+    fault: str, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: as above; nobody counted, so nobody saw which prompts were gone."""
+
+    async def leak(*arguments: Any, **options: Any) -> list[Group]:
+        first, *others = await run_groups(*arguments, **options)
+        rollouts = {
+            "dropped": first.rollouts[:-1],
+            "doubled": (*first.rollouts[:-1], first.rollouts[0]),
+            "foreign": (*first.rollouts[:-1], replace(first.rollouts[-1], sample_index=99)),
+        }[fault]
+        return [replace(first, rollouts=rollouts), *others]
+
+    monkeypatch.setattr("strop.train.loop.run_groups", leak)
+    spec = tiny_spec(tripwires={"on_alarm": "stop"})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=SpellTask())
+    with pytest.raises(RunStopped, match="fate_leak"):
+        made.run()
+    (alarm,) = (event for event in made.notes.events if event.cause == "fate_leak")
+    # A doubled one stands in the place of another, which is lost.
+    num_leaked = 2 if fault == "doubled" else 1
+    assert f"{num_leaked} of 12 attempts of the step did not end in exactly one fate" in alarm.detail
+    assert f"and {int(fault == 'foreign')} ended that nobody asked for" in alarm.detail
+    assert len(alarm.example_ids) == 1
 
 
 class OneInTwelveIsLong(SpellTask):

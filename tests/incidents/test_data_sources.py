@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from strop.errors import CorruptRecord, HubUnreachable, RemoteMissing, RemoteUnreachable, StoreError
+from strop.errors import (
+    CorruptRecord,
+    DataError,
+    HubUnreachable,
+    RemoteMissing,
+    RemoteUnreachable,
+    StoreError,
+)
+from strop.rollout import Split
+from strop.spec import Gsm8kSpec
 from strop.store import fetch_data_file, follow_store, get_model, is_offline
 from strop.store.hub_store import HubStore
+from strop.tasks import build_task
 from tests.fixtures.object_store import use_store
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, fill_store, follow, leave_home
@@ -101,3 +116,82 @@ def test_dat_3_a_store_that_fails_is_no_reason_to_ask_the_hub(
             get_model("org/tiny")
         with pytest.raises(RemoteUnreachable):
             fetch_data_file("org/data", DATA)
+
+
+@pytest.mark.parametrize("what", ["empty folder", "empty file", "cut JSONL", "empty split"])
+def test_dat_3_an_empty_or_half_written_folder_is_no_data(what: str, tmp_path: Path) -> None:
+    """Incident: as above; for the folders that a run file names."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    row = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
+    texts = {
+        "empty folder": {},
+        "empty file": {"train.jsonl": "", "test.jsonl": ""},
+        "cut JSONL": {"train.jsonl": row[:-4], "test.jsonl": row},
+        "empty split": {"train.jsonl": row, "test.jsonl": "\n"},
+    }[what]
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    with pytest.raises(DataError, match=r"no file named|no training rows|line 1: |no held-out rows"):
+        build_task(Gsm8kSpec(name="gsm8k", source=str(folder))).examples(Split.TRAIN)
+
+
+KILLED = """
+import os, signal, sys
+from strop.spec import StoreSpec
+from strop.store import fetch_data_file, follow_store
+
+def die(event, arguments):
+    # Just before the copy gets its name: all of its bytes are there, under another one.
+    if event == "os.rename" and str(arguments[1]).endswith("train.jsonl"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(die)
+with follow_store(StoreSpec(uri=sys.argv[1], order="store-only")):
+    fetch_data_file("org/data", "main/train.jsonl")
+"""
+
+
+def test_dat_3_a_copy_whose_write_was_killed_is_not_there(root: str, tmp_path: Path) -> None:
+    """Incident: half-written caches accepted as data."""
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, root],
+        env={**os.environ, "STROP_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] != []
+    assert list((tmp_path / "cache").rglob("train.jsonl")) == []
+    with follow_store(follow(root, "store-only")):
+        assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
+
+
+IMPORTING = """
+import importlib, pkgutil, sys
+seen = []
+sys.addaudithook(lambda event, arguments: seen.append(event) if event.startswith("socket.") else None)
+import strop
+names = [module.name for module in pkgutil.walk_packages(strop.__path__, "strop.")]
+for name in names:
+    importlib.import_module(name)
+asked = [event for event in seen if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto")]
+assert not asked, asked
+print(len(names))
+"""
+
+
+@pytest.mark.slow
+def test_dat_3_no_module_of_strop_touches_the_network_on_import(tmp_path: Path) -> None:
+    """Incident: a package downloaded data when it was imported. Other libraries are imported along."""
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTING],
+        env={**os.environ, "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hub")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[-1]) > 200

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import ConfigError, DataError
@@ -102,14 +104,19 @@ def test_data_in_the_hub_clients_cache_is_read_without_the_hub(
     rows = repo / "snapshots" / "abc" / "main"
     rows.mkdir(parents=True)
     for split, number in (("train", 10), ("test", 2)):
-        lines = [json.dumps({"question": f"{split} {n}?", "answer": f"#### {n}"}) for n in range(number)]
-        (rows / f"{split}.jsonl").write_text("\n".join(lines))
+        table = pa.table(
+            {
+                "question": [f"{split} {n}?" for n in range(number)],
+                "answer": [f"#### {n}" for n in range(number)],
+            }
+        )
+        pq.write_table(table, rows / f"{split}-00000-of-00001.parquet")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
     found = plan_it("task.name=gsm8k", "task.source=org/words")
     assert found.schedule.num_train_examples == 10
     assert found.prompt is not None
     assert "train 0?" in found.prompt.text
-    (rows / "test.jsonl").unlink()
+    (rows / "test-00000-of-00001.parquet").unlink()
     assert plan_it("task.name=gsm8k", "task.source=org/words").prompt is None
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec import ArithmeticSpec, ReverseTextSpec
 from strop.spec.schema import find_settings
-from strop.tasks import build_task
+from strop.spec.task import MixtureSpec
+from strop.tasks import TaskLimits, build_task
 from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.mixture import Mixture
 from strop.tasks.registry import TASK_SUMMARIES
+from strop.tasks.selftest import excess_goldless
+from strop.tasks.version import hash_version
 from tests.fixtures.judging import run_self_test
 
 
@@ -60,3 +66,52 @@ def test_a_finding_shows_both_texts() -> None:
 def test_summaries_name_the_tasks_that_can_be_built() -> None:
     assert set(TASK_SUMMARIES) == set(find_settings(("task", "name"))[0].choices)
     assert build_task(ReverseTextSpec(name="reverse-text")).name in TASK_SUMMARIES
+
+
+class SomeWithoutGold(Arithmetic):
+    """Knows no right reply where the sum is even."""
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return () if int(example.answer or "0") % 2 == 0 else super().gold_replies(example)
+
+
+@pytest.mark.parametrize(("share", "num_found"), [(0.0, 2), (0.25, 2), (0.5, 0), (1.0, 0)])
+def test_examples_without_gold_are_found_beyond_the_share_that_the_task_declares(
+    share: float, num_found: int
+) -> None:
+    task = SomeWithoutGold(ArithmeticSpec())
+    task.limits = replace(task.limits, max_goldless_frac=share)
+    # Two even and two odd sums: half of the four have no right reply.
+    examples = [make_example("arithmetic", {"a": 1, "b": b}, str(1 + b)) for b in (1, 2, 3, 4)]
+    findings = run_self_test(task, examples)
+    assert [(finding.probe, finding.gold) for finding in findings] == [("gold", "2"), ("gold", "4")][
+        :num_found
+    ]
+    if share == 0.25:
+        assert findings[0].detail == (
+            "the task knows no right reply, and not for so many: its share is at most 0.25"
+        )
+
+
+def test_a_share_of_one_part_of_a_mixture_is_no_excuse_for_another() -> None:
+    """A part that promises gold is held to it beside one that does not."""
+    parts = {
+        "lenient": {"name": "arithmetic", "max_value": 5, "num_held_out": 4},
+        "strict": {"name": "arithmetic", "min_value": 50, "max_value": 55, "num_held_out": 4},
+    }
+    specs = {label: ArithmeticSpec.model_validate(part) for label, part in parts.items()}
+    lenient, strict = (SomeWithoutGold(spec) for spec in specs.values())
+    lenient.limits = replace(lenient.limits, max_goldless_frac=1.0)
+    task = Mixture(MixtureSpec(name="mixture", parts=parts), {"lenient": lenient, "strict": strict})
+    excess = excess_goldless(task, task.examples(Split.TRAIN))
+    even = [e for e in strict.examples(Split.TRAIN) if int(e.answer or "0") % 2 == 0]
+    assert excess == even != []
+
+
+def test_how_much_gold_is_promised_changes_no_version() -> None:
+    limits = TaskLimits(max_reply_tokens=4)
+    versions = {
+        hash_version("x", "p", "v", replace(limits, max_goldless_frac=share), ArithmeticSpec())
+        for share in (0.0, 0.5)
+    }
+    assert len(versions) == 1

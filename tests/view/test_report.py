@@ -195,3 +195,17 @@ def test_a_browser_shows_the_whole_page_without_a_sideways_scroll(tmp_path: Path
     title = re.search(r"<title>(\d+) of (\d+)</title>", dumped.stdout)
     assert title is not None, dumped.stderr[-500:]
     assert int(title[1]) <= int(title[2])
+
+
+def test_eva_6_a_plot_that_does_not_show_the_whole_run_says_so(tmp_path: Path) -> None:
+    """Incident: the plot ended before the training reward collapsed."""
+    whole = make_run(tmp_path / "whole", num_steps=40)
+    shown = render_report(read_run_record(whole.path))
+    steps = re.search(r"The charts show the whole run, steps 1 to (\d+)\.", shown)
+    assert steps is not None
+    assert int(steps[1]) == 40
+    lines = (whole.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (whole.path / "metrics.jsonl").write_text("".join(lines[:10]))
+    assert "Cut short: the charts show steps 1 to 10 of the 40 of the run." in render_report(
+        read_run_record(whole.path)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ from strop.cli.eval import percent
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.evaluate import Change, Interval, Score
+    from strop.evaluate import Change, Comparison, Interval, Summary
 
 
 def compare(
@@ -41,20 +42,18 @@ def compare(
             }
         )
         return
-    rows: list[tuple[object, ...]] = []
-    for name, one, other, change in (
-        ("greedy", found.before.greedy, found.after.greedy, found.change.greedy),
-        ("sampled", found.before.sampled, found.after.sampled, found.change.sampled),
-    ):
-        if one is not None and other is not None:
-            rows += _change_rows(name, one, other, change)
+    rows = _comparison_rows("", found.before.scores, found.after.scores, found.change)
+    for label, change in found.change.parts.items():
+        one, other = found.before.parts[label], found.after.parts[label]
+        rows += _comparison_rows(f"{label}: ", one.scores, other.scores, change)
     output.give_table(("replies", "share", "first", "second", "change", "95% interval"), rows)
-    for name, change in (("greedy", found.change.greedy), ("sampled", found.change.sampled)):
-        if change is not None:
-            output.give(
-                f"{name}: {change.num_gained} of {change.num_examples} examples solved more often,"
-                f" {change.num_lost} less often, p = {change.p_value:.2g}"
-            )
+    for label, comparison in {"": found.change, **found.change.parts}.items():
+        for name, moved in (("greedy", comparison.greedy), ("sampled", comparison.sampled)):
+            if moved is not None:
+                output.give(
+                    f"{label}{': ' if label else ''}{name}: {moved.num_gained} of {moved.num_examples}"
+                    f" examples solved more often, {moved.num_lost} less often, p = {moved.p_value:.2g}"
+                )
     output.give(
         "intervals are over examples, of one seed each: what another seed would change is not in them"
     )
@@ -63,7 +62,17 @@ def compare(
         output.give_table(("setting", "first", "second"), settings)
 
 
-def _change_rows(name: str, one: Score, other: Score, change: Change | None) -> list[tuple[object, ...]]:
+def _comparison_rows(
+    label: str, before: Mapping[str, Summary], after: Mapping[str, Summary], comparison: Comparison
+) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for name, change in (("greedy", comparison.greedy), ("sampled", comparison.sampled)):
+        if name in before and name in after:
+            rows += _change_rows(f"{label}{name}", before[name], after[name], change)
+    return rows
+
+
+def _change_rows(name: str, one: Summary, other: Summary, change: Change | None) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = [
         (name, "accuracy", percent(one.accuracy), percent(other.accuracy), *_show_change(change))
     ]

@@ -15,7 +15,7 @@ from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from strop.evaluate import EvalResult, Score
+    from strop.evaluate import EvalResult, Summary
     from strop.evaluate.result import PassAtK
     from strop.launch.evaluation import EvalWish
     from strop.launch.inference import OpenedModel
@@ -69,6 +69,12 @@ class EvalOptions:
     write_order: Annotated[
         Path | None, typer.Option(help="Also write how often each example was solved, as JSON lines.")
     ] = None
+    canary: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RESULT", help="A result of this model that must come out again before anything else."
+        ),
+    ] = None
     harness: Annotated[
         str | None, typer.Option(help="lm-eval: by that harness, in an environment of its own.")
     ] = None
@@ -87,6 +93,8 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     tasks = options.task.split(",")
     if options.write_order is not None and (len(tasks) > 1 or options.harness is not None):
         raise typer.BadParameter("--write-order takes one task of strop's own")
+    if options.canary is not None and options.harness is not None:
+        raise typer.BadParameter("--canary is for strop's own tasks: leave --harness out")
     if options.harness is not None:
         show_harness(output, options)
         return
@@ -157,6 +165,7 @@ def _read_wish(options: EvalOptions) -> EvalWish:
         pass_at=read_counts(options.pass_at),
         pass_threshold=options.pass_threshold,
         out_dir=options.out,
+        canary=options.canary,
     )
 
 
@@ -178,6 +187,10 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
     for result in results:
         rows += [_score_row(result.task, name, score) for name, score in result.scores.items()]
         rows += [_pass_row(result.task, k, estimate) for k, estimate in result.pass_at_k.items()]
+        for label, part in result.parts.items():
+            name = f"{result.task}/{label}"
+            rows += [_score_row(name, kind, score) for kind, score in part.scores.items()]
+            rows += [_pass_row(name, k, estimate) for k, estimate in part.pass_at_k.items()]
     first = results[0]
     title = f"{len(results)} tasks, examples of {first.split.value}, step {first.step}"
     if len(results) == 1:
@@ -188,7 +201,7 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
             output.give(f"{result.task}: truncation suspect, replies were cut that might have been right")
 
 
-def _score_row(task: str, name: str, score: Score) -> tuple[object, ...]:
+def _score_row(task: str, name: str, score: Summary) -> tuple[object, ...]:
     return (
         task,
         name,

@@ -61,6 +61,16 @@ def _show(output: Output, stored: StoredRescored) -> None:
         (name, percent(score.accuracy), f"{score.low:.1%} to {score.high:.1%}", score.num_unscored)
         for name, score in result.scores.items()
     ]
+    rows += [
+        (
+            f"{label}: {name}",
+            percent(score.accuracy),
+            f"{score.low:.1%} to {score.high:.1%}",
+            score.num_unscored,
+        )
+        for label, part in result.parts.items()
+        for name, score in part.scores.items()
+    ]
     output.give_table(("replies", "accuracy", "95% interval", "unscored"), rows, title=title)
     output.give(f"judged by version {result.task_version}, replies of version {result.replies_version}")
     if not result.is_valid:

@@ -15,6 +15,7 @@ from strop.evaluate.accuracy import (
     run_evaluation,
 )
 from strop.evaluate.baselines import Baseline, BaselineStatus, find_baselines, find_reference
+from strop.evaluate.canary import PlannedCanary, plan_canary, require_baseline
 from strop.evaluate.comparison import Change, Comparison, Difference, compare_results
 from strop.evaluate.order import write_order
 from strop.evaluate.rescoring import ChangedVerdict, Rescored, rescore
@@ -22,8 +23,10 @@ from strop.evaluate.result import (
     EvalPlan,
     EvalResult,
     ExampleScore,
+    PartScores,
     PassAtK,
     Score,
+    Summary,
     Validity,
     read_result,
     refuse_invalid,
@@ -55,11 +58,14 @@ __all__ = [
     "ExampleScore",
     "Interval",
     "Limits",
+    "PartScores",
     "PassAtK",
+    "PlannedCanary",
     "PlannedEvaluation",
     "Rescored",
     "Score",
     "ShardFolder",
+    "Summary",
     "Validity",
     "clustered_interval",
     "compare_results",
@@ -69,9 +75,11 @@ __all__ = [
     "paired_difference",
     "pass_at_k",
     "pass_at_k_interval",
+    "plan_canary",
     "plan_evaluation",
     "read_result",
     "refuse_invalid",
+    "require_baseline",
     "rescore",
     "result_name",
     "run_evaluation",

@@ -16,20 +16,23 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 from strop.engine.contract import Engine
 from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, EngineError, explain_refusal
 from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
-from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdict
+from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdicts
 from strop.evaluate.shards import Shard, ShardFolder, cut_shards
 from strop.rollout import Example, Rollout, Sampling, Split
-from strop.tasks import PromptFormat, Task, resolve_prompt_format
+from strop.tasks import PromptFormat, Task, limits_of, part_of, render_prompt, resolve_prompt_format
 from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
+MAX_PROMPT_CHARS = 2000
+"""Of the first prompt that is kept with a result."""
 MAX_IN_FLIGHT = 8192
 """Rollouts in flight at once, in whole shards: far more than any engine decodes, and little memory."""
 
@@ -46,11 +49,12 @@ class EvalSettings:
     prompt_format: PromptFormat | str = PromptFormat.AUTO
     """Like training, or the score is of another model in effect."""
     num_examples: int | None = None
-    """Examples used, from the first. None: all."""
+    """Examples used, from the first; of a mixture in turn from each part. None: all."""
     num_samples: int | None = None
     """Sampled rollouts per example, beside the greedy one. None: greedy only."""
     max_reply_tokens: int | None = None
-    """Reply budget. None: the task's own; more than that is refused."""
+    """Reply budget. None: the task's own; more than that is refused. A part of a mixture with a smaller
+    one of its own keeps that."""
     sampling: Sampling = PLAIN
     """Distribution of the sampled rollouts."""
     pass_at: tuple[int, ...] = ()
@@ -98,6 +102,8 @@ def plan_evaluation(
     check_pass_at(settings.pass_at, settings.num_samples)
     refuse_trained(task, settings.split, examples, trained_ids)
     prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
+    budgets = [min(budget, limits_of(task, example).max_reply_tokens) for example in examples]
+    first_prompt, _ = render_prompt(tokenizer, task.render(examples[0]), prompt_format)
     plan = EvalPlan(
         task=task.name,
         task_version=task.version,
@@ -111,7 +117,10 @@ def plan_evaluation(
         num_examples=len(examples),
         examples_digest=digest_examples([example.example_id for example in examples]),
         run_seed=settings.run_seed,
-        max_reply_tokens=budget,
+        max_reply_tokens=max(budgets),
+        part_reply_tokens=_budgets_of_parts(task, examples, budgets),
+        stop_strings=list(dict.fromkeys(s for e in examples for s in limits_of(task, e).stop_strings)),
+        first_prompt=first_prompt[:MAX_PROMPT_CHARS],
         sampling=settings.sampling,
         num_samples=settings.num_samples,
         pass_threshold=settings.pass_threshold,
@@ -126,13 +135,13 @@ def plan_evaluation(
                 sample_index=sample_index,
                 run_seed=settings.run_seed,
                 sampling=sampling,
-                max_reply_tokens=budget,
+                max_reply_tokens=example_budget,
                 max_positions=max_positions,
                 prompt_format=prompt_format,
             )
             for sample_index, sampling in wanted
         ]
-        for example in examples
+        for example, example_budget in zip(examples, budgets, strict=True)
     ]
     return PlannedEvaluation(
         plan=plan, task=task, settings=settings, examples=examples, rollout_plans_P_G=rollout_plans_P_G
@@ -168,7 +177,7 @@ async def run_evaluation(
                 kept = await _attempt(planned, mine_P_G, engine, tokenizer, judge)
                 if folder is not None:
                     await asyncio.to_thread(folder.write, shard, kept)
-            return [_reduce(rollouts_G, plan.pass_threshold) for rollouts_G in kept]
+            return [give_verdicts(rollouts_G, planned.task, plan) for rollouts_G in kept]
 
     running = [asyncio.ensure_future(run(shard)) for shard in shards]
     try:
@@ -182,7 +191,6 @@ async def run_evaluation(
         [verdict for of_shard in verdicts for verdict in of_shard],
         pass_at=planned.settings.pass_at,
         limits=planned.settings.limits,
-        is_budget_cut=plan.max_reply_tokens < planned.task.limits.own_reply_tokens,
     )
 
 
@@ -231,13 +239,6 @@ async def _attempt(
     return [group.rollouts for group in groups]
 
 
-def _reduce(rollouts_G: Sequence[Rollout], pass_threshold: float | None) -> ExampleVerdicts:
-    greedy, *sampled_G = (give_verdict(rollout, pass_threshold) for rollout in rollouts_G)
-    return ExampleVerdicts(
-        example_id=rollouts_G[0].example.example_id, greedy=greedy, sampled_G=tuple(sampled_G)
-    )
-
-
 def _resolve_budget(task: Task, settings: EvalSettings) -> int:
     own = task.limits.max_reply_tokens
     budget = own if settings.max_reply_tokens is None else settings.max_reply_tokens
@@ -271,7 +272,23 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
                 next_step="leave the number out, or raise it",
             )
         )
-    return available[:wanted]
+    return _in_turn(task, available)[:wanted]
+
+
+def _in_turn(task: Task, examples: Sequence[Example]) -> Sequence[Example]:
+    """Return the examples so that the parts of a mixture take turns: the first of them are of all parts."""
+    by_part: dict[str | None, list[Example]] = {}
+    for example in examples:
+        by_part.setdefault(part_of(task, example), []).append(example)
+    if len(by_part) < 2:
+        return examples
+    rounds = zip_longest(*by_part.values())
+    return [example for one_round in rounds for example in one_round if example is not None]
+
+
+def _budgets_of_parts(task: Task, examples: Sequence[Example], budgets: Sequence[int]) -> dict[str, int]:
+    by_part = {part_of(task, example): budget for example, budget in zip(examples, budgets, strict=True)}
+    return {label: budget for label, budget in by_part.items() if label is not None}
 
 
 def refuse_trained(

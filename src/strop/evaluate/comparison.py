@@ -9,8 +9,8 @@ Every interval is over examples, of one seed each: what another training seed wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strop.errors import CheckRefused, explain_refusal
@@ -18,6 +18,9 @@ from strop.evaluate.result import PROTOCOL_FIELDS, EvalPlan, EvalResult, Example
 from strop.evaluate.statistics import Interval, paired_difference, sign_test
 
 _Read = Callable[[ExampleScore], float | None]
+_SPOKEN_FIELDS = ("stop_strings", "part_reply_tokens", "first_prompt")
+_CONTEXT_CHARS = 40
+"""Of long texts, what is shown before and behind the place where they part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,10 @@ class Comparison:
 
     greedy: Change | None
     sampled: Change | None
+    parts: Mapping[str, Comparison] = field(default_factory=dict)
+    """The same of each part of a mixture, by label."""
+    num_seeds: int = 1
+    """Training seeds behind each side: what another seed would change is in no interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +75,14 @@ def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
     refuse_invalid(before)
     refuse_invalid(after)
     _refuse_other_protocol(before, after)
+    parts = {label: _compare(before, after, part.example_ids) for label, part in before.parts.items()}
+    return replace(_compare(before, after, tuple(before.greedy.by_example)), parts=parts)
+
+
+def _compare(before: EvalResult, after: EvalResult, example_ids: Collection[str]) -> Comparison:
     return Comparison(
-        greedy=_change(before.greedy, after.greedy), sampled=_change(before.sampled, after.sampled)
+        greedy=_change(before.greedy, after.greedy, example_ids),
+        sampled=_change(before.sampled, after.sampled, example_ids),
     )
 
 
@@ -83,11 +96,24 @@ def list_plan_differences(before: EvalPlan, after: EvalPlan) -> tuple[Difference
     )
 
 
+def describe_difference(found: Difference, word: str, words: tuple[str, str] = ("", "")) -> str:
+    """Say a difference in one line; of long texts only where they begin to differ."""
+    before, after = found.before, found.after
+    if isinstance(before, str) and isinstance(after, str):
+        pairs = enumerate(zip(before, after, strict=False))
+        parting = next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
+        start = max(parting - _CONTEXT_CHARS, 0)
+        before, after = (text[start : start + 2 * _CONTEXT_CHARS] for text in (before, after))
+    return f"{found.key} {before!r}{words[0]} {word} {after!r}{words[1]}"
+
+
 def _refuse_other_protocol(before: EvalResult, after: EvalResult) -> None:
     differences = {found.key: found for found in list_plan_differences(before, after)}
     different = [differences[name] for name in PROTOCOL_FIELDS if name in differences]
     if different:
-        shown = "; ".join(f"{found.key} {found.before!r} and {found.after!r}" for found in different)
+        # What a digest cannot say: which texts end a reply, and how a problem is put.
+        different += [differences[name] for name in _SPOKEN_FIELDS if name in differences]
+        shown = "; ".join(describe_difference(found, "and") for found in different)
         raise CheckRefused(
             explain_refusal(
                 f"two results were measured by different protocols: {shown}",
@@ -97,10 +123,10 @@ def _refuse_other_protocol(before: EvalResult, after: EvalResult) -> None:
         )
 
 
-def _change(before: Score | None, after: Score | None) -> Change | None:
+def _change(before: Score | None, after: Score | None, example_ids: Collection[str]) -> Change | None:
     if before is None or after is None:
         return None
-    pairs = [(one, after.by_example[name]) for name, one in sorted(before.by_example.items())]
+    pairs = [(before.by_example[name], after.by_example[name]) for name in sorted(example_ids)]
     solved = _read_both(pairs, lambda example: example.solved_frac)
     if not solved:
         return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from strop.errors import CheckRefused, explain_refusal
 from strop.evaluate.result import EvalPlan, EvalResult
-from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, give_verdict
+from strop.evaluate.scoring import Limits, build_result, give_verdict, give_verdicts
 from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Rollout
 from strop.tasks import Task
 from strop.tasks.failures import catch_failure
@@ -72,20 +72,11 @@ async def rescore(
     judged = await asyncio.gather(*(judge_anew(rollout) for rollout in rollouts))
     new_plan = plan.model_copy(update={"task_version": task.version})
     per_example = 1 + (plan.num_samples or 0)
-    verdicts_P = []
-    for start in range(0, len(judged), per_example):
-        greedy, *sampled_G = (
-            give_verdict(rollout, plan.pass_threshold) for rollout in judged[start : start + per_example]
-        )
-        example_id = judged[start].example.example_id
-        verdicts_P.append(ExampleVerdicts(example_id=example_id, greedy=greedy, sampled_G=tuple(sampled_G)))
-    result = build_result(
-        new_plan,
-        verdicts_P,
-        pass_at=pass_at,
-        limits=limits or Limits(),
-        is_budget_cut=plan.max_reply_tokens < task.limits.own_reply_tokens,
-    )
+    verdicts_P = [
+        give_verdicts(judged[start : start + per_example], task, plan)
+        for start in range(0, len(judged), per_example)
+    ]
+    result = build_result(new_plan, verdicts_P, pass_at=pass_at, limits=limits or Limits())
     return Rescored(result=result, changes=_list_changes(rollouts, judged, plan))
 
 

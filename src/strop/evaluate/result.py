@@ -78,8 +78,8 @@ class ExampleScore(Record):
     reward_mean: float | None
 
 
-class Score(Record):
-    """How good the rollouts of one kind, greedy or sampled, were."""
+class Summary(Record):
+    """How good the rollouts of one kind, greedy or sampled, were over some examples."""
 
     accuracy: float | None
     """Mean over examples of the solved share of their judged rollouts; None if none was judged."""
@@ -107,6 +107,11 @@ class Score(Record):
     """Share of answers in the asked form, among rollouts whose task can tell; apart from being right."""
     reply_tokens_mean: float | None
     reward_mean: float | None
+
+
+class Score(Summary):
+    """The same over all examples of an evaluation, and each of them."""
+
     by_example: dict[str, ExampleScore]
     """By example id."""
 
@@ -123,6 +128,22 @@ class PassAtK(Record):
     """Examples that are counted."""
     num_left_out: int
     """Examples with fewer than k judged rollouts: a failure of ours must not count as one of the model's."""
+
+
+class PartScores(Record):
+    """What one part of a mixture has to do with the scores of the whole."""
+
+    task: str
+    example_ids: list[str]
+    greedy: Summary
+    sampled: Summary | None
+    pass_at_k: dict[Annotated[int, Field(strict=False)], PassAtK]
+
+    @property
+    def scores(self) -> dict[str, Summary]:
+        """The scores there are, by the kind of rollouts."""
+        found = {"greedy": self.greedy, "sampled": self.sampled}
+        return {name: score for name, score in found.items() if score is not None}
 
 
 class EvalPlan(Record):
@@ -146,6 +167,13 @@ class EvalPlan(Record):
     """Hash over the example ids, which are hashes of content."""
     run_seed: int
     max_reply_tokens: int
+    """Of a mixture, the largest of its parts'."""
+    part_reply_tokens: dict[str, int] = {}
+    """Budgets of a mixture's parts, by label."""
+    stop_strings: list[str] | None = None
+    """Texts that end a reply beside the model's terminator; None where that was not recorded."""
+    first_prompt: str | None = None
+    """The first example as the model is asked; None where that was not recorded."""
     sampling: Sampling
     """Distribution of the sampled rollouts."""
     num_samples: int | None
@@ -157,6 +185,10 @@ class EvalPlan(Record):
     def identity(self) -> EvalPlan:
         """The plan alone, where this is more than a plan."""
         return EvalPlan.model_validate({name: getattr(self, name) for name in EvalPlan.model_fields})
+
+    def budget_of(self, part: str | None) -> int:
+        """Tokens that a reply to an example of a part may have; None: the task has no parts."""
+        return self.part_reply_tokens.get(part or "", self.max_reply_tokens)
 
     @property
     def digest(self) -> str:
@@ -178,6 +210,8 @@ class EvalResult(EvalPlan):
     # Keys of a JSON object are texts, so they are read as numbers.
     pass_at_k: dict[Annotated[int, Field(strict=False)], PassAtK]
     """By k; empty where none was asked for."""
+    parts: dict[str, PartScores] = {}
+    """Of a mixture, each part by its label."""
     validity: Validity
 
     @computed_field  # type: ignore[prop-decorator]

@@ -10,15 +10,26 @@ Shapes: P = examples, G = rollouts of one kind of one example.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from strop.errors import ConfigError, EngineError, explain_refusal
-from strop.evaluate.result import EvalPlan, EvalResult, ExampleScore, PassAtK, Score, Validity
+from strop.evaluate.result import (
+    EvalPlan,
+    EvalResult,
+    ExampleScore,
+    PartScores,
+    PassAtK,
+    Score,
+    Summary,
+    Validity,
+)
 from strop.evaluate.statistics import clustered_interval, pass_at_k_interval
 from strop.rollout import FailureOwner, Rollout
+from strop.tasks import Task, limits_of, part_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +56,12 @@ class ExampleVerdicts:
     """All rollouts of one example."""
 
     example_id: str
+    task: str
+    """The task that the example belongs to; of a mixture, that of its part."""
+    part: str | None
+    """Label of the part of a mixture; None: the task has no parts."""
+    is_budget_cut: bool
+    """Whether its replies had a smaller budget than the task's own."""
     greedy: Verdict
     sampled_G: tuple[Verdict, ...]
 
@@ -90,33 +107,67 @@ def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
     )
 
 
+def give_verdicts(rollouts_G: Sequence[Rollout], task: Task, plan: EvalPlan) -> ExampleVerdicts:
+    """Reduce the rollouts of an example, the greedy one first, to what scores need."""
+    example = rollouts_G[0].example
+    greedy, *sampled_G = (give_verdict(rollout, plan.pass_threshold) for rollout in rollouts_G)
+    part = part_of(task, example)
+    return ExampleVerdicts(
+        example_id=example.example_id,
+        task=example.task,
+        part=part,
+        is_budget_cut=plan.budget_of(part) < limits_of(task, example).own_reply_tokens,
+        greedy=greedy,
+        sampled_G=tuple(sampled_G),
+    )
+
+
 def build_result(
     plan: EvalPlan,
     verdicts_P: Sequence[ExampleVerdicts],
     *,
     pass_at: Sequence[int] = (),
     limits: Limits,
-    is_budget_cut: bool,
 ) -> EvalResult:
-    """Sum an evaluation up. `is_budget_cut`: the reply budget was below the task's own.
+    """Sum an evaluation up, and each part of a mixture.
 
     Raises: ConfigError if a k of `pass_at` is below 1 or above the number of samples; EngineError if
         no rollout brought a reply, or several policy versions did.
     """
     check_pass_at(pass_at, plan.num_samples)
-    greedy = _score([(verdicts.example_id, (verdicts.greedy,)) for verdicts in verdicts_P])
-    sampled = None
-    if plan.num_samples is not None:
-        sampled = _score([(verdicts.example_id, verdicts.sampled_G) for verdicts in verdicts_P])
-    scores = [greedy] if sampled is None else [greedy, sampled]
+    by_part: dict[str, list[ExampleVerdicts]] = {}
+    for verdicts in verdicts_P:
+        if verdicts.part is not None:
+            by_part.setdefault(verdicts.part, []).append(verdicts)
     return EvalResult(
         **{name: getattr(plan, name) for name in EvalPlan.model_fields},
         policy_version=_single_version(verdicts_P),
-        greedy=greedy,
-        sampled=sampled,
-        pass_at_k={k: _pass_at_k([verdicts.sampled_G for verdicts in verdicts_P], k) for k in pass_at},
-        validity=_judge_validity(scores, limits, is_budget_cut=is_budget_cut),
+        **_score_kinds(plan, verdicts_P, pass_at, _score),
+        parts={
+            label: PartScores(
+                task=mine_P[0].task,
+                example_ids=[verdicts.example_id for verdicts in mine_P],
+                **_score_kinds(plan, mine_P, pass_at, _summarize),
+            )
+            for label, mine_P in by_part.items()
+        },
+        validity=_judge_validity(verdicts_P, limits),
     )
+
+
+def _score_kinds(
+    plan: EvalPlan,
+    verdicts_P: Sequence[ExampleVerdicts],
+    pass_at: Sequence[int],
+    score: Callable[[Sequence[tuple[str, Sequence[Verdict]]]], Summary],
+) -> dict[str, Any]:
+    """Score the greedy and, where there are any, the sampled rollouts, and pass@k."""
+    sampled_P = [(verdicts.example_id, verdicts.sampled_G) for verdicts in verdicts_P]
+    return {
+        "greedy": score([(verdicts.example_id, (verdicts.greedy,)) for verdicts in verdicts_P]),
+        "sampled": None if plan.num_samples is None else score(sampled_P),
+        "pass_at_k": {k: _pass_at_k([sampled_G for _, sampled_G in sampled_P], k) for k in pass_at},
+    }
 
 
 def check_pass_at(pass_at: Sequence[int], num_samples: int | None) -> None:
@@ -149,6 +200,14 @@ def _pass_at_k(sampled_P_G: Sequence[Sequence[Verdict]], k: int) -> PassAtK:
 
 
 def _score(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Score:
+    """Summarise the rollouts of one kind, and each example's."""
+    return Score(
+        **_summarize(examples_P).model_dump(),
+        by_example={example_id: _score_example(verdicts_G) for example_id, verdicts_G in examples_P},
+    )
+
+
+def _summarize(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Summary:
     """Summarise the rollouts of one kind."""
     verdicts = [verdict for _, verdicts_G in examples_P for verdict in verdicts_G]
     replies = [verdict for verdict in verdicts if verdict.has_reply]
@@ -158,7 +217,7 @@ def _score(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Score:
     num_judged = sum(len(solved_G) for solved_G in solved_P_G)
     interval = clustered_interval(solved_P_G)
     unscored = [verdict for verdict in verdicts if verdict.is_solved is None]
-    return Score(
+    return Summary(
         accuracy=interval.estimate if num_judged else None,
         low=interval.low,
         high=interval.high,
@@ -174,7 +233,6 @@ def _score(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Score:
         format_ok_frac=_mean([v.format_ok for v in replies if v.format_ok is not None]),
         reply_tokens_mean=_mean([verdict.num_tokens for verdict in replies]),
         reward_mean=_mean([verdict.reward for verdict in replies if verdict.reward is not None]),
-        by_example={example_id: _score_example(verdicts_G) for example_id, verdicts_G in examples_P},
     )
 
 
@@ -217,13 +275,35 @@ def _single_version(verdicts_P: Sequence[ExampleVerdicts]) -> int:
     return next(iter(versions))
 
 
-def _judge_validity(scores: Sequence[Score], limits: Limits, *, is_budget_cut: bool) -> Validity:
-    for score in scores:
-        if score.verifier_error_frac > limits.max_verifier_error_frac:
-            return Validity.VERIFIER
-        if score.num_unscored > limits.max_unscored_frac * score.num_rollouts:
-            return Validity.UNSCORED
-        truncated_frac = score.truncated_frac or 0.0
-        if is_budget_cut and truncated_frac > limits.max_truncated_frac:
-            return Validity.TRUNCATION
+def _judge_validity(verdicts_P: Sequence[ExampleVerdicts], limits: Limits) -> Validity:
+    """Judge the whole and each part of a mixture: a small part must not hide in a large one."""
+    labels = dict.fromkeys([None, *(verdicts.part for verdicts in verdicts_P)])
+    for label in labels:
+        mine_P = [verdicts for verdicts in verdicts_P if label is None or verdicts.part == label]
+        for kind_P in ([(v.greedy,) for v in mine_P], [v.sampled_G for v in mine_P]):
+            found = _judge_kind(mine_P, kind_P, limits)
+            if found is not Validity.VALID:
+                return found
+    return Validity.VALID
+
+
+def _judge_kind(
+    verdicts_P: Sequence[ExampleVerdicts], kind_P: Sequence[Sequence[Verdict]], limits: Limits
+) -> Validity:
+    rollouts = [verdict for verdicts_G in kind_P for verdict in verdicts_G]
+    if not rollouts:
+        return Validity.VALID
+    if sum(v.is_verifier_error for v in rollouts) > limits.max_verifier_error_frac * len(rollouts):
+        return Validity.VERIFIER
+    if sum(v.is_solved is None for v in rollouts) > limits.max_unscored_frac * len(rollouts):
+        return Validity.UNSCORED
+    # Only replies whose budget was below the task's own say something about the budget.
+    curtailed = [
+        verdict.truncated
+        for example, verdicts_G in zip(verdicts_P, kind_P, strict=True)
+        for verdict in verdicts_G
+        if example.is_budget_cut and verdict.has_reply
+    ]
+    if curtailed and sum(curtailed) > limits.max_truncated_frac * len(curtailed):
+        return Validity.TRUNCATION
     return Validity.VALID

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from strop.environments import RolloutPlan
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
-from strop.evaluate.comparison import list_plan_differences
+from strop.evaluate.comparison import describe_difference, list_plan_differences
 from strop.evaluate.result import EvalPlan
 from strop.rollout import FailureOwner, Rollout
 from strop.store import FileLock
@@ -209,7 +209,7 @@ def refuse_other_plan(path: Path, found: EvalPlan, wanted: EvalPlan) -> None:
     """
     differences = list_plan_differences(found, wanted)
     if differences:
-        shown = "; ".join(f"{d.key} {d.before!r} there and {d.after!r} now" for d in differences)
+        shown = "; ".join(describe_difference(d, "and", (" there", " now")) for d in differences)
         raise CheckRefused(
             explain_refusal(
                 f"{path} belongs to another evaluation: {shown}",

@@ -12,28 +12,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from strop.engine.contract import Engine
 from strop.evaluate import (
     EvalPlan,
     EvalResult,
     EvalSettings,
+    PlannedCanary,
     PlannedEvaluation,
     ShardFolder,
+    plan_canary,
     plan_evaluation,
     read_result,
+    require_baseline,
     result_name,
     run_evaluation,
     write_result,
 )
-from strop.evaluate.shards import refuse_other_plan
+from strop.evaluate.shards import list_shards, refuse_other_plan
 from strop.launch.inference import Asking, OpenedModel, hold_judge, read_trained_ids, serve_model
+from strop.launch.rescoring import read_kept_asking
 from strop.policy.footprint import read_model_size
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 EVALS_ROOT = Path("evals")
 """Where results and replies go if nobody says; names there hold the plan's digest."""
@@ -49,6 +50,8 @@ class EvalWish:
     pass_threshold: float | None = None
     out_dir: Path | None = None
     """Folder of the results. None: `EVALS_ROOT`."""
+    canary: Path | None = None
+    """A result of this model that must come out again before anything is evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,18 +72,47 @@ class _Prepared:
     result_path: Path
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Canary:
+    """A baseline to repeat, and how it is asked."""
+
+    asking: Asking
+    planned: PlannedCanary
+
+
 def evaluate_here(
     askings: Sequence[Asking], model: OpenedModel, wish: EvalWish, *, say: Callable[[str], None]
 ) -> list[StoredResult]:
     """Evaluate a model on tasks, one after another; each result is written when it is there.
 
     `say` is told what is read from before and where results are.
-    Raises: CheckRefused if examples called held-out were trained on, or a folder holds another
-        evaluation; ConfigError for settings that a task or the model cannot follow.
+    Raises: CheckRefused if examples called held-out were trained on, a folder holds another evaluation,
+        or the canary does not come out as it was; ConfigError for settings that a task or the model
+        cannot follow.
     """
     with ExitStack() as held:
         prepared = _prepare(askings, model, wish, held)
-        return asyncio.run(_evaluate(prepared, model, say))
+        canary = None if wish.canary is None else _prepare_canary(wish.canary, askings, model)
+        return asyncio.run(_evaluate(prepared, canary, model, say))
+
+
+def _prepare_canary(path: Path, askings: Sequence[Asking], model: OpenedModel) -> _Canary:
+    """Plan to repeat a result, with the settings kept beside it or those that are asked for now."""
+    baseline = read_result(path)
+    kept = path.with_suffix("")
+    if kept.is_dir() and list_shards(kept):
+        asking = read_kept_asking(kept)
+    else:
+        same = [asking for asking in askings if asking.spec.task.name == baseline.task]
+        asking = (same or list(askings))[0]
+    planned = plan_canary(
+        baseline,
+        task=build_task(asking.spec.task),
+        tokenizer=Tokenizer.load(model.path),
+        model_digest=model.digest,
+        max_positions=read_model_size(model.path).max_positions,
+    )
+    return _Canary(asking=asking, planned=planned)
 
 
 def _prepare(
@@ -130,7 +162,7 @@ def _place(plan: EvalPlan, out_dir: Path | None) -> Path:
 
 
 async def _evaluate(
-    prepared: Sequence[_Prepared], model: OpenedModel, say: Callable[[str], None]
+    prepared: Sequence[_Prepared], canary: _Canary | None, model: OpenedModel, say: Callable[[str], None]
 ) -> list[StoredResult]:
     stored = []
     async with AsyncExitStack() as stack:
@@ -138,6 +170,8 @@ async def _evaluate(
         if any(one.folder.num_kept < one.planned.plan.num_examples for one in prepared):
             engine, _ = await stack.enter_async_context(serve_model(prepared[0].asking.spec, model))
         tokenizer = Tokenizer.load(model.path)
+        if canary is not None:
+            await _ask_canary(canary, engine, tokenizer, say)
         for one in prepared:
             plan, num_kept = one.planned.plan, one.folder.num_kept
             if num_kept:
@@ -151,3 +185,20 @@ async def _evaluate(
             say(f"{plan.task}: {one.result_path}")
             stored.append(StoredResult(result=result, path=one.result_path))
     return stored
+
+
+async def _ask_canary(
+    canary: _Canary, engine: Engine | None, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> None:
+    """Let nothing be evaluated by an engine that does not repeat the baseline."""
+    task = canary.planned.planned.task
+    if engine is None:
+        say("the canary is not asked: every reply is kept from before, and nothing is generated")
+        return
+    async with hold_judge(canary.asking.spec, task) as judge:
+        measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
+    expected = canary.planned.baseline.greedy
+    say(
+        f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
+        f" {expected.low:.1%} to {expected.high:.1%}"
+    )

@@ -22,7 +22,14 @@ from strop.errors import (
     StropError,
     explain_refusal,
 )
-from strop.evaluate import EvalResult, EvalSettings, evaluate_task, read_result, write_result
+from strop.evaluate import (
+    EvalResult,
+    EvalSettings,
+    compare_results,
+    evaluate_task,
+    read_result,
+    write_result,
+)
 from strop.hardware import describe_machine, keep_freed_memory, require_writable
 from strop.kernels import kernel_status
 from strop.record import Event, EventKind, RunDir, find_resumable
@@ -284,8 +291,13 @@ class Evaluation:
                     next_step=f"read {path} and mend the task; the last checkpoint is intact",
                 )
             )
+        best = self._find_best(result)
+        change = None if best is None else compare_results(best, result).greedy
         return EvalSummary(
             step=step,
+            best_step=None if best is None or change is None else best.step,
+            change=None if change is None else change.estimate,
+            change_high=None if change is None else change.high,
             num_examples=result.num_examples,
             greedy_accuracy=result.greedy.accuracy,
             greedy_low=result.greedy.low,
@@ -293,3 +305,13 @@ class Evaluation:
             sampled_accuracy=result.sampled.accuracy if result.sampled is not None else None,
             invalid_cause=None if result.is_valid else result.validity.value,
         )
+
+    def _find_best(self, result: EvalResult) -> EvalResult | None:
+        """Return the best earlier evaluation of the run that this one may be compared with."""
+        steps = range(result.step)
+        paths = [path for step in steps if (path := self.run_dir.eval_path(self.task.name, step)).exists()]
+        earlier = [found for found in map(read_result, paths) if found.is_valid]
+        same = [found for found in earlier if found.protocol_digest == result.protocol_digest]
+        if not same or not result.is_valid:
+            return None
+        return max(same, key=lambda found: found.greedy.accuracy or 0.0)

@@ -11,8 +11,8 @@ from typing import Any
 
 from strop.errors import StoreError, explain_refusal
 from strop.evaluate import Rescored, read_result, rescore, write_result
-from strop.evaluate.shards import list_shards, read_all_shards, read_task_settings
-from strop.launch.inference import hold_judge, read_asking
+from strop.evaluate.shards import list_shards, read_all_shards, read_plan, read_task_settings
+from strop.launch.inference import Asking, hold_judge, read_asking
 from strop.rollout import Split
 from strop.spec.display import KeyPath, dotted
 from strop.spec.overrides import parse_override
@@ -60,8 +60,7 @@ def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
         settings that the task lacks; CheckRefused if the examples are not the task's any more.
     """
     plan, rollouts = read_all_shards(folder)
-    stored = read_task_settings(list_shards(folder)[0])
-    asking = read_asking(plan.task, _merge(stored, words), Split(plan.split))
+    asking = read_kept_asking(folder, words)
     task = build_task(asking.spec.task)
     old_path = folder.with_name(f"{folder.name}.json")
     pass_at = tuple(read_result(old_path).pass_at_k) if old_path.exists() else ()
@@ -74,6 +73,16 @@ def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
     path = folder.with_name(f"{folder.name}-rescored-{task.version[:8]}.json")
     write_result(rescored.result, path)
     return StoredRescored(rescored=rescored, path=path)
+
+
+def read_kept_asking(folder: Path, words: Sequence[str] = ()) -> Asking:
+    """Return how the replies in a folder were asked for, some settings of the task changed.
+
+    Raises: CorruptRecord if the first shard is damaged; ConfigError for settings that the task lacks.
+    """
+    shard = list_shards(folder)[0]
+    plan = read_plan(shard)
+    return read_asking(plan.task, _merge(read_task_settings(shard), words), Split(plan.split))
 
 
 def _merge(stored: Mapping[str, Any], words: Sequence[str]) -> list[str]:

@@ -39,6 +39,7 @@ class DataFile:
     origin: Origin
 
 
+_local_only: ContextVar[list[str] | None] = ContextVar("only local data", default=None)
 _collected: ContextVar[list[DataFile] | None] = ContextVar("collected data files", default=None)
 
 
@@ -61,12 +62,29 @@ def note_data_file(file: DataFile) -> Path:
     return file.path
 
 
+@contextmanager
+def only_local_data() -> Iterator[list[str]]:
+    """Inside the block, in this thread, data that is not on this disk is missing: nothing is asked for it.
+
+    Yields a list that gets the name of all that was missing. Copies here are taken as they are.
+    """
+    missing: list[str] = []
+    token = _local_only.set(missing)
+    try:
+        yield missing
+    finally:
+        _local_only.reset(token)
+
+
 def fetch_data_file(source: str, file: str) -> Path:
     """Return the local copy of a file of a hub's data set.
 
     Raises: RemoteMissing if no source that may be asked has it; HubUnreachable if the hub was asked and
         gave nothing; RemoteDenied, RemoteUnreachable or CorruptRecord if the store fails.
     """
+    missing = _local_only.get()
+    if missing is not None:
+        return _require_local(missing, source, file)
     policy = read_policy()
     if policy.asks_store_first:
         try:
@@ -88,6 +106,9 @@ def fetch_data_source(uri: str) -> Path:
 
     Raises: StoreErrors as `Store.get`.
     """
+    missing = _local_only.get()
+    if missing is not None:
+        return _require_local(missing, uri)
     name = uri.rstrip("/").rpartition("/")[2]
     store = open_record_store(uri)
     path = _cache_dir(uri)
@@ -127,6 +148,35 @@ def find_data(source: str) -> Path | None:
             if found.exists():
                 return found
     return None if "://" in source else _find_in_hub_cache(source)
+
+
+def _require_local(missing: list[str], source: str, file: str | None = None) -> Path:
+    """Return what is on this disk of a source, in the order in which it would be asked for.
+
+    Raises: RemoteMissing if nothing is, which is noted.
+    """
+    policy = read_policy()
+    in_store = find_data(source) if file is None else _in_cache(policy.dataset_uri(source), file)
+    in_hub = None
+    if file is not None and (policy.asks_hub or policy.root is None):
+        in_hub = find_cached_file(source, file, None, is_dataset=True)
+    found = in_store or in_hub if policy.asks_store_first or file is None else in_hub or in_store
+    if found is not None:
+        return note_data_file(DataFile(source=source, name=file or found.name, path=found, origin="disk"))
+    name = source if file is None else f"{file} of {source}"
+    missing.append(name)
+    raise RemoteMissing(
+        explain_refusal(
+            f"{name} is not on this machine",
+            allowed="a local copy, because nothing may be asked for here",
+            next_step="run `strop train` or `strop eval`, which fetch it",
+        )
+    )
+
+
+def _in_cache(uri: str | None, file: str) -> Path | None:
+    path = None if uri is None else _cache_dir(uri) / file
+    return path if path is not None and path.is_file() else None
 
 
 def _from_store(policy: SourcePolicy, source: str, file: str) -> Path:

@@ -30,6 +30,8 @@ class TaskLimits:
     """What a right reply earns. Rewards lie in [0, max_reward]."""
     chance: float = 0.0
     """Share of full marks that a reply without work earns, for example 0.25 with four choices."""
+    max_goldless_frac: float = 0.0
+    """Share of examples for which no right reply may be known. 0: the task promises one for each."""
     verify_limit_s: float | None = None
     """Wall time of one judgement, kept by killing the process that it runs in. None: the verifier's time
     is bounded by the text, and it runs in the caller's process."""
@@ -164,6 +166,20 @@ class ModelJudged(Protocol):
     def judge_digests(self) -> Sequence[str]:
         """Hashes of all that makes each of its judges the one it is; () where no model judges."""
         ...
+
+
+@runtime_checkable
+class Parted(Protocol):
+    """What a task has beside, if it is made of several tasks."""
+
+    def part_of(self, example: Example) -> str | None:
+        """Return the label of the part that an example belongs to."""
+        ...
+
+
+def part_of(task: Task, example: Example) -> str | None:
+    """Return the label of an example's part, or None where the task has no parts."""
+    return task.part_of(example) if isinstance(task, Parted) else None
 
 
 def limits_of(task: Task, example: Example) -> TaskLimits:

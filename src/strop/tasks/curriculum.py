@@ -21,7 +21,15 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
-from strop.tasks.contract import ProgramForm, Task, TaskLimits, limits_of, program_form_of, verify_quick
+from strop.tasks.contract import (
+    ProgramForm,
+    Task,
+    TaskLimits,
+    limits_of,
+    part_of,
+    program_form_of,
+    verify_quick,
+)
 
 _MAX_SHOWN = 3
 
@@ -68,6 +76,10 @@ class Curriculum:
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits that the task gives the example."""
         return limits_of(self._task, example)
+
+    def part_of(self, example: Example) -> str | None:
+        """Return the part that the task counts the example to."""
+        return part_of(self._task, example)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as the task does."""

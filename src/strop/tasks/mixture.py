@@ -61,6 +61,7 @@ class Mixture:
             full_reply_tokens=max(limit.own_reply_tokens for limit in limits),
             max_reward=max(limit.max_reward for limit in limits),
             chance=max(limit.chance for limit in limits),
+            max_goldless_frac=max(limit.max_goldless_frac for limit in limits),
             verify_limit_s=max(verify_limits_s, default=None),
             verify_keeps_time=any(limit.verify_keeps_time for limit in limits),
         )
@@ -68,9 +69,12 @@ class Mixture:
 
     @property
     def version(self) -> str:
-        """Hash over the parts' versions and how they are mixed."""
-        parts = [f"{part.label}:{part.task.version}" for part in self._parts]
-        return hashlib.sha256("\n".join([self._spec.model_dump_json(), *parts]).encode()).hexdigest()[:16]
+        """Hash over the parts' versions and how they are mixed; not over where their data lies."""
+        parts = [
+            f"{part.label}:{part.task.version}:{part.weight}:{part.count}:{part.repeat}"
+            for part in self._parts
+        ]
+        return hashlib.sha256("\n".join([self.name, self._spec.mode, *parts]).encode()).hexdigest()[:16]
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of all parts, one part after the other.
@@ -82,6 +86,13 @@ class Mixture:
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits that the example has in its part."""
         return limits_of(self._owner(example), example)
+
+    def part_of(self, example: Example) -> str:
+        """Return the label of the example's part.
+
+        Raises: DataError if it belongs to none.
+        """
+        return self._owning_part(example).label
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as its part does."""
@@ -133,8 +144,11 @@ class Mixture:
         return order
 
     def _owner(self, example: Example) -> Task:
-        task = self._owners.get(example.example_id)
-        if task is None:
+        return self._owning_part(example).task
+
+    def _owning_part(self, example: Example) -> _Part:
+        part = self._owners.get(example.example_id)
+        if part is None:
             raise DataError(
                 explain_refusal(
                     f"example {example.example_id} of task {example.task}",
@@ -142,7 +156,7 @@ class Mixture:
                     next_step="build the task from the spec that the example was made with",
                 )
             )
-        return task
+        return part
 
     @cached_property
     def _part_examples(self) -> list[Sequence[Example]]:
@@ -157,15 +171,15 @@ class Mixture:
         return tuple(example for part in self._parts for example in part.task.examples(Split.HELD_OUT))
 
     @cached_property
-    def _owners(self) -> dict[str, Task]:
-        owners: dict[str, tuple[str, Task]] = {}
+    def _owners(self) -> dict[str, _Part]:
+        owners: dict[str, _Part] = {}
         for part in self._parts:
             for split in Split:
                 for example in part.task.examples(split):
-                    owner = owners.setdefault(example.example_id, (part.label, part.task))
-                    if owner[0] != part.label:
-                        raise _duplicate(example, owner[0], part.label)
-        return {example_id: task for example_id, (_, task) in owners.items()}
+                    owner = owners.setdefault(example.example_id, part)
+                    if owner is not part:
+                        raise _duplicate(example, owner.label, part.label)
+        return owners
 
 
 def _draw(

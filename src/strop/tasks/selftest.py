@@ -14,7 +14,7 @@ from functools import partial
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, FailureOwner
 from strop.tasks.answers import parse_number
-from strop.tasks.contract import Task
+from strop.tasks.contract import Task, limits_of
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import InlineJudge, Judge
 
@@ -66,7 +66,8 @@ async def self_test(
 
     Without a `judge`, the verifier runs in this process.
 
-    An example without any gold reply is a finding, because nothing can show that it can be solved.
+    An example without any gold reply is a finding, because nothing can show that it can be solved; where
+    the task's limits allow a share of such examples, only more of them than that are findings.
     Raises: DataError if there is no example.
     """
     if not examples:
@@ -85,27 +86,43 @@ async def self_test(
         for probe, text in _probe_texts(task, examples, index):
             judged = await ask(example, probe, text, "a wrong reply must earn less than full marks")
             by_probe.setdefault(probe, []).append(judged)
+    findings += _find_goldless(task, examples)
     for probe, judged_replies in by_probe.items():
         findings += _check_probe(task, probe, judged_replies)
     return findings
 
 
 async def _check_gold(task: Task, example: Example, ask: _Ask) -> list[SelfTestFinding]:
-    replies = task.gold_replies(example)
-    if not replies:
-        return [
+    expectation = f"a right reply must earn {task.limits.max_reward}"
+    judged_replies = [await ask(example, "gold", text, expectation) for text in task.gold_replies(example)]
+    return [judged.finding for judged in judged_replies if not judged.has_full_marks]
+
+
+def _find_goldless(task: Task, examples: Sequence[Example]) -> list[SelfTestFinding]:
+    """Return the examples without a right reply that the task promises, and others beyond their share."""
+    found = []
+    for example in excess_goldless(task, examples):
+        allowed = limits_of(task, example).max_goldless_frac
+        share = f", and not for so many: its share is at most {allowed:g}" if allowed else ""
+        found.append(
             SelfTestFinding(
                 probe="gold",
                 example_id=example.example_id,
                 text="",
                 gold=example.answer,
                 reward=None,
-                detail="the task knows no right reply",
+                detail=f"the task knows no right reply{share}",
             )
-        ]
-    expectation = f"a right reply must earn {task.limits.max_reward}"
-    judged_replies = [await ask(example, "gold", text, expectation) for text in replies]
-    return [judged.finding for judged in judged_replies if not judged.has_full_marks]
+        )
+    return found
+
+
+def excess_goldless(task: Task, examples: Sequence[Example]) -> list[Example]:
+    """Return the examples without a right reply, but for those that the task's limits allow."""
+    goldless = [example for example in examples if not task.gold_replies(example)]
+    shares = [limits_of(task, example).max_goldless_frac for example in examples]
+    is_within = sum(limits_of(task, e).max_goldless_frac > 0.0 for e in goldless) <= sum(shares)
+    return [e for e in goldless if not (is_within and limits_of(task, e).max_goldless_frac > 0.0)]
 
 
 def _check_probe(task: Task, probe: str, judged_replies: Sequence[_Judged]) -> Iterator[SelfTestFinding]:

@@ -19,6 +19,8 @@ _NOT_HASHED = {
     *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),
     *("rubric", "calibration", "can_judge_itself"),
 }
+# What it takes to believe the verifier changes no score either.
+_NOT_HASHED_LIMITS = {"max_goldless_frac"}
 
 
 def hash_version(
@@ -26,7 +28,8 @@ def hash_version(
 ) -> str:
     """Hash everything that can change a prompt, a limit, an example or a score."""
     settings = spec.model_dump(mode="json", exclude=_NOT_HASHED)
-    parts = [name, prompt, verifier, asdict(limits), settings, data_digest]
+    bounds = {key: value for key, value in asdict(limits).items() if key not in _NOT_HASHED_LIMITS}
+    parts = [name, prompt, verifier, bounds, settings, data_digest]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -35,7 +35,15 @@ from strop.policy.scoring import score_batch, score_reply
 from strop.rollout import Example, FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.spec.task import judge_sections
-from strop.tasks import PromptFormat, Task, describe_counts, render_prompt, resolve_prompt_format, self_test
+from strop.tasks import (
+    PromptFormat,
+    Task,
+    describe_counts,
+    limits_of,
+    render_prompt,
+    resolve_prompt_format,
+    self_test,
+)
 from strop.tasks.audit import (
     PROBE_IDS,
     QUICK_PROBES,
@@ -172,7 +180,7 @@ async def _probe(gate: GateInput) -> list[Group]:
                 sample_index=index,
                 run_seed=spec.seed,
                 sampling=sampling,
-                max_reply_tokens=task.limits.max_reply_tokens,
+                max_reply_tokens=limits_of(task, example).max_reply_tokens,
                 max_positions=gate.max_positions,
                 prompt_format=spec.model.prompt_format,
             )
@@ -190,13 +198,13 @@ def check_prompt(gate: GateInput) -> GateCheck:
     examples = gate.asked
     # Evenly spread where there are many: data is often sorted by length.
     measured = examples[:: math.ceil(len(examples) / _NUM_MEASURED_PROMPTS)]
-    text, lengths = "", []
+    text, lengths, num_too_long = "", [], 0
     for example in measured:
         rendered, token_ids = render_prompt(tokenizer, task.render(example), spec.model.prompt_format)
         text = text or rendered
         lengths.append(len(token_ids))
+        num_too_long += len(token_ids) + limits_of(task, example).max_reply_tokens > gate.max_positions
     limit, reply_tokens = gate.max_positions, task.limits.max_reply_tokens
-    num_too_long = sum(length + reply_tokens > limit for length in lengths)
     too_long_frac = num_too_long / len(lengths)
     is_passed = too_long_frac <= spec.task.max_too_long_frac
     stops = [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.stop_token_ids)]

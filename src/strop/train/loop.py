@@ -54,8 +54,13 @@ from strop.train.room import DiskWatch, MemoryWatch
 from strop.train.schedule import schedule_demonstrations, schedule_examples
 from strop.train.signals import StopFlag
 from strop.train.terms import rl_term, sft_term
-from strop.train.trends import History, find_trend_alarms
-from strop.train.tripwires import MAX_REFUSED_IN_A_ROW, find_alarms, find_format_drift
+from strop.train.trends import History, find_divergence, find_trend_alarms
+from strop.train.tripwires import (
+    MAX_REFUSED_IN_A_ROW,
+    find_alarms,
+    find_fate_leak,
+    find_format_drift,
+)
 from strop.train.watchdog import Watchdog
 
 _SIGN_OF_LIFE = "Is anyone there?"
@@ -234,13 +239,16 @@ class TrainLoop:
             ]
             for example in self._schedule.examples(self._state.step)
         ]
-        return await run_groups(
+        groups = await run_groups(
             partial(SingleTurn, task, self._judge),
             self._roles.engine,
             self._roles.tokenizer,
             plans_P_G,
             on_group=lambda: self._watchdog.progress("generate"),
         )
+        asked = [(plan.example.example_id, plan.sample_index) for plans_G in plans_P_G for plan in plans_G]
+        self._raise_alarms(find_fate_leak(self._state.step, asked, groups))
+        return groups
 
     def _list_terms(self, batch: TrainBatch, imitated: Sequence[Demonstration]) -> list[LossTerm]:
         """Return the terms of the step that have something to count."""
@@ -278,10 +286,7 @@ class TrainLoop:
         metrics |= _measure_memory()
         self._run_dir.metrics.append(step, metrics)
         self._parts.observer.on_step({"step": step, **metrics})
-        alarms = self._find_alarms(metrics)
-        for alarm in alarms:
-            self._publish_event(alarm)
-        self._stop_on_alarm(alarms)
+        self._raise_alarms(self._find_alarms(metrics))
         is_last = step == spec.train.steps
         if is_last or (spec.eval.every is not None and step % spec.eval.every == 0):
             await self._evaluate()
@@ -311,6 +316,12 @@ class TrainLoop:
         if has_room:
             self._checkpoint()
         self._stop_run(f"the disk is nearly full: {alarm.detail}", "room for the next checkpoint")
+
+    def _raise_alarms(self, alarms: Sequence[Event]) -> None:
+        """Publish alarms, and do what the run file asks for."""
+        for alarm in alarms:
+            self._publish_event(alarm)
+        self._stop_on_alarm(alarms)
 
     def _stop_on_alarm(self, alarms: Sequence[Event]) -> None:
         """End the run where updates keep failing, or on any alarm where the run file asks for it."""
@@ -427,6 +438,7 @@ class TrainLoop:
         if summary.invalid_cause is not None:
             detail = f"{summary.invalid_cause}: the scores of this step are kept and never compared"
             self._event(EventKind.TRIPWIRE, "invalid_eval", detail)
+        self._raise_alarms(find_divergence(summary, self._run_dir.metrics.read()))
 
     async def _require_engine(self) -> None:
         """See that the engine still answers: what a dead one left of an evaluation is no result.

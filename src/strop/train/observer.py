@@ -23,6 +23,12 @@ class EvalSummary:
     sampled_accuracy: float | None
     invalid_cause: str | None = None
     """Why the numbers may not be believed, None where they may."""
+    best_step: int | None = None
+    """Step of the best earlier evaluation of the run; None where there is none to compare with."""
+    change: float | None = None
+    """Change of greedy accuracy since then, on the same examples."""
+    change_high: float | None = None
+    """Upper end of its 95 % interval."""
 
 
 Evaluator = Callable[[int], Awaitable[EvalSummary]]

@@ -7,11 +7,12 @@ the reward gets better: a healthy run may end with replies a tenth as long as it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 
 from strop.record.events import Event, EventKind
 from strop.spec.tripwires import TripwireSpec
+from strop.train.observer import EvalSummary
 
 NUM_FIRST = 8
 """Steps at the start that later reply lengths are compared with; their median is robust to one odd step."""
@@ -122,3 +123,31 @@ def _find_reward_fall(
         f" {NUM_LOW} steps' {best:.4g} for {NUM_LOW} steps: what was learned is lost; lower optimizer.lr and"
         " go back to an earlier checkpoint"
     )
+
+
+def find_divergence(summary: EvalSummary, records: Sequence[Mapping[str, float]]) -> list[Event]:
+    """Return an alarm where the training reward rose while held-out accuracy fell.
+
+    `records` are the metrics of all steps so far. The fall is since the best earlier evaluation, on the
+    same examples, and larger than chance; the rise is over the steps between the two.
+    """
+    before, high = summary.best_step, summary.change_high
+    if before is None or summary.change is None or high is None or high >= 0.0:
+        return []
+    rewards = [(line["step"], line["reward_mean"]) for line in records if "reward_mean" in line]
+    between = [reward for step, reward in rewards if before < step <= summary.step]
+    # Neither window may hold the other's steps: at most half of what lies between, from either end.
+    width = min(NUM_LOW, max(len(between) // 2, 1))
+    if len(between) < 2:
+        return []
+    earlier = [reward for step, reward in rewards if step <= before][-width:] or between[:width]
+    then, now = fmean(earlier), fmean(between[-width:])
+    if now <= then:
+        return []
+    detail = (
+        f"the training reward rose from {then:.4g} to {now:.4g} since step {before}, and held-out accuracy"
+        f" changed by {summary.change:+.1%} (95 % interval up to {high:+.1%}): what is paid for is not what"
+        " is asked for; look at the rollouts with the highest reward, and go back to the checkpoint of step"
+        f" {before}"
+    )
+    return [Event(kind=EventKind.TRIPWIRE, step=summary.step, cause="reward_eval_divergence", detail=detail)]

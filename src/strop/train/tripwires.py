@@ -6,10 +6,12 @@ ends the run with its last checkpoint intact. Three steps in a row without an up
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.record.events import Event, EventKind
+from strop.rollout import Group
 from strop.spec.tripwires import TripwireSpec
 
 MAX_REFUSED_IN_A_ROW = 3
@@ -19,6 +21,7 @@ _MIN_MASTER_CHANGED_FRAC = 0.1
 """Below this share of changed masters, updates vanish in rounding. fp32 masters are near 1. The
 share of changed bf16 copies tells nothing: at small learning rates it is near 0 in healthy runs."""
 
+_MAX_IDS = 8
 _MIN_FORMAT_KEPT_FRAC = 0.5
 """Share of the first step's format that a policy must keep while it is right as often as before."""
 
@@ -167,3 +170,33 @@ def find_format_drift(
         " make the reward depend on the form"
     )
     return [Event(kind=EventKind.TRIPWIRE, step=step, cause="format_drift", detail=detail)]
+
+
+Key = tuple[str, int]
+"""An attempt of a step: example id and sample index. A step has no example twice."""
+
+
+def find_fate_leak(step: int, dispatched: Collection[Key], groups: Sequence[Group]) -> list[Event]:
+    """Return an alarm where attempts that were asked for did not end in exactly one fate.
+
+    A fate is a rollout, scored or with the reason why not. What has none, has two or was never asked for
+    would shift the batch in silence.
+    """
+    fates = Counter(
+        (rollout.example.example_id, rollout.sample_index) for group in groups for rollout in group.rollouts
+    )
+    leaked = [key for key in dispatched if fates[key] != 1]
+    strangers = sorted(fates.keys() - set(dispatched))
+    if not leaked and not strangers:
+        return []
+    ids = tuple(dict.fromkeys(example_id for example_id, _ in (*leaked, *strangers)))
+    detail = (
+        f"{len(leaked)} of {len(dispatched)} attempts of the step did not end in exactly one fate, and"
+        f" {len(strangers)} ended that nobody asked for; the first example is {ids[0]}. This is a fault of"
+        " strop or of a part that was put into it; the step's numbers are not those of its prompts"
+    )
+    return [
+        Event(
+            kind=EventKind.TRIPWIRE, step=step, cause="fate_leak", detail=detail, example_ids=ids[:_MAX_IDS]
+        )
+    ]

@@ -87,6 +87,7 @@ def render_report(record: RunRecord) -> str:
         model=_lookup(record.spec, "model", "uri"),
         algorithm=_lookup(record.spec, "algorithm", "name"),
         status=describe_status(record),
+        plot_range=describe_plot_range(record),
         ends=compare_ends(record.evals),
         evals=record.evals,
         protocol=describe_protocol(record.evals[-1]) if record.evals else {},
@@ -201,6 +202,20 @@ def describe_status(record: RunRecord) -> str:
     if record.state.finished_at is not None:
         return f"finished on {_instant(record.state.finished_at)}, {progress}"
     return f"not finished, {progress} so far"
+
+
+def describe_plot_range(record: RunRecord) -> str | None:
+    """Say which steps the charts show, and in plain words where that is not the whole run; None: none."""
+    if not record.metrics:
+        return None
+    first, last = int(record.metrics[0]["step"]), record.num_steps
+    wanted = int(_lookup(record.spec, "train", "steps") or last)
+    if first <= 1 and last >= wanted:
+        return f"The charts show the whole run, steps 1 to {last}."
+    return (
+        f"Cut short: the charts show steps {first} to {last} of the {wanted} of the run. What is not recorded"
+        " may look otherwise."
+    )
 
 
 def collect_facts(record: RunRecord) -> list[tuple[str, str]]:

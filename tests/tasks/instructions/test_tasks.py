@@ -349,3 +349,32 @@ def test_unequal_lists_of_a_multi_row_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="instruction_id and kwargs: 2 ids and 1 argument tables"):
         task.examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize("name", ["rlvr-ifeval", "if-multi"])
+def test_one_prompt_with_several_instructions_stays_in_one_split(name: str, tmp_path: Path) -> None:
+    """The data has no split: whole rows told apart would be held out and trained on by the same prompt."""
+    prompts = [f"Write about the sea, number {number}." for number in range(30)]
+    rows = []
+    for prompt in prompts:
+        # Three rows of one prompt but for white space, each with an instruction of its own.
+        for space, word in (("", "ship"), (" ", "harbor"), ("\n", "sail")):
+            if name == "rlvr-ifeval":
+                row = rlvr_row("verify_keywords", {"keyword_list": [word]})
+            else:
+                row = multi_row({"keywords:word_once": {"keyword": word}})
+            rows.append(row | {"messages": messages(f"{prompt}{space}")})
+    source = write(tmp_path / "rows.jsonl", rows)
+    task = build_task(
+        RlvrIfevalSpec(name="rlvr-ifeval", source=source)
+        if name == "rlvr-ifeval"
+        else IfMultiSpec(name="if-multi", source=source)
+    )
+    asked = {
+        split: {" ".join(example.fields["prompt"].split()) for example in task.examples(split)}
+        for split in Split
+    }
+    assert asked[Split.TRAIN] & asked[Split.HELD_OUT] == set()
+    assert asked[Split.TRAIN] | asked[Split.HELD_OUT] == set(prompts)
+    # A tenth of the prompts, not of the rows.
+    assert len(asked[Split.HELD_OUT]) == 3

@@ -30,6 +30,7 @@ from strop.tasks.audit.measure import (
 )
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
+from strop.tasks.selftest import excess_goldless
 
 Probe = Callable[[AuditWorld], Awaitable[ProbeResult]]
 
@@ -154,7 +155,7 @@ async def probe_gold(world: AuditWorld) -> ProbeResult:
     judged = await world.judge_all(golds)
     bad = [j for j in judged if not is_full(world, j)]
     bad_ids = {j.example.example_id for j in bad}
-    without = [example for example in world.examples if not world.task.gold_replies(example)]
+    without = excess_goldless(world.task, world.examples)
     share = 1.0 - (len(bad_ids) + len(without)) / len(world.examples)
     detail = f"{len(without)} examples without any right reply" if without else "share with full marks"
     return ProbeResult(

@@ -38,6 +38,8 @@ from strop.tasks.version import fit_limits, hash_version
 _PROMPT = "{prompt}"
 _VERIFIER = "instructions-2"
 _MAX_REPLY_TOKENS = {"ifeval": 4096, "ifbench": 4096, "rlvr-ifeval": 2048, "if-multi": 2048}
+_MAX_GOLDLESS_FRAC = 0.5
+"""Gold replies are written by edits, which do not find one for every mix of instructions."""
 _PATTERN_LIMIT_S = 20.0
 """The patterns of lm-eval's rules can take quadratic time on a long reply."""
 _LANGUAGE_IDS = frozenset(
@@ -100,7 +102,9 @@ class InstructionTask:
         self.name: str = spec.name
         self._has_harness_rules = isinstance(spec, IfEvalSpec) and spec.rules == "lm-eval"
         self._has_loose = isinstance(spec, IfEvalSpec | IfBenchSpec)
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS[spec.name])
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS[spec.name], max_goldless_frac=_MAX_GOLDLESS_FRAC
+        )
         if self._has_harness_rules:
             limits = replace(limits, verify_limit_s=_PATTERN_LIMIT_S)
         self.limits = fit_limits(limits, spec)
@@ -189,6 +193,8 @@ class InstructionTask:
             layout=source.layout,
             to_example=self._to_example,
             question=lambda example: str(example.fields["prompt"]),
+            # One prompt may come with several instructions: they must not part.
+            split_key=lambda row: " ".join(source.read_prompt(row).split()),
         )
         num_train = None if isinstance(spec, IfEvalSpec | IfBenchSpec) else spec.num_train
         if self._skips_rows:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,22 @@ def is_path(source: str) -> bool:
     return source.startswith(("/", "~", ".")) or (source.endswith(_SUFFIXES) and not is_remote(source))
 
 
-def read_split_rows(source: str, layout: DataLayout, *, num_held_out: int | None = None) -> SplitRows:
-    """Read both splits. `num_held_out` is used where the rows have no split of their own.
+def read_split_rows(
+    source: str,
+    layout: DataLayout,
+    *,
+    num_held_out: int | None = None,
+    split_key: Callable[[Row], str] | None = None,
+) -> SplitRows:
+    """Read both splits. `num_held_out` and `split_key` are used where the rows have no split of their own.
 
-    Raises: DataError if a file is missing, unreadable or empty.
+    Raises: DataError if a file is missing, unreadable or empty; whatever `split_key` raises.
     """
     train_files, held_out_files = _find_files(source, layout)
     train = [row for file in train_files for row in read_rows(file)]
     held_out = [row for file in held_out_files for row in read_rows(file)]
     if not held_out_files:
-        train, held_out = _split_by_content(train, num_held_out)
+        train, held_out = _split_by_content(train, num_held_out, split_key)
     if layout.train:
         _require_rows(source, "training", train)
     _require_rows(source, "held-out", held_out)
@@ -187,10 +193,16 @@ def _split_files(folder: Path, files: Sequence[str], stems: Sequence[str]) -> li
     )
 
 
-def _split_by_content(rows: list[Row], num_held_out: int | None) -> tuple[list[Row], list[Row]]:
-    """Hold out the rows with the smallest content hashes; both parts keep the order of the file."""
-    num_wanted = max(1, len(rows) // _HELD_OUT_SHARE) if num_held_out is None else num_held_out
-    digests = [_content_digest(row) for row in rows]
+def _split_by_content(
+    rows: list[Row], num_held_out: int | None, split_key: Callable[[Row], str] | None
+) -> tuple[list[Row], list[Row]]:
+    """Hold out the rows with the smallest content hashes; both parts keep the order of the file.
+
+    With a key, the rows with the smallest hashes of their keys: rows of one key stay together.
+    """
+    digests = [_content_digest(row) if split_key is None else _hash(split_key(row)) for row in rows]
+    num_rows = len(rows) if split_key is None else len(set(digests))
+    num_wanted = max(1, num_rows // _HELD_OUT_SHARE) if num_held_out is None else num_held_out
     held_out_digests = set(sorted(set(digests))[:num_wanted])
     train = [row for row, digest in zip(rows, digests, strict=True) if digest not in held_out_digests]
     held_out = [row for row, digest in zip(rows, digests, strict=True) if digest in held_out_digests]
@@ -198,7 +210,10 @@ def _split_by_content(rows: list[Row], num_held_out: int | None) -> tuple[list[R
 
 
 def _content_digest(row: Row) -> str:
-    content = json.dumps(row.values, sort_keys=True, default=str)
+    return _hash(json.dumps(row.values, sort_keys=True, default=str))
+
+
+def _hash(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -63,6 +63,9 @@ class RowReading:
     """What is asked. Examples that ask the same, but for white space, are one example."""
     why_left_out: Callable[[Row, Split], str | None] = lambda row, split: None
     """Why a row is no example of a split, to be counted; None keeps it."""
+    split_key: Callable[[Row], str] | None = None
+    """What keeps rows together where the data has no split of its own: rows of one key are held out, or
+    none of them is. None: the whole row."""
     drops_shared: bool = False
     """Whether a training question that is held out too is left out and counted, rather than refused:
     for published data whose makers did not keep their splits apart."""
@@ -75,7 +78,7 @@ def read_examples(
 
     Raises: DataError if a file is missing, empty or malformed, or a question is in both splits.
     """
-    rows = read_split_rows(source, reading.layout, num_held_out=num_held_out)
+    rows = read_split_rows(source, reading.layout, num_held_out=num_held_out, split_key=reading.split_key)
     left_out: Counter[str] = Counter()
     held_out = _distinct(reading, _kept(reading, rows.held_out, Split.HELD_OUT, left_out))
     train = _distinct(reading, _kept(reading, rows.train, Split.TRAIN, left_out))

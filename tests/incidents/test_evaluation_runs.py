@@ -1,0 +1,291 @@
+"""Incidents of the evaluation group that whole commands, engines and runs can cause, by id."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping
+from os.path import commonprefix
+from pathlib import Path
+
+import pytest
+
+from strop.cli import main
+from strop.cluster import Roles
+from strop.engine import Engine
+from strop.errors import CheckRefused
+from strop.evaluate import (
+    EvalResult,
+    EvalSettings,
+    compare_results,
+    evaluate_task,
+    plan_canary,
+    read_result,
+    require_baseline,
+    write_result,
+)
+from strop.launch.local import Evaluation
+from strop.rollout import Example, Message, Outcome, Split
+from strop.tasks import Task
+from strop.tasks.judging import InlineJudge
+from strop.tokenizer import Tokenizer
+from tests.cli.conftest import RUN_TEXT, Ended
+from tests.evaluate.arithmetic_world import make_engine, make_task, make_tokenizer
+from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
+from tests.incidents.faulty_engines import native_engine, perturbed_engine
+
+Command = Callable[..., Ended]
+NUM_TOKENS = 24
+"""Reply budget of the tasks here that a random model is asked."""
+ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out", "--task", "arithmetic")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> Path:
+    """A folder with run.toml for the tiny model, and a cache of its own."""
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    (work / "run.toml").write_text(RUN_TEXT.format(model=tiny_model_dir))
+    return work
+
+
+@pytest.fixture
+def command(folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Give a command as it is typed."""
+
+    def give(*words: object) -> Ended:
+        capsys.readouterr()
+        code = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return Ended(code=code, out=captured.out, err=captured.err)
+
+    return give
+
+
+def train(command: Command, name: str, *words: str) -> Path:
+    ended = command("train", "run.toml", f"output.dir={name}", *words)
+    assert ended.code == 0, ended.err
+    return Path(name)
+
+
+def test_eva_1_trained_ids_are_refused_as_test_by_the_command(command: Command, folder: Path) -> None:
+    """Incident: 90.1 % on a test set was 337 of 374, and 374 is the size of the training split."""
+    run = train(command, "trained")
+    assert command("eval", run, *ASK, "--limit", "4").code == 0
+    # With 300 examples held out instead of 100, most of those called held-out were trained on.
+    refused = command("eval", run, *ASK, "num_held_out=300")
+    assert (refused.code, refused.out) == (76, "")
+    assert "of 300 examples of task arithmetic called held_out were trained on, the first is" in refused.err
+    without = command("eval", run, "--task", "arithmetic", "--limit", "4")
+    assert without.code == 2
+    assert "Missing option '--split'" in without.err
+    as_train = command("eval", run, *ASK[:2], "--split", "train", "--task", "arithmetic", "--limit", "4")
+    assert as_train.code == 0
+
+
+def test_eva_2_a_cut_result_ends_the_command_with_a_code_and_is_not_compared(
+    command: Command, tiny_model_dir: Path
+) -> None:
+    """Incident: a default of 256 new tokens cut 13 % of the answers, and all baselines lost 3-5 points."""
+    cut = command("eval", tiny_model_dir, *ASK, "--limit", "4", "max_reply_tokens=4", "--out", "cut")
+    assert cut.code == 76
+    assert "is invalid: truncation: a share of" in cut.err
+    assert command("eval", tiny_model_dir, *ASK, "--limit", "4", "--out", "whole").code == 0
+    places = [f"{name}/arithmetic-step-000000.json" for name in ("whole", "cut")]
+    refused = command("compare", *places)
+    assert (refused.code, refused.out) == (76, "")
+    assert "invalid: truncation" in refused.err
+    assert command("compare", places[0], places[0]).code == 0
+
+
+class OtherStops(SpellTask):
+    """The same problem, ended by another text."""
+
+    version = "2"
+
+    def __init__(self) -> None:
+        super().__init__(stop_strings=("END",))
+
+
+class OtherWords(SpellTask):
+    """The same problem, put in other words."""
+
+    version = "3"
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        return (Message(role="user", content=f"Problem: #{example.fields['n']}"),)
+
+
+def evaluate(path: Path, engine: Engine, task: Task, *, split: Split = Split.HELD_OUT) -> EvalResult:
+    tokenizer = Tokenizer.load(path)
+    settings = EvalSettings(run_seed=0, step=0, split=split)
+    return asyncio.run(
+        evaluate_task(task=task, engine=engine, tokenizer=tokenizer, settings=settings, model_digest="m")
+    )
+
+
+def test_eva_3_other_stops_and_other_templates_are_told(tiny_model_dir: Path) -> None:
+    """Incident: a base model had 14.3 % without stops and 62.8 % with; other words in training and test."""
+    engine = native_engine(tiny_model_dir)
+    plain = evaluate(tiny_model_dir, engine, SpellTask())
+    assert compare_results(plain, evaluate(tiny_model_dir, engine, SpellTask())).greedy is not None
+    with pytest.raises(CheckRefused, match=r"task_version .*; stop_strings \['a', .*\] and \['END'\]"):
+        compare_results(plain, evaluate(tiny_model_dir, engine, OtherStops()))
+    with pytest.raises(CheckRefused, match=r"task_version .*; first_prompt '.*#12.*' and '.*Problem: #12"):
+        compare_results(plain, evaluate(tiny_model_dir, engine, OtherWords()))
+
+
+class Records(SpellTask):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__(max_reply_tokens=NUM_TOKENS)
+        self.said: dict[str, str] = {}
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        self.said[example.example_id] = text
+        return super().verify(example, text)
+
+
+class SaysTheSame(SpellTask):
+    """Wants the replies that a model is known to give."""
+
+    def __init__(self, said: Mapping[str, str], *, pays_length: bool = False) -> None:
+        super().__init__(max_reply_tokens=NUM_TOKENS)
+        self._said = said
+        self._pays_length = pays_length
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        wanted = self._said[example.example_id]
+        is_same = text == wanted
+        share = len(commonprefix([text, wanted])) / max(len(wanted), len(text), 1)
+        reward = min(len(text) / NUM_TOKENS, 1.0) if self._pays_length else share
+        return Outcome(parts={"reward": reward}, is_correct=is_same, format_ok=True, extracted=text)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return (self._said[example.example_id],)
+
+
+def record_replies(path: Path) -> dict[str, str]:
+    """Return what the tiny model says to each example of both splits, greedily."""
+    recorder = Records()
+    for split in Split:
+        evaluate(path, native_engine(path), recorder, split=split)
+    return recorder.said
+
+
+def test_eva_4_an_engine_that_does_not_repeat_the_baseline_is_refused(tiny_model_dir: Path) -> None:
+    """Incident: evaluation at TP 8 gave 10 % where 28 % was right, and nobody knows why."""
+    task = SaysTheSame(record_replies(tiny_model_dir))
+    baseline = evaluate(tiny_model_dir, native_engine(tiny_model_dir), task)
+    # Wilson's interval of 12 of 12: 1 / (1 + 3.841 / 12) = 75.8 %.
+    assert (baseline.greedy.accuracy, round(baseline.greedy.low, 3)) == (1.0, 0.758)
+    tokenizer = Tokenizer.load(tiny_model_dir)
+    canary = plan_canary(baseline, task=task, tokenizer=tokenizer, model_digest="m")
+    measured = asyncio.run(require_baseline(canary, native_engine(tiny_model_dir), tokenizer))
+    assert measured.estimate == 1.0
+    with pytest.raises(
+        CheckRefused,
+        match=r"baseline_canary: greedy accuracy of spell is \d\.\d% on 12 examples, where 100\.0% is"
+        r" expected\. Allowed: 75\.8% to 100\.0%",
+    ) as caught:
+        asyncio.run(require_baseline(canary, perturbed_engine(tiny_model_dir, 30.0), tokenizer))
+    assert caught.value.exit_code == 76
+
+
+def test_eva_4_a_baseline_of_another_model_or_task_is_none(tmp_path: Path) -> None:
+    """Incident: as above; a canary of something else shows nothing."""
+    tokenizer = make_tokenizer(tmp_path)
+    engine = make_engine(tokenizer, lambda a, b, request: str(a + b))
+    settings = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT, num_samples=2)
+    baseline = asyncio.run(
+        evaluate_task(
+            task=make_task(), engine=engine, tokenizer=tokenizer, settings=settings, model_digest="m"
+        )
+    )
+    assert plan_canary(baseline, task=make_task(), tokenizer=tokenizer, model_digest="m").baseline == baseline
+    with pytest.raises(CheckRefused, match=r"cannot be repeated: model_digest 'm' there and 'other' now"):
+        plan_canary(baseline, task=make_task(), tokenizer=tokenizer, model_digest="other")
+    with pytest.raises(CheckRefused, match=r"cannot be repeated: task_version "):
+        plan_canary(baseline, task=make_task(max_value=9), tokenizer=tokenizer, model_digest="m")
+
+
+def test_eva_4_the_command_stores_nothing_behind_a_dead_canary(
+    command: Command, folder: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: as above. The baseline here claims what the model cannot do."""
+    assert command("eval", tiny_model_dir, *ASK, "--limit", "8", "--out", "known").code == 0
+    path = folder / "known" / "arithmetic-step-000000.json"
+    words = ("eval", tiny_model_dir, *ASK[:4], "--task", "reverse-text", "--limit", "2")
+    sung = command(*words, "--canary", path, "--out", "good")
+    assert sung.code == 0, sung.err
+    assert "the canary came out: greedy accuracy of arithmetic is 0.0%, within 0.0% to" in sung.err
+    result = read_result(path)
+    better = result.greedy.model_copy(update={"accuracy": 0.9, "low": 0.8, "high": 0.95})
+    write_result(result.model_copy(update={"greedy": better}), path)
+    dead = command(*words, "--canary", path, "--out", "bad")
+    assert (dead.code, dead.out) == (76, "")
+    assert "baseline_canary: greedy accuracy of arithmetic is 0.0% on 8 examples, where 90.0%" in dead.err
+    assert [kept.name for kept in (folder / "bad").rglob("*") if kept.suffix in (".json", ".parquet")] == []
+    again = command(*words, "--canary", "absent.json", "--out", "bad")
+    assert again.code == 1
+    assert "the result absent.json cannot be read" in again.err
+
+
+def test_eva_7_two_arms_that_differ_in_more_than_declared_get_no_verdict(command: Command) -> None:
+    """Incident: arms meant to differ in the learning rate also differed in fp16 and bf16; single seeds."""
+    one = train(command, "one")
+    other = train(command, "other", "optimizer.lr=1e-4", "model.dtype=bfloat16")
+    third = train(command, "third", "optimizer.lr=1e-4")
+    refused = command("compare", one, other, "--vary", "optimizer.lr", "--json")
+    assert (refused.code, refused.out) == (76, "")
+    assert "differ in more than optimizer.lr: model.dtype 'float32' and 'bfloat16'. Allowed: " in refused.err
+    found = json.loads(command("compare", one, third, "--vary", "optimizer.lr", "--json").out)
+    assert [difference["key"] for difference in found["differences"]] == ["optimizer.lr"]
+    assert found["change"]["num_seeds"] == 1
+    shown = command("compare", one, third, "--vary", "optimizer.lr").out
+    assert "of one seed each: what another seed would change is not in them" in " ".join(shown.split())
+
+
+def measure(made: Composition) -> Callable[[Roles], Roles]:
+    """Let a composition evaluate as `strop train` does."""
+
+    def change(roles: Roles) -> Roles:
+        made.evaluate = Evaluation(made.spec, made.task, InlineJudge(made.task), roles, "m", made.run_dir)
+        return roles
+
+    return change
+
+
+@pytest.mark.parametrize("pays_length", [True, False])
+def test_eva_6_a_reward_that_pays_length_only_is_seen_within_two_evaluations(
+    pays_length: bool, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: the reward rose to .6-.7 while held-out accuracy fell from 28.2 to 22.3."""
+    spec = tiny_spec(
+        train={"steps": 16, "prompts_per_step": 4, "rollouts_per_prompt": 8, "checkpoint_every": 16}
+        | {"accept": "weights: random; audit: pays length; verifier: pays length"},
+        eval={"every": 8},
+        optimizer={"lr": 1e-2},
+    )
+    task = SaysTheSame(record_replies(tiny_model_dir), pays_length=pays_length)
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)
+    made.run(measure(made))
+    accuracies = [summary.greedy_accuracy for summary in made.notes.summaries]
+    rewards = [line["reward_mean"] for line in made.notes.steps]
+    if os.environ.get("SHOW"):
+        print(accuracies, rewards)
+    alarms = [event for event in made.notes.events if event.cause == "reward_eval_divergence"]
+    if not pays_length:
+        assert alarms == []
+        return
+    assert accuracies[0] > accuracies[-1]
+    assert rewards[-1] > rewards[0]
+    # Evaluated at 0, 8 and 16.
+    assert [alarm.step for alarm in alarms][-1:] == [16]
+    assert "the training reward rose from" in alarms[0].detail
+    assert alarms[0].kind.value == "tripwire"
