@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Mapping
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -162,7 +161,8 @@ class SaysTheSame(SpellTask):
     def verify(self, example: Example, text: str) -> Outcome:
         wanted = self._said[example.example_id]
         is_same = text == wanted
-        share = len(commonprefix([text, wanted])) / max(len(wanted), len(text), 1)
+        num_same = len(list(takewhile(bool, (a == b for a, b in zip(text, wanted, strict=False)))))
+        share = num_same / max(len(wanted), len(text), 1)
         reward = min(len(text) / NUM_TOKENS, 1.0) if self._pays_length else share
         return Outcome(parts={"reward": reward}, is_correct=is_same, format_ok=True, extracted=text)
 
@@ -270,15 +270,13 @@ def test_eva_6_a_reward_that_pays_length_only_is_seen_within_two_evaluations(
         train={"steps": 16, "prompts_per_step": 4, "rollouts_per_prompt": 8, "checkpoint_every": 16}
         | {"accept": "weights: random; audit: pays length; verifier: pays length"},
         eval={"every": 8},
-        optimizer={"lr": 1e-2},
+        optimizer={"lr": 1e-2 if pays_length else 1e-5},
     )
     task = SaysTheSame(record_replies(tiny_model_dir), pays_length=pays_length)
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)
     made.run(measure(made))
     accuracies = [summary.greedy_accuracy for summary in made.notes.summaries]
     rewards = [line["reward_mean"] for line in made.notes.steps]
-    if os.environ.get("SHOW"):
-        print(accuracies, rewards)
     alarms = [event for event in made.notes.events if event.cause == "reward_eval_divergence"]
     if not pays_length:
         assert alarms == []

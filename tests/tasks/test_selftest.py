@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pydantic import JsonValue
 
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
@@ -95,7 +96,7 @@ def test_examples_without_gold_are_found_beyond_the_share_that_the_task_declares
 
 def test_a_share_of_one_part_of_a_mixture_is_no_excuse_for_another() -> None:
     """A part that promises gold is held to it beside one that does not."""
-    parts = {
+    parts: dict[str, dict[str, JsonValue]] = {
         "lenient": {"name": "arithmetic", "max_value": 5, "num_held_out": 4},
         "strict": {"name": "arithmetic", "min_value": 50, "max_value": 55, "num_held_out": 4},
     }

@@ -270,3 +270,31 @@ def test_every_cause_is_shown_at_once(tmp_path: Path, tiny_model_dir: Path) -> N
     error = refuse(tmp_path, tiny_model_dir, task=Broken(), spec=tiny_spec(train={"accept": None}))
     causes = [name for name in CHECKS if f"{name}: " in str(error)]
     assert causes == ["weights", "verifier", "audit", "schedule"]
+
+
+class HalfWithoutGold(SpellTask):
+    """Knows no right reply to half of its examples."""
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return () if example.fields["n"] % 2 else super().gold_replies(example)
+
+
+def test_examples_without_gold_are_refused_where_the_task_promises_it(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    refused = str(refuse(tmp_path, tiny_model_dir, task=HalfWithoutGold()))
+    # 12 examples, of which the odd ones have none.
+    assert "verifier: 6 findings: probe gold on example" in refused
+    assert "the task knows no right reply" in refused
+
+
+def test_examples_without_gold_are_accepted_within_the_share_that_a_task_declares(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    task = HalfWithoutGold()
+    task.limits = replace(task.limits, max_goldless_frac=0.5)
+    spec = tiny_spec(train={"steps": 1, "checkpoint_every": 1})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)
+    made.run()
+    (shown,) = (event.detail for event in made.notes.events if event.cause == "verifier")
+    assert shown == "gold earns full marks, nonsense does not"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strop.spec import TripwireSpec
-from strop.train.trends import History, find_trend_alarms
+from strop.train.observer import EvalSummary
+from strop.train.trends import History, find_divergence, find_trend_alarms
 
 SPEC = TripwireSpec()
 
@@ -88,3 +89,50 @@ def test_a_trend_that_is_switched_off_is_silent() -> None:
         "more than tripwires.max_length_ratio=4 times shorter at a reward of 0 from 0.8" in alarms[0].detail
     )
     assert "above tripwires.max_grad_norm_ratio=20 times the usual 1" in alarms[1].detail
+
+
+def summary(step: int, **changes: float | None) -> EvalSummary:
+    numbers = {"best_step": 0, "change": -0.06, "change_high": -0.02} | changes
+    return EvalSummary(
+        step=step,
+        num_examples=500,
+        greedy_accuracy=0.22,
+        greedy_low=0.19,
+        greedy_high=0.26,
+        sampled_accuracy=None,
+        **numbers,  # type: ignore[arg-type]
+    )
+
+
+def rewards(*values: float) -> list[dict[str, float]]:
+    return [{"step": step, "reward_mean": value} for step, value in enumerate(values, start=1)]
+
+
+RISING = rewards(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.7)
+
+
+def test_a_rising_reward_with_falling_accuracy_is_an_alarm() -> None:
+    (alarm,) = find_divergence(summary(8), RISING)
+    assert (alarm.cause, alarm.step) == ("reward_eval_divergence", 8)
+    # Steps 1 to 4 against 5 to 8: (0.1 + 0.2 + 0.3 + 0.4) / 4 and (0.5 + 0.6 + 0.7 + 0.7) / 4.
+    assert "rose from 0.25 to 0.625 since step 0, and held-out accuracy changed by -6.0%" in alarm.detail
+    # From step 4: what the best evaluation stood behind, steps 3 and 4, against 7 and 8.
+    (later,) = find_divergence(summary(8, best_step=4), RISING)
+    assert "rose from 0.35 to 0.7 since step 4" in later.detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "records"),
+    [
+        ({"change": 0.06, "change_high": 0.1}, RISING),  # both rise
+        ({"change": -0.06, "change_high": 0.01}, RISING),  # a fall that chance explains
+        ({}, rewards(*[0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2, 0.1])),  # both fall
+        ({}, rewards(0.1)),  # one step is no trend
+        ({"best_step": None, "change": None, "change_high": None}, RISING),  # nothing to compare with
+        ({}, []),  # a run that only imitates has no reward
+    ],
+)
+def test_what_is_no_divergence_raises_nothing(
+    changes: dict[str, float | None], records: list[dict[str, float]]
+) -> None:
+    assert find_divergence(summary(8, **changes), records) == []

@@ -198,7 +198,11 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
     output.give_table(COLUMNS, rows, title=title)
     for result in results:
         if result.truncation_suspect:
-            output.give(f"{result.task}: truncation suspect, replies were cut that might have been right")
+            cut = max(score.truncated_frac or 0.0 for score in result.scores.values())
+            output.give(
+                f"{result.task}: truncation suspect: {percent(cut)} of replies were cut at"
+                f" {result.max_reply_tokens} tokens, and might have been right with more room"
+            )
 
 
 def _score_row(task: str, name: str, score: Summary) -> tuple[object, ...]:

@@ -1,0 +1,83 @@
+"""Wrong data, by the commands that meet it: a code, a message that names the place, and no result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Ended, Run
+
+Row = dict[str, Any]
+GOOD: list[Row] = [{"question": f"What is {n} + 1?", "answer": f"It is.\n#### {n + 1}"} for n in range(20)]
+ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out")
+
+
+def write(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+
+
+def evaluate(run: Run, model: Path, *words: object) -> Ended:
+    return run("eval", model, "--task", "gsm8k", "source=./rows.jsonl", *ASK, "--limit", "2", *words)
+
+
+@pytest.mark.parametrize(
+    ("rows", "piece"),
+    [
+        ([*GOOD, "{not JSON\n"], "rows.jsonl cannot be read (line 21: "),
+        ([*GOOD, "7\n"], "rows.jsonl cannot be read (line 21 is a int)"),
+        ([*GOOD, {"question": "1 + 1?"}], "rows.jsonl, row 21 has columns {'question': 'str'}"),
+        ([*GOOD, {"question": "1 + 1?", "answer": None}], "row 21 has columns {'question': 'str', 'answer'"),
+        ([*GOOD, {"question": "1 + 1?", "answer": "two"}], "rows.jsonl, row 21"),
+        ([], "has no training rows"),
+    ],
+    ids=["no JSON", "no table", "missing column", "null", "no readable answer", "empty"],
+)
+def test_malformed_data_is_refused_by_its_place(
+    rows: list[Any], piece: str, run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    write(folder / "rows.jsonl", rows)
+    before = {path.name for path in folder.iterdir()}
+    for ended in (
+        evaluate(run, tiny_model_dir),
+        run("plan", "run.toml", "task.name=gsm8k", "task.source=./rows.jsonl"),
+        run("train", "run.toml", "task.name=gsm8k", "task.source=./rows.jsonl"),
+    ):
+        assert (ended.code, ended.out) == (1, ""), ended.err
+        assert piece in ended.err
+        assert "Allowed: " in ended.err
+        assert "Traceback" not in ended.err
+    assert {path.name for path in folder.iterdir()} - before <= {"evals", "runs"}
+    assert list(folder.rglob("*.json")) == []
+
+
+def test_a_question_that_stands_twice_is_one_example(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    write(folder / "rows.jsonl", [*GOOD, *GOOD])
+    ended = evaluate(run, tiny_model_dir, "--limit", "99")
+    assert ended.code == 2
+    # 20 different rows, of which a tenth of all 40 is held out.
+    assert "99 examples of the held_out split of task gsm8k. Allowed: 1 to 4" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("lines", "piece"),
+    [
+        (["feedfeedfeedfeed"], "1 of 1 ids in "),
+        (["ID", "ID"], "a second time"),
+    ],
+    ids=["unmatched", "duplicate"],
+)
+def test_a_curriculum_with_wrong_ids_is_refused(lines: list[str], piece: str, run: Run, folder: Path) -> None:
+    from strop.rollout import Split
+    from strop.spec import ArithmeticSpec
+    from strop.tasks import build_task
+
+    real = build_task(ArithmeticSpec()).examples(Split.TRAIN)[0].example_id
+    write(folder / "order.jsonl", [{"example_id": real if line == "ID" else line} for line in lines])
+    for command in ("plan", "train"):
+        ended = run(command, "run.toml", "task.order_file=./order.jsonl")
+        assert (ended.code, ended.out) == (1, ""), ended.err
+        assert piece in ended.err
+        assert "Traceback" not in ended.err
