@@ -218,3 +218,49 @@ def test_eva_7_results_list_what_they_differ_in(run: Run, folder: Path, tiny_mod
     places = [f"{name}/arithmetic-step-000000.json" for name in "ab"]
     found = json.loads(run("compare", *places, "--json").out)
     assert found["differences"] == [{"key": "run_seed", "before": 1, "after": 2}]
+
+
+def test_a_mixture_is_evaluated_rescored_and_compared_by_part(
+    run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    parts = ("parts.sums.name=arithmetic", "parts.sums.max_value=15", "parts.words.name=reverse-text")
+    words = ("--task", "mixture", *ASK, *parts, "--limit", "4", "--samples", "2", "--pass-at", "2")
+    ended = run("eval", tiny_model_dir, *words, "--out", "mixed")
+    assert ended.code == 0, ended.err
+    rows = [line.split()[:2] for line in ended.out.splitlines() if line.strip().startswith("mixture")]
+    kinds = ["greedy", "sampled", "pass@2"]
+    names = ["mixture", "mixture/sums", "mixture/words"]
+    assert [row for row in rows if row[1] in kinds] == [[name, kind] for name in names for kind in kinds]
+    path = folder / "mixed" / "mixture-step-000000.json"
+    assert {label: len(part.example_ids) for label, part in read_result(path).parts.items()} == {
+        "sums": 2,
+        "words": 2,
+    }
+    (entry,) = json.loads(run("rescore", path, "--json").out)
+    assert (entry["changes"], read_result(Path(entry["path"]))) == ([], read_result(path))
+    shown = run("compare", path, path)
+    assert shown.code == 0, shown.err
+    assert "sums: greedy: 0 of 2 examples solved more often" in shown.out
+    found = json.loads(run("compare", path, path, "--json").out)
+    assert found["change"]["parts"]["words"]["greedy"]["num_examples"] == 2
+    # A setting of one part that moves its examples is refused; one that does not makes another version.
+    assert run("rescore", path, "parts.sums.max_value=16").code == 76
+    other = json.loads(run("rescore", path, "parts.sums.max_reply_tokens=20", "--json").out)[0]["result"]
+    assert other["task_version"] != other["replies_version"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--canary", "absent.json"), "the result absent.json cannot be read"),
+        (("--pass-threshold", "nan"), "a pass threshold of nan for task arithmetic"),
+        (("--canary", "a.json", "--harness", "lm-eval"), "--canary is for strop's own tasks"),
+    ],
+)
+def test_a_canary_or_threshold_that_cannot_be_is_refused(
+    run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
+) -> None:
+    ended = evaluate(run, tiny_model_dir, *words)
+    assert ended.code in (1, 2)
+    assert message in " ".join(ended.err.replace("│", " ").split())
+    assert "Traceback" not in ended.err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -25,7 +27,8 @@ from strop.evaluate import (
     write_result,
 )
 from strop.rollout import Example, Outcome, Sampling, Split
-from strop.tasks import Task
+from strop.spec import HumanEvalSpec
+from strop.tasks import Task, build_task
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
@@ -247,6 +250,12 @@ def test_weights_that_change_in_between_are_an_error(tmp_path: Path) -> None:
         ({"pass_at": (1,)}, r"pass@1 from no sampled rollouts .* Next: .*--num-samples 1, or lower k"),
         ({"pass_at": (2, 4), "num_samples": 3}, r"pass@4 from 3 sampled .* Allowed: k from 1 to 3\. Next: "),
         ({"pass_at": (0,), "num_samples": 3}, r"pass@0 from 3 sampled .* Allowed: k from 1 to 3\. Next: "),
+        (
+            {"pass_threshold": 0.0},
+            r"a pass threshold of 0 for task arithmetic\. Allowed: above 0 and at most 1",
+        ),
+        ({"pass_threshold": 1.5}, r"a pass threshold of 1\.5 for task arithmetic\. Allowed: above 0"),
+        ({"pass_threshold": math.nan}, r"a pass threshold of nan for task arithmetic\. Allowed: above 0"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -266,3 +275,21 @@ def test_a_setting_that_concerns_the_whole_run_ends_the_evaluation(tmp_path: Pat
 def test_importing_the_room_loads_no_torch() -> None:
     program = "import sys, strop.evaluate; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_split_without_examples_is_refused(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    task = build_task(HumanEvalSpec(name="humaneval", source=write_problem(tmp_path)))
+    with pytest.raises(ConfigError, match=r"task humaneval has no examples in its train split\. Allowed: "):
+        evaluate(task, DummyEngine(tokenizer, []), tokenizer, split=Split.TRAIN)
+
+
+def write_problem(folder: Path) -> str:
+    row = {
+        "prompt": 'def one():\n    """Return 1."""\n',
+        "canonical_solution": "    return 1\n",
+        "test": "def check(candidate):\n    assert candidate() == 1\n",
+        "entry_point": "one",
+    }
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    return str(folder / "rows.jsonl")

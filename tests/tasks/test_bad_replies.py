@@ -111,7 +111,7 @@ ATTACKS = {
     "fills the disk": "def double(x):\n  with open('a', 'wb') as a:\n    while 1: a.write(b'x' * 10**6)",
     "prints forever": "def double(x):\n  while True: print('x' * 10**5)",
     "kills its parent": (
-        "import os, signal\ndef double(x):\n  os.kill(os.getppid(), signal.SIGKILL)\n  return 2 * x"
+        "import os, signal\ndef double(x):\n  os.kill(os.getppid(), signal.SIGKILL)\n  return 0"
     ),
     "kills everybody": "import os, signal\ndef double(x):\n  os.kill(-1, signal.SIGKILL)\n  return 2 * x",
     "imports network": (
@@ -128,10 +128,7 @@ def test_code_that_attacks_its_judge_is_a_wrong_answer(attack: str, tmp_path: Pa
     task = mbpp(tmp_path)
     example = task.examples(Split.HELD_OUT)[0]
     outcome = task.verify(example, f"```python\n{ATTACKS[attack]}\n```")
-    # Whom a program in a namespace sees as its parent is not there to be killed: its answer counts.
-    is_harmless = attack == "kills its parent" and best_level() == "namespace"
-    expected = (1.0, True, None) if is_harmless else (0.0, False, None)
-    assert (outcome.reward, outcome.is_correct, outcome.failure) == expected
+    assert (outcome.reward, outcome.is_correct, outcome.failure) == (0.0, False, None)
     assert outcome.isolation == best_level()
     honest = task.verify(example, "```python\ndef double(x): return x + x\n```")
     assert (honest.reward, honest.is_correct) == (1.0, True)

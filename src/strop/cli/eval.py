@@ -90,7 +90,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     from strop.rollout import Split
 
     output: Output = context.obj
-    tasks = options.task.split(",")
+    tasks = [name.strip() for name in options.task.split(",")]
     if options.write_order is not None and (len(tasks) > 1 or options.harness is not None):
         raise typer.BadParameter("--write-order takes one task of strop's own")
     if options.canary is not None and options.harness is not None:

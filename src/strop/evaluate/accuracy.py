@@ -100,6 +100,7 @@ def plan_evaluation(
     budget = _resolve_budget(task, settings)
     examples = _choose_examples(task, settings)
     check_pass_at(settings.pass_at, settings.num_samples)
+    _check_threshold(task, settings.pass_threshold)
     refuse_trained(task, settings.split, examples, trained_ids)
     prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
     budgets = [min(budget, limits_of(task, example).max_reply_tokens) for example in examples]
@@ -255,6 +256,14 @@ def _resolve_budget(task: Task, settings: EvalSettings) -> int:
 
 def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
     available = task.examples(settings.split)
+    if not available:
+        raise ConfigError(
+            explain_refusal(
+                f"task {task.name} has no examples in its {settings.split.value} split",
+                allowed="a split with examples; a task for evaluation only has held_out ones",
+                next_step="choose the other split",
+            )
+        )
     wanted = len(available) if settings.num_examples is None else settings.num_examples
     if not 1 <= wanted <= len(available):
         raise ConfigError(
@@ -289,6 +298,20 @@ def _in_turn(task: Task, examples: Sequence[Example]) -> Sequence[Example]:
 def _budgets_of_parts(task: Task, examples: Sequence[Example], budgets: Sequence[int]) -> dict[str, int]:
     by_part = {part_of(task, example): budget for example, budget in zip(examples, budgets, strict=True)}
     return {label: budget for label, budget in by_part.items() if label is not None}
+
+
+def _check_threshold(task: Task, threshold: float | None) -> None:
+    max_reward = task.limits.max_reward
+    # Written so that a NaN is refused too.
+    if threshold is not None and not 0.0 < threshold <= max_reward:
+        raise ConfigError(
+            explain_refusal(
+                f"a pass threshold of {threshold:g} for task {task.name}",
+                allowed=f"above 0 and at most {max_reward:g}, the reward of a right reply: below, every reply"
+                " passes, and above, none",
+                next_step="correct it, or leave it out for the task's own word",
+            )
+        )
 
 
 def refuse_trained(

@@ -170,7 +170,8 @@ def read_prompt_asking(words: Sequence[str]) -> Asking:
 def _complete(word: str) -> str:
     """Return a word with its full key; refuse what would be ignored."""
     path, _ = parse_override(word)
-    if len(path) == 1:
+    # What is no section of a run spec is a table of the task's own, such as a mixture's parts.
+    if len(path) == 1 or path[0] not in RunSpec.model_fields:
         return word if path == ("seed",) else f"task.{word}"
     if path[0] not in ASKING_SECTIONS or path == ("model", "uri"):
         raise _ignored(word, f"settings of the task, seed, and the sections {', '.join(ASKING_SECTIONS)}")
