@@ -244,6 +244,8 @@ def test_eva_7_two_arms_that_differ_in_more_than_declared_get_no_verdict(command
     refused = command("compare", one, other, "--vary", "optimizer.lr", "--json")
     assert (refused.code, refused.out) == (76, "")
     assert "differ in more than optimizer.lr: model.dtype 'float32' and 'bfloat16'. Allowed: " in refused.err
+    undeclared = " ".join(command("compare", one, other).out.split())
+    assert "no verdict on a cause: nothing was declared with --vary, and these differ: " in undeclared
     found = json.loads(command("compare", one, third, "--vary", "optimizer.lr", "--json").out)
     assert [difference["key"] for difference in found["differences"]] == ["optimizer.lr"]
     assert found["change"]["num_seeds"] == 1

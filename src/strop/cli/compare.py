@@ -57,6 +57,9 @@ def compare(
     output.give(
         "intervals are over examples, of one seed each: what another seed would change is not in them"
     )
+    if found.differences and not vary:
+        keys = ", ".join(difference.key for difference in found.differences)
+        output.give(f"no verdict on a cause: nothing was declared with --vary, and these differ: {keys}")
     if found.differences:
         settings = [(difference.key, difference.before, difference.after) for difference in found.differences]
         output.give_table(("setting", "first", "second"), settings)

@@ -29,7 +29,7 @@ from strop.spec.display import dotted
 from strop.spec.overrides import parse_override
 from strop.spec.schema import NULL_WORD
 from strop.store import follow_store, get_model, verify_directory
-from strop.tasks import Task, build_task, build_warm_task, render_prompt
+from strop.tasks import Task, build_task, build_warm_task, limits_of, render_prompt
 from strop.tasks.judging import Judge, open_judge
 from strop.tokenizer import Tokenizer
 
@@ -232,7 +232,7 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
                     sample_index=0,
                     run_seed=spec.seed,
                     sampling=asking.sampling,
-                    max_reply_tokens=task.limits.max_reply_tokens,
+                    max_reply_tokens=limits_of(task, example).max_reply_tokens,
                     prompt_format=spec.model.prompt_format,
                 )
                 for example in examples[:num_examples]

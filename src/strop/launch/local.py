@@ -308,10 +308,10 @@ class Evaluation:
 
     def _find_best(self, result: EvalResult) -> EvalResult | None:
         """Return the best earlier evaluation of the run that this one may be compared with."""
-        steps = range(result.step)
-        paths = [path for step in steps if (path := self.run_dir.eval_path(self.task.name, step)).exists()]
-        earlier = [found for found in map(read_result, paths) if found.is_valid]
-        same = [found for found in earlier if found.protocol_digest == result.protocol_digest]
-        if not same or not result.is_valid:
+        found = map(read_result, self.run_dir.eval_path(self.task.name, 0).parent.glob("*.json"))
+        earlier = sorted((one for one in found if one.step < result.step), key=lambda one: one.step)
+        valid = [one for one in earlier if one.is_valid and one.protocol_digest == result.protocol_digest]
+        if not valid or not result.is_valid:
             return None
-        return max(same, key=lambda found: found.greedy.accuracy or 0.0)
+        # The first of equals, which a rise of the reward has the longest way to go from.
+        return max(valid, key=lambda one: one.greedy.accuracy or 0.0)

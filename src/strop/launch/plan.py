@@ -36,7 +36,15 @@ from strop.spec.task import MixtureSpec, TaskSpec
 from strop.store import follow_store
 from strop.store.data_files import only_local_data
 from strop.store.model_files import check_model_dir
-from strop.tasks import PromptFormat, Task, build_task, describe_counts, render_prompt, resolve_prompt_format
+from strop.tasks import (
+    PromptFormat,
+    Task,
+    build_task,
+    describe_counts,
+    limits_of,
+    render_prompt,
+    resolve_prompt_format,
+)
 from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Demonstrations
 from strop.train.sft_source import count_imitated_positions, read_demonstrations
@@ -316,7 +324,10 @@ def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | No
         text=rendered[0][0],
         num_tokens=lengths[0],
         prompt_format=prompt_format.value,
-        stops=(*terminators, *task.limits.stops(is_base=prompt_format is PromptFormat.BASE)),
+        stops=(
+            *terminators,
+            *limits_of(task, measured[0]).stops(is_base=prompt_format is PromptFormat.BASE),
+        ),
         example_id=measured[0].example_id,
         counts=describe_counts(task),
         num_measured=len(lengths),
@@ -324,7 +335,10 @@ def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | No
         tokens_max=max(lengths),
         num_too_long=None
         if known.size is None
-        else sum(length + task.limits.max_reply_tokens > known.size.max_positions for length in lengths),
+        else sum(
+            length + limits_of(task, example).max_reply_tokens > known.size.max_positions
+            for example, length in zip(measured, lengths, strict=True)
+        ),
     )
 
 

@@ -213,7 +213,8 @@ def check_prompt(gate: GateInput) -> GateCheck:
     share = (
         f"{num_too_long} of {len(lengths)} measured prompts ({too_long_frac:.1%}) leave no room for a reply"
     )
-    detail = f"prompt {text!r}, stops {stops + list(task.limits.stops(is_base=is_base))}; {share}"
+    stops += limits_of(task, examples[0]).stops(is_base=is_base)
+    detail = f"prompt {text!r}, stops {stops}; {share}"
     if counts := describe_counts(task):
         detail += f"; of the data: {counts}"
     if not is_passed:
