@@ -40,6 +40,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_the_file_name_says_task_and_step() -> None:
     assert result_name(make_result()) == "arithmetic-step-000020.json"
+    gym = make_result(task="reasoning-gym", variant="chain_sum")
+    assert (result_name(gym), gym.full_name) == (
+        "reasoning-gym-chain_sum-step-000020.json",
+        "reasoning-gym/chain_sum",
+    )
     assert result_name(make_result(task="a/b c", split=Split.TRAIN)) == "a-b-c-train-step-000020.json"
 
 

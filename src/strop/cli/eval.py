@@ -185,22 +185,22 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
         return
     rows: list[tuple[object, ...]] = []
     for result in results:
-        rows += [_score_row(result.task, name, score) for name, score in result.scores.items()]
-        rows += [_pass_row(result.task, k, estimate) for k, estimate in result.pass_at_k.items()]
+        rows += [_score_row(result.full_name, name, score) for name, score in result.scores.items()]
+        rows += [_pass_row(result.full_name, k, estimate) for k, estimate in result.pass_at_k.items()]
         for label, part in result.parts.items():
-            name = f"{result.task}/{label}"
+            name = f"{result.full_name}/{label}"
             rows += [_score_row(name, kind, score) for kind, score in part.scores.items()]
             rows += [_pass_row(name, k, estimate) for k, estimate in part.pass_at_k.items()]
     first = results[0]
     title = f"{len(results)} tasks, examples of {first.split.value}, step {first.step}"
     if len(results) == 1:
-        title = f"{first.task}, {first.num_examples} examples of {first.split.value}, step {first.step}"
+        title = f"{first.full_name}, {first.num_examples} examples of {first.split.value}, step {first.step}"
     output.give_table(COLUMNS, rows, title=title)
     for result in results:
         if result.truncation_suspect:
             cut = max(score.truncated_frac or 0.0 for score in result.scores.values())
             output.give(
-                f"{result.task}: truncation suspect: {percent(cut)} of replies were cut at"
+                f"{result.full_name}: truncation suspect: {percent(cut)} of replies were cut at"
                 f" {result.max_reply_tokens} tokens, and might have been right with more room"
             )
 

@@ -36,7 +36,7 @@ def rescore(
     found = []
     for folder in find_kept(place):
         stored = rescore_kept(folder, settings or ())
-        output.say(f"{stored.rescored.result.task}: {stored.path}")
+        output.say(f"{stored.rescored.result.full_name}: {stored.path}")
         found.append(stored)
     if json:
         output.give_json(
@@ -56,7 +56,7 @@ def rescore(
 
 def _show(output: Output, stored: StoredRescored) -> None:
     result, changes = stored.rescored.result, stored.rescored.changes
-    title = f"{result.task}, {result.num_examples} examples of {result.split.value}, step {result.step}"
+    title = f"{result.full_name}, {result.num_examples} examples of {result.split.value}, step {result.step}"
     rows = [
         (name, percent(score.accuracy), f"{score.low:.1%} to {score.high:.1%}", score.num_unscored)
         for name, score in result.scores.items()

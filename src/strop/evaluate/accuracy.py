@@ -25,7 +25,15 @@ from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
 from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdicts
 from strop.evaluate.shards import Shard, ShardFolder, cut_shards
 from strop.rollout import Example, Rollout, Sampling, Split
-from strop.tasks import PromptFormat, Task, limits_of, part_of, render_prompt, resolve_prompt_format
+from strop.tasks import (
+    PromptFormat,
+    Task,
+    limits_of,
+    part_of,
+    render_prompt,
+    resolve_prompt_format,
+    variant_of,
+)
 from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 
@@ -107,6 +115,7 @@ def plan_evaluation(
     first_prompt, _ = render_prompt(tokenizer, task.render(examples[0]), prompt_format)
     plan = EvalPlan(
         task=task.name,
+        variant=variant_of(task),
         task_version=task.version,
         replies_version=task.version,
         split=settings.split,

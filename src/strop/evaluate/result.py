@@ -150,6 +150,8 @@ class EvalPlan(Record):
     """What is evaluated, and how: everything that is known before the first reply."""
 
     task: str
+    variant: str | None = None
+    """Which of the tasks of that name, such as a data set of reasoning-gym; None where there is one only."""
     task_version: str
     """Of the task that judges."""
     replies_version: str
@@ -185,6 +187,11 @@ class EvalPlan(Record):
     def identity(self) -> EvalPlan:
         """The plan alone, where this is more than a plan."""
         return EvalPlan.model_validate({name: getattr(self, name) for name in EvalPlan.model_fields})
+
+    @property
+    def full_name(self) -> str:
+        """Task and variant, for example 'reasoning-gym/chain_sum'."""
+        return self.task if self.variant is None else f"{self.task}/{self.variant}"
 
     def budget_of(self, part: str | None) -> int:
         """Tokens that a reply to an example of a part may have; None: the task has no parts."""
@@ -261,7 +268,7 @@ def result_name(plan: EvalPlan) -> str:
 
     The held-out split is the usual one; any other stands in the name.
     """
-    task = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.task)
+    task = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.full_name)
     split = "" if plan.split is Split.HELD_OUT else f"-{plan.split.value}"
     return f"{task}{split}-step-{plan.step:06d}.json"
 

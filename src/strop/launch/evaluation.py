@@ -176,13 +176,13 @@ async def _evaluate(
             plan, num_kept = one.planned.plan, one.folder.num_kept
             if num_kept:
                 say(
-                    f"{plan.task}: the replies to {num_kept} of {plan.num_examples} examples are kept from"
-                    f" before in {one.folder.path}"
+                    f"{plan.full_name}: the replies to {num_kept} of {plan.num_examples} examples are kept"
+                    f" from before in {one.folder.path}"
                 )
             async with hold_judge(one.asking.spec, one.planned.task) as judge:
                 result = await run_evaluation(one.planned, engine, tokenizer, judge=judge, folder=one.folder)
             write_result(result, one.result_path)
-            say(f"{plan.task}: {one.result_path}")
+            say(f"{plan.full_name}: {one.result_path}")
             stored.append(StoredResult(result=result, path=one.result_path))
     return stored
 

@@ -182,6 +182,21 @@ def part_of(task: Task, example: Example) -> str | None:
     return task.part_of(example) if isinstance(task, Parted) else None
 
 
+@runtime_checkable
+class Varied(Protocol):
+    """What a task has beside, if its name stands for many."""
+
+    @property
+    def variant(self) -> str | None:
+        """Which of them it is, in a word."""
+        ...
+
+
+def variant_of(task: Task) -> str | None:
+    """Return which of the tasks of its name a task is, or None where there is one only."""
+    return task.variant if isinstance(task, Varied) else None
+
+
 def limits_of(task: Task, example: Example) -> TaskLimits:
     """Return the limits of an example: its own, or those of the whole task."""
     return task.limits_of(example) if isinstance(task, PartedLimits) else task.limits

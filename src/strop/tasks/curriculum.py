@@ -28,6 +28,7 @@ from strop.tasks.contract import (
     limits_of,
     part_of,
     program_form_of,
+    variant_of,
     verify_quick,
 )
 
@@ -59,6 +60,11 @@ class Curriculum:
     def version(self) -> str:
         """The task's own: an order changes neither prompts nor scores."""
         return self._task.version
+
+    @property
+    def variant(self) -> str | None:
+        """The task's own."""
+        return variant_of(self._task)
 
     @property
     def order_digest(self) -> str:

@@ -288,6 +288,26 @@ def test_a_sound_task_passes_every_probe() -> None:
     assert (report.num_examples, report.chance, report.max_reward) == (32, 0.0, 1.0)
 
 
+class SomeWithoutGold(Capitals):
+    """Knows no right reply to every fourth example."""
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return () if hash_of(example) % 4 == 0 else super().gold_replies(example)
+
+
+def hash_of(example: Example) -> int:
+    return int(example.example_id, 16)
+
+
+@pytest.mark.parametrize(("share", "status"), [(0.0, "fail"), (0.5, "pass")])
+def test_examples_without_gold_count_beyond_the_share_that_the_task_declares(
+    share: float, status: str
+) -> None:
+    task = SomeWithoutGold()
+    task.limits = replace(task.limits, max_goldless_frac=share)
+    assert statuses(audit(task))["gold"] == status
+
+
 @pytest.mark.parametrize("faulty", FAULTS, ids=lambda faulty: faulty.__name__)
 def test_rew_4_each_fault_is_found_by_its_probe(faulty: type[Capitals]) -> None:
     found = statuses(audit(faulty()))

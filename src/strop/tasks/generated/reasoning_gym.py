@@ -76,6 +76,11 @@ class ReasoningGym:
         self.limits = fit_limits(limits, spec)
 
     @property
+    def variant(self) -> str:
+        """The data set."""
+        return self._spec.dataset
+
+    @property
     def version(self) -> str:
         """Hash over settings, prompt, limits and the release of the package that makes the problems."""
         _import_package(self._spec.dataset)
