@@ -16,6 +16,7 @@ from strop.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Summary
+    from strop.evaluate.harness import HarnessResult
     from strop.evaluate.result import PassAtK
     from strop.launch.evaluation import EvalWish
     from strop.launch.inference import OpenedModel
@@ -78,6 +79,13 @@ class EvalOptions:
     harness: Annotated[
         str | None, typer.Option(help="lm-eval: by that harness, in an environment of its own.")
     ] = None
+    confirm_run_unsafe_code: Annotated[
+        bool,
+        typer.Option(
+            "--confirm-run-unsafe-code",
+            help="With --harness: it may run what the model wrote on this machine, in no sandbox.",
+        ),
+    ] = False
     json: Json = False
 
 
@@ -103,6 +111,8 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     opened = _open_model(output, options)
     results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
     show_results(output, results, is_json=options.json)
+    for result in results:
+        say_references(output, options.model, result)
     # After they were shown: the numbers explain the refusal.
     if len(results) == 1:
         refuse_invalid(results[0])
@@ -124,8 +134,16 @@ def show_harness(output: Output, options: EvalOptions) -> None:
     wish, words = _read_wish(options), options.settings or ()
     opened = _open_model(output, options)
     results = evaluate_by_harness(
-        options.task.split(","), words, Split(options.split), opened, wish, say=output.say
+        options.task.split(","),
+        words,
+        Split(options.split),
+        opened,
+        wish,
+        may_run_code=options.confirm_run_unsafe_code,
+        say=output.say,
     )
+    for result in results:
+        say_references(output, options.model, result)
     if options.json:
         output.give_json([result.model_dump(mode="json") for result in results])
         return
@@ -145,6 +163,26 @@ def show_harness(output: Output, options: EvalOptions) -> None:
     ]
     columns = ("task", "metric", "value", "s.e.", "shots", "budget", "cut", "examples")
     output.give_table(columns, rows, title=f"{results[0].harness}, step {results[0].step}")
+
+
+def say_references(output: Output, model: str, result: EvalResult | HarnessResult) -> None:
+    """Say how a score compares with the published one of the same model, or why it does not."""
+    from strop.evaluate.harness import HarnessResult
+    from strop.evaluate.references import compare_own_result, compare_with_references, find_model_name
+
+    name = find_model_name(model)
+    if name is None:
+        return
+    if isinstance(result, HarnessResult):
+        for comparison in compare_with_references(name, result):
+            output.say(comparison.describe())
+        return
+    found = compare_own_result(name, result)
+    for comparison in found:
+        output.say(comparison.describe())
+    if found:
+        task = found[0].baseline.harness_task
+        output.say(f"published scores are compared with `strop eval {model} --harness lm-eval --task {task}`")
 
 
 def _open_model(output: Output, options: EvalOptions) -> OpenedModel:

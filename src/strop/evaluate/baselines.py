@@ -1,7 +1,7 @@
 """Published scores of base models, with the conditions that they hold under.
 
 None of them was measured here. A score has no task version of strop, so it is comparable only with one
-that was made under the same protocol: harness task and release, examples shown, budget, stop strings
+that was made under the same protocol: harness task and its version, examples shown, budget, stop strings
 and metric (`Baseline.protocol`). `status` says how far it can be trusted. The rows are data
 (`baselines.json`): conditions that most rows share stand once, and a row may have its own.
 """
@@ -39,11 +39,16 @@ class Baseline(BaseModel):
     harness_task: str | None
     """lm-eval's task; None where another program judged."""
     harness_version: str | None
+    harness_task_version: str | None = None
+    """lm-eval's version of its task in that release; it is raised when prompts or verdicts change."""
     num_fewshot: int | None
     metric: str
     value_pct: float | None
     """None where only a range was published; see `note`."""
     num_examples: int | None
+    """What the mean is over: prompts, or instructions."""
+    num_prompts: int | None = None
+    """Prompts that were asked, where the mean is over something else."""
     stderr_pct: float | None
     """Binomial, from value and number of examples."""
     split: str
@@ -63,10 +68,15 @@ class Baseline(BaseModel):
     note: str | None
 
     @property
+    def num_asked(self) -> int | None:
+        """Prompts that were asked."""
+        return self.num_prompts or self.num_examples
+
+    @property
     def protocol(self) -> tuple[Any, ...]:
         """What must agree before a score may be compared with this one."""
         return (
-            *(self.harness_task, self.harness_version, self.num_fewshot, self.metric),
+            *(self.harness_task, self.harness_task_version, self.num_fewshot, self.metric),
             *(self.max_reply_tokens, self.stops, self.split),
         )
 

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from strop.errors import ConfigError, explain_refusal
 from strop.evaluate.accuracy import refuse_trained
-from strop.evaluate.harness_environment import LM_EVAL, ensure_environment
-from strop.evaluate.lm_eval import (
+from strop.evaluate.harness import (
+    LM_EVAL,
     HarnessJob,
     HarnessResult,
+    ensure_environment,
     find_protocol,
+    refuse_missing_punkt,
     refuse_small_model,
+    refuse_unconfirmed_code,
     run_harness,
 )
 from strop.launch.evaluation import EVALS_ROOT, EvalWish
@@ -29,12 +32,15 @@ def evaluate_by_harness(
     model: OpenedModel,
     wish: EvalWish,
     *,
+    may_run_code: bool = False,
     say: Callable[[str], None],
 ) -> list[HarnessResult]:
     """Run lm-eval on tasks by the harness's names; its environment is made on first use.
 
-    Raises: ConfigError for what the pinned protocol does not take; CheckRefused if the examples were
-        trained on; StoreError if the environment cannot be made; EngineError if the harness fails.
+    `may_run_code`: the user accepts that the harness runs what the model wrote in no sandbox.
+    Raises: ConfigError for what the pinned protocol does not take, and for code that nobody accepted;
+        CheckRefused if the examples were trained on, or the model is too small; StoreError if the
+        environment cannot be made; EngineError if the harness fails.
     """
     if split is not Split.HELD_OUT or wish.num_samples or wish.pass_at or wish.pass_threshold is not None:
         raise ConfigError(
@@ -48,7 +54,8 @@ def evaluate_by_harness(
     trained_ids = read_trained_ids(model.run_path)
     for name in names:
         protocol = find_protocol(name)
-        asking = read_asking(protocol.own_task, words, split)
+        refuse_unconfirmed_code(protocol, is_confirmed=may_run_code)
+        asking = read_asking(protocol.own_task, [*words, *protocol.own_words], split)
         task = build_task(asking.spec.task)
         refuse_trained(task, split, task.examples(split), trained_ids)
         jobs.append(
@@ -66,5 +73,7 @@ def evaluate_by_harness(
     for job in jobs:
         refuse_small_model(job)
     python = ensure_environment(LM_EVAL, say=say)
+    for job in jobs:
+        refuse_missing_punkt(job, python)
     out_dir = wish.out_dir or EVALS_ROOT / f"lm-eval-{model.digest[:8]}"
     return [run_harness(job, Path(out_dir), python=python) for job in jobs]

@@ -2,7 +2,8 @@
 
 A harness never shares an environment with strop: its pins are its own, and scores that others can repeat
 need exactly these. A stamp with the install steps is written last, so a half-made or outdated
-environment is made again. Nothing of a model or a data set is fetched here.
+environment is made again. Nothing of a model or a data set is fetched here, and in offline mode nothing at
+all: an environment that is there is used, one that is not is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import StoreError, explain_refusal
-from strop.store import FileLock, user_cache_dir, write_bytes_atomically
+from strop.store import FileLock, is_offline, user_cache_dir, write_bytes_atomically
 
 STAMP_NAME = "strop-stamp.json"
 _SHOWN_CHARACTERS = 2000
@@ -57,13 +58,17 @@ class HarnessEnvironment:
         return isinstance(recorded, dict) and recorded.get("stamp") == self.stamp
 
 
-# torch first and alone: this exact pin is offered as a CPU build where one is kept. Tried together with
-# Python 3.11 on 2026-11-21.
+# torch first and alone: this exact pin is offered as a CPU build where one is kept. math-verify, its parser's
+# runtime and langdetect decide verdicts. Tried together with Python 3.11 on 2026-11-21.
 LM_EVAL = HarnessEnvironment(
     name="lm-eval-0.4.13",
     pip_steps=(
         ("torch==2.13.0",),
-        ("lm_eval[hf]==0.4.13", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0"),
+        (
+            *("lm_eval[hf,math,ifeval]==0.4.13", "transformers==5.23.0", "accelerate==1.15.0"),
+            *("datasets==5.2.0", "evaluate==0.4.6", "math-verify==0.9.0", "sympy==1.14.0"),
+            *("antlr4-python3-runtime==4.11.0", "langdetect==1.0.9", "nltk==3.10.4"),
+        ),
     ),
 )
 
@@ -72,15 +77,19 @@ def ensure_environment(environment: HarnessEnvironment, *, say: Callable[[str], 
     """Make an environment unless its stamp says that it is complete; return its interpreter.
 
     Another process that makes it is waited for.
-    Raises: StoreError if a step fails; the environment then has no stamp and is made anew next time.
+    Raises: StoreError if it is missing in offline mode, or a step fails; the environment then has no stamp
+        and is made anew next time.
     """
     if environment.is_ready():
         return environment.python
+    if is_offline():
+        raise _missing_offline(environment)
     environment.path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(environment.path.with_name(f"{environment.name}.lock")):
         if environment.is_ready():
             return environment.python
-        say(f"making the environment of {environment.name} in {environment.path}; it takes some minutes")
+        say(f"making the environment of {environment.name} in {environment.path}; it takes"
+            " some minutes and about 2 GB")
         shutil.rmtree(environment.path, ignore_errors=True)
         _run([sys.executable, "-m", "venv", str(environment.path)], environment)
         for requirements in environment.pip_steps:
@@ -88,6 +97,18 @@ def ensure_environment(environment: HarnessEnvironment, *, say: Callable[[str], 
         record = {"stamp": environment.stamp, "pip_steps": environment.pip_steps}
         write_bytes_atomically(environment.path / STAMP_NAME, json.dumps(record, indent=1).encode())
     return environment.python
+
+
+def _missing_offline(environment: HarnessEnvironment) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"the environment of {environment.name} is not in {environment.path}, and offline mode forbids to"
+            " make it",
+            allowed="one that was made by these install steps with this Python, in the cache STROP_CACHE",
+            next_step="start the same command once where pip may fetch packages, without STROP_OFFLINE and"
+            " HF_HUB_OFFLINE",
+        )
+    )
 
 
 def _run(command: list[str], environment: HarnessEnvironment) -> None:

@@ -1,0 +1,260 @@
+"""How lm-eval 0.4.13 is asked for each of its tasks that has one of ours behind it.
+
+A protocol pins what changes a score: the harness's task file with its prompt, stops and filters, the
+number of examples shown, and a budget that cuts no solution. The rows are those of our task in the
+harness's own columns. `prompt` is how the harness writes the problem; a run whose logged prompts do not
+end so is not believed. Source of the forms: the task files under lm_eval/tasks (MIT).
+
+Left out: mmlu_generative, whose five shown examples are of the `dev` split, which our task does not read;
+log-likelihood tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from strop.errors import ConfigError, DataError, explain_refusal
+from strop.rollout import Example
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessProtocol:
+    """How the harness is asked for a task."""
+
+    task: str
+    """The harness's name of the task or group."""
+    files: Mapping[str, str]
+    """The harness's task files, by the names of its tasks: one, or those of a group."""
+    own_task: str
+    """The task of ours that has the examples."""
+    own_words: tuple[str, ...] = ()
+    """Settings of our task that belong to the protocol."""
+    num_fewshot: int
+    draws_shown: bool = False
+    """Whether the shown examples are drawn from the training split; else the task file has them."""
+    max_reply_tokens: int
+    row: Callable[[Example], Mapping[str, Any]]
+    """A row as the harness's task reads it.
+
+    Raises: DataError if the harness's task cannot ask this example."""
+    prompt: Callable[[Example], str]
+    """The problem as the harness writes it, without the examples before it."""
+    part_of: Callable[[Example], str] | None = None
+    """Name of the task in a group that an example belongs to. None: there is one task."""
+    runs_code: bool = False
+    """Whether the harness runs what the model wrote, outside of any sandbox."""
+
+
+def _gsm8k_row(example: Example) -> Mapping[str, Any]:
+    return {"question": example.fields["question"], "answer": example.fields["solution"]}
+
+
+def _math_row(example: Example) -> Mapping[str, Any]:
+    fields = example.fields
+    return {
+        "problem": fields["problem"],
+        "level": fields["level"],
+        "type": fields["subject"],
+        "solution": fields["solution"],
+    }
+
+
+def _mbpp_row(example: Example) -> Mapping[str, Any]:
+    if len(example.fields["tests"]) < _MBPP_TESTS:
+        raise DataError(
+            explain_refusal(
+                f"example {example.example_id} of mbpp has {len(example.fields['tests'])} visible tests",
+                allowed=f"{_MBPP_TESTS} or more: the harness's prompt shows so many",
+                next_step="leave the example out of the data",
+            )
+        )
+    return {"text": example.fields["text"], "code": example.answer, "test_list": example.fields["tests"]}
+
+
+def _mbpp_prompt(example: Example) -> str:
+    tests = "\n".join(example.fields["tests"][:_MBPP_TESTS])
+    return (
+        f"You are an expert Python programmer, and here is your task: {example.fields['text']}"
+        f" Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+    )
+
+
+def _humaneval_row(example: Example) -> Mapping[str, Any]:
+    fields = example.fields
+    return {
+        "prompt": fields["prompt"],
+        "canonical_solution": example.answer,
+        "test": fields["test"],
+        "entry_point": fields["entry_point"],
+    }
+
+
+def _ifeval_row(example: Example) -> Mapping[str, Any]:
+    constraints = example.fields["constraints"]
+    # A column of tables has the same keys in every row; the harness drops what is null.
+    none = dict.fromkeys(_IFEVAL_ARGUMENTS)
+    return {
+        "key": int(example.example_id[:8], 16),
+        "prompt": example.fields["prompt"],
+        "instruction_id_list": [item["id"] for item in constraints],
+        "kwargs": [{**none, **item["arguments"]} for item in constraints],
+    }
+
+
+def _math_part(group: str) -> Callable[[Example], str]:
+    def part_of(example: Example) -> str:
+        subject = example.fields["subject"]
+        if subject not in _SUBJECTS:
+            raise DataError(
+                explain_refusal(
+                    f"example {example.example_id} of math is of the subject {subject!r}",
+                    allowed=", ".join(_SUBJECTS),
+                    next_step="correct the column `type` of the data",
+                )
+            )
+        return f"{group}_{_SUBJECTS[subject]}"
+
+    return part_of
+
+
+def _math_files(group: str) -> Mapping[str, str]:
+    return {f"{group}_{name}": f"{group}/{group}_{name}.yaml" for name in _SUBJECTS.values()}
+
+
+_MBPP_TESTS = 3
+_SUBJECTS: Mapping[str, str] = MappingProxyType(
+    {
+        "Algebra": "algebra",
+        "Counting & Probability": "counting_and_prob",
+        "Geometry": "geometry",
+        "Intermediate Algebra": "intermediate_algebra",
+        "Number Theory": "num_theory",
+        "Prealgebra": "prealgebra",
+        "Precalculus": "precalc",
+    }
+)
+"""The column `type` of MATH, and how the harness shortens it."""
+_IFEVAL_ARGUMENTS = (
+    *("capital_frequency", "capital_relation", "end_phrase", "first_word", "forbidden_words", "frequency"),
+    *("keyword", "keywords", "language", "let_frequency", "let_relation", "letter", "nth_paragraph"),
+    *("num_bullets", "num_highlights", "num_paragraphs", "num_placeholders", "num_sections"),
+    *("num_sentences", "num_words", "postscript_marker", "prompt_to_repeat", "relation", "section_spliter"),
+)
+
+# Numbers of shown examples are the harness's default for gsm8k, and those of the published baselines for the
+# rest. The harness's default budget of 256 tokens cut 13 % of the answers (EVA-2).
+PROTOCOLS: Mapping[str, HarnessProtocol] = MappingProxyType(
+    {
+        protocol.task: protocol
+        for protocol in (
+            HarnessProtocol(
+                task="gsm8k",
+                files={"gsm8k": "gsm8k/gsm8k.yaml"},
+                own_task="gsm8k",
+                num_fewshot=5,
+                draws_shown=True,
+                max_reply_tokens=1024,
+                row=_gsm8k_row,
+                prompt=lambda example: f"Question: {example.fields['question']}\nAnswer:",
+            ),
+            HarnessProtocol(
+                task="gsm8k_cot",
+                files={"gsm8k_cot": "gsm8k/gsm8k-cot.yaml"},
+                own_task="gsm8k",
+                num_fewshot=4,
+                max_reply_tokens=1024,
+                row=_gsm8k_row,
+                prompt=lambda example: f"Q: {example.fields['question']}\nA:",
+            ),
+            HarnessProtocol(
+                task="minerva_math",
+                files=_math_files("minerva_math"),
+                own_task="math",
+                num_fewshot=4,
+                max_reply_tokens=2048,
+                row=_math_row,
+                prompt=lambda example: f"Problem:\n{example.fields['problem']}\n\nSolution:",
+                part_of=_math_part("minerva_math"),
+            ),
+            HarnessProtocol(
+                task="hendrycks_math",
+                files=_math_files("hendrycks_math"),
+                own_task="math",
+                num_fewshot=4,
+                draws_shown=True,
+                max_reply_tokens=2048,
+                row=_math_row,
+                prompt=lambda example: f"Problem: {example.fields['problem']}\nAnswer:",
+                part_of=_math_part("hendrycks_math"),
+            ),
+            HarnessProtocol(
+                task="aime24",
+                files={"aime24": "aime/aime24.yaml"},
+                own_task="aime",
+                own_words=("task.year=2024",),
+                num_fewshot=0,
+                max_reply_tokens=32768,
+                row=lambda example: {"Problem": example.fields["problem"], "Answer": example.answer},
+                prompt=lambda example: f"Question: {example.fields['problem']}\nAnswer:",
+            ),
+            HarnessProtocol(
+                task="aime25",
+                files={"aime25": "aime/aime25.yaml"},
+                own_task="aime",
+                own_words=("task.year=2025",),
+                num_fewshot=0,
+                max_reply_tokens=32768,
+                row=lambda example: {"problem": example.fields["problem"], "answer": example.answer},
+                prompt=lambda example: f"Question: {example.fields['problem']}\nAnswer:",
+            ),
+            HarnessProtocol(
+                task="mbpp",
+                files={"mbpp": "mbpp/mbpp.yaml"},
+                own_task="mbpp",
+                num_fewshot=3,
+                max_reply_tokens=512,
+                row=_mbpp_row,
+                prompt=_mbpp_prompt,
+                runs_code=True,
+            ),
+            HarnessProtocol(
+                task="humaneval",
+                files={"humaneval": "humaneval/humaneval.yaml"},
+                own_task="humaneval",
+                num_fewshot=0,
+                max_reply_tokens=1024,
+                row=_humaneval_row,
+                prompt=lambda example: str(example.fields["prompt"]),
+                runs_code=True,
+            ),
+            HarnessProtocol(
+                task="ifeval",
+                files={"ifeval": "ifeval/ifeval.yaml"},
+                own_task="ifeval",
+                num_fewshot=0,
+                max_reply_tokens=4096,
+                row=_ifeval_row,
+                prompt=lambda example: str(example.fields["prompt"]),
+            ),
+        )
+    }
+)
+
+
+def find_protocol(name: str) -> HarnessProtocol:
+    """Return how the harness is asked for a task.
+
+    Raises: ConfigError for a task that is not pinned.
+    """
+    if name not in PROTOCOLS:
+        raise ConfigError(
+            explain_refusal(
+                f"--harness lm-eval with task {name}",
+                allowed=", ".join(PROTOCOLS),
+                next_step="name one of these, or leave --harness out for strop's own tasks",
+            )
+        )
+    return PROTOCOLS[name]

@@ -1,0 +1,248 @@
+"""What the harness said of a model: read from its files, and refused where it is not the pinned protocol."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import computed_field
+
+from strop.errors import CorruptRecord, explain_refusal
+from strop.evaluate.harness.environment import LM_EVAL
+from strop.evaluate.harness.protocols import HarnessProtocol
+from strop.evaluate.result import SUSPECT_TRUNCATED_FRAC, Record
+from strop.rollout import Example, Split
+from strop.tasks import Task
+from strop.tokenizer import Tokenizer
+
+SEED = 42
+LOCAL_PREFIX = "strop_"
+"""Before the harness's name of a task, whose data is then ours."""
+
+
+class HarnessMetric(Record):
+    """One number of the harness."""
+
+    value: float
+    stderr: float | None
+
+
+class HarnessPart(Record):
+    """One task of a group."""
+
+    num_examples: int
+    metrics: dict[str, HarnessMetric]
+
+
+class HarnessResult(Record):
+    """What the harness said of one model on one task."""
+
+    harness: str
+    task: str
+    """The harness's name."""
+    task_version: str
+    """The harness's version of its task."""
+    split: Split
+    step: int
+    model_digest: str
+    dtype: str
+    num_examples: int
+    data_digest: str
+    """Hash over the rows that were asked and that few-shot examples were drawn from."""
+    num_fewshot: int
+    max_reply_tokens: int
+    stops: tuple[str, ...]
+    seed: int
+    metrics: dict[str, HarnessMetric]
+    """By metric and filter, for example 'exact_match,strict-match'. Of a group: over all its examples."""
+    parts: dict[str, HarnessPart]
+    """The tasks of a group by name; empty for one task."""
+    truncated_frac: float
+    """Share of replies that are as long as the budget when they are encoded again."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def truncation_suspect(self) -> bool:
+        """Whether so many replies were cut that the score may say more about the budget than the model."""
+        return self.truncated_frac > SUSPECT_TRUNCATED_FRAC
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessJob:
+    """One run of the harness."""
+
+    protocol: HarnessProtocol
+    task: Task
+    model_path: Path
+    model_digest: str
+    step: int
+    dtype: str
+    max_positions: int
+    """Tokens that the model can look at; the harness cuts longer prompts from the left without a word."""
+    num_examples: int | None
+    """From the first. None: all."""
+
+    @property
+    def examples(self) -> list[Example]:
+        """What is asked."""
+        return list(self.task.examples(Split.HELD_OUT))[: self.num_examples]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessOutput:
+    """A result, with what it was read from."""
+
+    result: HarnessResult
+    samples: bytes
+    """The harness's log of replies, as it stands; one line for each example and filter."""
+    longest_prompt_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Said:
+    """What stands in the files on one of the harness's tasks."""
+
+    name: str
+    version: str
+    num_fewshot: int
+    max_reply_tokens: int
+    stops: tuple[str, ...]
+    seed: int
+    part: HarnessPart
+    samples: bytes
+    rows: Mapping[str, Mapping[str, Any]]
+    """One of the logged samples of each example, by example id."""
+
+
+def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_digest: str) -> HarnessOutput:
+    """Read what the harness wrote on its tasks `names`.
+
+    Raises: CorruptRecord if a file or a number is missing, or the protocol is not the pinned one.
+    """
+    try:
+        (results_path,) = out_dir.glob("*/results_*.json")
+        found = json.loads(results_path.read_bytes())
+        said = [_read_task(found, out_dir, name) for name in names]
+        rows = {example_id: row for one in said for example_id, row in one.rows.items()}
+        replies = [str(row["resps"][0][0]) for row in rows.values()]
+        prompts = {
+            example_id: str(row["arguments"]["gen_args_0"]["arg_0"]) for example_id, row in rows.items()
+        }
+        metrics = pool_metrics([one.part for one in said])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise _unexpected(f"{type(error).__name__}: {error}") from error
+    _require_pinned(job, said, prompts)
+    tokenizer = Tokenizer.load(job.model_path)
+    num_cut = sum(len(tokenizer.encode(reply)) >= job.protocol.max_reply_tokens for reply in replies)
+    versions = sorted({one.version for one in said})
+    result = HarnessResult(
+        harness=LM_EVAL.name,
+        task=job.protocol.task,
+        task_version=", ".join(versions),
+        split=Split.HELD_OUT,
+        step=job.step,
+        model_digest=job.model_digest,
+        dtype=job.dtype,
+        num_examples=len(rows),
+        data_digest=data_digest,
+        num_fewshot=job.protocol.num_fewshot,
+        max_reply_tokens=job.protocol.max_reply_tokens,
+        stops=said[0].stops,
+        seed=SEED,
+        metrics=metrics,
+        parts={one.name: one.part for one in said} if job.protocol.part_of else {},
+        truncated_frac=num_cut / len(replies),
+    )
+    return HarnessOutput(
+        result=result,
+        samples=b"".join(one.samples for one in said),
+        longest_prompt_tokens=max(len(tokenizer.encode(prompt)) for prompt in prompts.values()),
+    )
+
+
+def _read_task(found: Mapping[str, Any], out_dir: Path, name: str) -> _Said:
+    (samples_path,) = out_dir.glob(f"*/samples_{name}_*.jsonl")
+    samples = samples_path.read_bytes()
+    numbers = found["results"][name]
+    settings = found["configs"][name]["generation_kwargs"]
+    metrics = {
+        key: HarnessMetric(value=value, stderr=_read_stderr(numbers, key))
+        for key, value in numbers.items()
+        if "," in key and "_stderr," not in key
+    }
+    num_examples = int(found["n-samples"][name]["effective"])
+    return _Said(
+        name=name.removeprefix(LOCAL_PREFIX),
+        version=str(found["versions"][name]),
+        num_fewshot=int(found["n-shot"][name]),
+        max_reply_tokens=int(settings["max_gen_toks"]),
+        stops=tuple(settings["until"]),
+        seed=int(found["config"]["fewshot_seed"]),
+        part=HarnessPart(num_examples=num_examples, metrics=metrics),
+        samples=samples,
+        rows={row["doc"]["example_id"]: row for row in map(json.loads, samples.splitlines())},
+    )
+
+
+def _require_pinned(job: HarnessJob, said: Sequence[_Said], prompts: Mapping[str, str]) -> None:
+    """Compare what was run with what is pinned.
+
+    Raises: CorruptRecord.
+    """
+    pinned = (job.protocol.num_fewshot, job.protocol.max_reply_tokens, SEED)
+    for one in said:
+        ran = (one.num_fewshot, one.max_reply_tokens, one.seed)
+        if ran != pinned or one.part.num_examples != len(one.rows) or not one.part.metrics:
+            raise _unexpected(
+                f"shots, budget and seed of {one.name} are {ran}, pinned are {pinned}; {len(one.rows)} logged"
+                f" examples of {one.part.num_examples}"
+            )
+    asked = {example.example_id: example for example in job.examples}
+    if set(asked) != set(prompts):
+        raise _unexpected(f"it logged {len(prompts)} examples, and {len(asked)} were given")
+    for example_id, prompt in prompts.items():
+        wanted = job.protocol.prompt(asked[example_id])
+        if not prompt.endswith(wanted):
+            raise _unexpected(f"the prompt of example {example_id} does not end in {wanted[-60:]!r}")
+
+
+def pool_metrics(parts: Sequence[HarnessPart]) -> dict[str, HarnessMetric]:
+    """Join the metrics of a group's tasks, weighted by their examples.
+
+    The standard error is that of the pooled sample variance, as lm-eval's `pooled_sample_stderr` defines it;
+    None where a part has none, as one with a single example.
+    Raises: KeyError if a part lacks a metric of the first one.
+    """
+    if len(parts) == 1:
+        return dict(parts[0].metrics)
+    total = sum(part.num_examples for part in parts)
+    pooled = {}
+    for name in parts[0].metrics:
+        found = [(part.num_examples, part.metrics[name]) for part in parts]
+        value = math.fsum(count * metric.value for count, metric in found) / total
+        # (n - 1) * (the sample's variance), from a standard error s / sqrt(n).
+        squares = [(count - 1) * count * metric.stderr**2 for count, metric in found if metric.stderr is not None]
+        is_known = len(squares) == len(parts) and total > len(parts)
+        stderr = math.sqrt(math.fsum(squares) / (total - len(parts)) / total) if is_known else None
+        pooled[name] = HarnessMetric(value=value, stderr=stderr)
+    return pooled
+
+
+def _read_stderr(numbers: Mapping[str, Any], key: str) -> float | None:
+    metric, _, filter_name = key.partition(",")
+    stderr = numbers.get(f"{metric}_stderr,{filter_name}")
+    return float(stderr) if isinstance(stderr, int | float) else None
+
+
+def _unexpected(cause: str) -> CorruptRecord:
+    return CorruptRecord(
+        explain_refusal(
+            f"lm-eval's output is not what {LM_EVAL.name} writes ({cause})",
+            allowed="results and samples of the pinned protocol",
+            next_step="remove its environment and start the same command again",
+        )
+    )

@@ -1,0 +1,223 @@
+"""What the harness is given: rows, task files and a command line, all in a folder that is removed afterwards.
+
+The harness's own task file is included, and its data replaced by ours. Nothing is fetched: hub clients
+are told so, and any other connection ends at a closed port.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from strop.errors import CheckRefused, ConfigError, DataError, explain_refusal
+from strop.evaluate.harness.protocols import HarnessProtocol
+from strop.evaluate.harness.result import LOCAL_PREFIX, SEED, HarnessJob
+from strop.rollout import Example, Split
+
+_PUNKT_IDS = frozenset({"length_constraints:number_sentences", "change_case:capital_word_frequency"})
+_CLOSED_PORT = "http://127.0.0.1:9"
+# The metric `code_eval` of the package evaluate is fetched from a hub; a folder of its name in the current
+# folder comes first. Relative imports of such a module are found beside it.
+_CODE_EVAL = '''
+import datasets
+import evaluate
+
+from .program import count_passes
+
+
+class ProgramsPass(evaluate.Metric):
+    def _info(self):
+        texts = datasets.Value("string")
+        features = datasets.Features({"predictions": datasets.Sequence(texts), "references": texts})
+        return evaluate.MetricInfo(
+            description="Share of programs that pass their tests.",
+            citation="",
+            inputs_description="",
+            features=features,
+        )
+
+    def _compute(self, predictions, references, k):
+        if list(k) != [1]:
+            raise ValueError("pass@1 only")
+        counts = [count_passes(programs, test) for programs, test in zip(predictions, references)]
+        fractions = [count / len(programs) for count, programs in zip(counts, predictions)]
+        return {"pass@1": sum(fractions) / len(fractions)}, {}
+'''
+
+
+def local_name(part: str) -> str:
+    """Return the name that a task of the harness has with our data."""
+    return LOCAL_PREFIX + part
+
+
+def split_parts(protocol: HarnessProtocol, examples: list[Example]) -> dict[str, list[Example]]:
+    """Sort examples by the harness's tasks; those without any are left out.
+
+    Raises: DataError if an example belongs to none.
+    """
+    parts: dict[str, list[Example]] = {name: [] for name in protocol.files}
+    for example in examples:
+        parts[protocol.part_of(example) if protocol.part_of else protocol.task].append(example)
+    return {name: members for name, members in parts.items() if members}
+
+
+def stage_rows(job: HarnessJob, work_dir: Path) -> str:
+    """Write the examples as the harness's rows, one folder for each of its tasks; return a hash over them.
+
+    Raises: DataError if an example cannot be asked by the harness, or there are too few to show.
+    """
+    protocol = job.protocol
+    held_out = split_parts(protocol, job.examples)
+    shown = split_parts(protocol, list(job.task.examples(Split.TRAIN))) if protocol.draws_shown else {}
+    digest = hashlib.sha256()
+    for part, examples in held_out.items():
+        folder = work_dir / "rows" / part
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, members in (("train", shown.get(part, [])), ("test", examples)):
+            rows = [{**protocol.row(example), "example_id": example.example_id} for example in members]
+            data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            digest.update(data + b"\0")
+            if name == "train" and protocol.draws_shown and len(rows) < protocol.num_fewshot:
+                raise _too_few_shown(protocol, part, len(rows))
+            if rows:
+                (folder / f"{name}.jsonl").write_bytes(data)
+    return digest.hexdigest()[:16]
+
+
+def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir: Path) -> list[str]:
+    """Write the harness's tasks with their data replaced by staged rows; return their names.
+
+    As JSON, which is YAML.
+    """
+    (package_dir,) = environment_dir.glob("lib/python3*/site-packages/lm_eval")
+    tasks_dir = work_dir / "tasks"
+    tasks_dir.mkdir(exist_ok=True)
+    parts = sorted(path.name for path in (work_dir / "rows").iterdir())
+    for part in parts:
+        found = {path.stem: str(path) for path in sorted((work_dir / "rows" / part).glob("*.jsonl"))}
+        content = {
+            "include": str(package_dir / "tasks" / protocol.files[part]),
+            "task": local_name(part),
+            "tag": None,
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": found},
+            "test_split": "test",
+        }
+        if not protocol.draws_shown:
+            content |= {"training_split": None, "fewshot_split": None}
+        (tasks_dir / f"{part}.yaml").write_text(json.dumps(content, indent=1))
+    return [local_name(part) for part in parts]
+
+
+def write_code_metric(work_dir: Path) -> None:
+    """Write the metric that runs programs, where `evaluate` looks before it asks a hub."""
+    folder = work_dir / "code_eval"
+    folder.mkdir(exist_ok=True)
+    (folder / "code_eval.py").write_text(_CODE_EVAL.lstrip())
+    program = files("strop.evaluate.harness").joinpath("program.py").read_text(encoding="utf-8")
+    (folder / "program.py").write_text(program)
+
+
+def harness_command(job: HarnessJob, work_dir: Path, python: Path) -> list[str]:
+    """Return the command line of the pinned protocol, for all tasks that are staged."""
+    protocol = job.protocol
+    model = {"pretrained": str(job.model_path), "dtype": job.dtype}
+    tasks = sorted(local_name(path.name) for path in (work_dir / "rows").iterdir())
+    words = ["--model", "hf", "--model_args", json.dumps(model)]
+    words += ["--tasks", ",".join(tasks), "--include_path", str(work_dir / "tasks")]
+    words += ["--num_fewshot", str(protocol.num_fewshot), "--seed", str(SEED)]
+    words += ["--gen_kwargs", f"temperature=0,max_gen_toks={protocol.max_reply_tokens}"]
+    words += ["--output_path", str(work_dir / "out"), "--log_samples", "--batch_size", "8"]
+    if protocol.runs_code:
+        words += ["--confirm_run_unsafe_code"]
+    return [str(python), "-m", "lm_eval", "run", *words]
+
+
+def harness_variables(work_dir: Path) -> Mapping[str, str]:
+    """Return the environment of a run that fetches nothing."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_EVALUATE_OFFLINE": "1",
+        "HF_HOME": str(work_dir / "hf"),
+        # nltk knows no offline mode: it would fetch what is missing when lm-eval's ifeval is imported.
+        **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _CLOSED_PORT),
+    }
+
+
+def refuse_small_model(job: HarnessJob) -> None:
+    """Refuse a model that has no room for a whole reply.
+
+    Raises: CheckRefused.
+    """
+    if job.protocol.max_reply_tokens >= job.max_positions:
+        raise too_few_positions(job, "and any prompt")
+
+
+def refuse_unconfirmed_code(protocol: HarnessProtocol, *, is_confirmed: bool) -> None:
+    """Refuse to let the harness run what a model wrote, unless the user said so.
+
+    Raises: ConfigError.
+    """
+    if protocol.runs_code and not is_confirmed:
+        raise ConfigError(
+            explain_refusal(
+                f"--harness lm-eval with task {protocol.task}, which runs what the model wrote in no sandbox,"
+                " as this user",
+                allowed="such a task with --confirm-run-unsafe-code",
+                next_step=f"leave --harness out: strop's own {protocol.own_task} runs it in a sandbox; or add"
+                " the option on a machine that may be damaged",
+            )
+        )
+
+
+def refuse_missing_punkt(job: HarnessJob, python: Path) -> None:
+    """Refuse before anything is generated, where the harness would fail at the first verdict.
+
+    Raises: ConfigError if an instruction is judged by nltk's data package punkt_tab, and it is not here.
+    """
+    ids = {item["id"] for e in job.examples for item in e.fields.get("constraints", ())}
+    needing = sorted(ids & _PUNKT_IDS) if job.protocol.own_task == "ifeval" else []
+    if not needing:
+        return
+    look = "import nltk; nltk.data.find('tokenizers/punkt_tab')"
+    found = subprocess.run([str(python), "-c", look], capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise ConfigError(
+            explain_refusal(
+                f"lm-eval judges {', '.join(needing)} with nltk's data package punkt_tab, which is in no"
+                " folder of NLTK_DATA; it comes from nltk's own site and in no package",
+                allowed="the folder tokenizers/punkt_tab below a folder that NLTK_DATA names",
+                next_step="fetch it elsewhere with `python -m nltk.downloader punkt_tab` and copy it here, or"
+                " use strop's own task ifeval, which needs none",
+            )
+        )
+
+
+def too_few_positions(job: HarnessJob, prompt: str) -> CheckRefused:
+    """Return the refusal of a model in which prompt and reply have no room beside each other."""
+    return CheckRefused(
+        explain_refusal(
+            f"{job.protocol.task} asks for {job.protocol.max_reply_tokens} tokens, {prompt} beside them, of a"
+            f" model with {job.max_positions} positions; the harness would cut the prompt",
+            allowed="a model with room for prompt and reply",
+            next_step="evaluate with strop's own task, which counts such prompts as not solved",
+        )
+    )
+
+
+def _too_few_shown(protocol: HarnessProtocol, part: str, num_rows: int) -> DataError:
+    return DataError(
+        explain_refusal(
+            f"{part} shows {protocol.num_fewshot} solved examples, and the training split has {num_rows}",
+            allowed=f"{protocol.num_fewshot} or more",
+            next_step="name the whole data set in task.source, and leave task.num_train out",
+        )
+    )

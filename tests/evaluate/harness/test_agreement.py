@@ -1,0 +1,204 @@
+"""strop and lm-eval 0.4.13 on the same prompts and the same replies, in lm-eval's own environment.
+
+P2: what the harness asks is, byte for byte, what strop says it asks. P1: strop's verdicts on the stored
+replies are the harness's; each disagreement is listed with its reason, and a reason without one fails.
+P3: `strop eval --harness lm-eval` from end to end. Rows and replies are of these tests' own making.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from strop.cli import main
+from strop.evaluate.harness import LM_EVAL, PROTOCOLS, ensure_environment
+from strop.rollout import Example
+from strop.tasks import build_task
+from strop.tasks.mathematics.equivalence import harness_math_verify
+from tests.conftest import require_system_part
+from tests.evaluate.harness.harness_world import RecordedRun, make_spec, run_recorded, write_data
+from tests.fixtures.tiny_model import tiny_model
+
+pytestmark = pytest.mark.slow
+Reasons = Mapping[str, Callable[[str], bool]]
+
+
+@pytest.fixture(scope="module")
+def harness_python() -> Path:
+    require_system_part("lm-eval 0.4.13 (`strop eval --harness lm-eval` makes it)", LM_EVAL.is_ready())
+    return ensure_environment(LM_EVAL, say=print)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with room for the harness's prompts and budgets."""
+    return tiny_model(tmp_path_factory.mktemp("model") / "model", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, small_model: Path, harness_python: Path
+) -> Mapping[tuple[str, int], RecordedRun]:
+    return run_recorded(tmp_path_factory.mktemp("recorded"), small_model, harness_python)
+
+
+def pinned(runs: Mapping[tuple[str, int], RecordedRun], name: str) -> RecordedRun:
+    return runs[name, PROTOCOLS[name].num_fewshot]
+
+
+def disagreements(
+    run: RecordedRun, theirs: Mapping[str, bool], judge: Callable[[Example, str], bool], reasons: Reasons
+) -> Counter[str]:
+    """Count differing verdicts by the first reason that holds for the reply."""
+    found: Counter[str] = Counter()
+    for example in run.job.examples:
+        reply = run.replies[example.example_id]
+        if judge(example, reply) != bool(theirs[example.example_id]):
+            found[next((name for name, holds in reasons.items() if holds(reply)), f"none: {reply!r}")] += 1
+    return found
+
+
+def task_judge(run: RecordedRun, **settings: str) -> Callable[[Example, str], bool]:
+    """Return the verdicts of our task with other settings, on the same data."""
+    spec = run.job.task._spec.model_copy(update=settings)  # type: ignore[attr-defined]
+    task = build_task(spec)
+    return lambda example, reply: task.verify(example, reply).is_correct is True
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_p2_prompts_without_shown_examples_are_ours_byte_for_byte(
+    name: str, runs: Mapping[tuple[str, int], RecordedRun]
+) -> None:
+    run = runs[name, 0]
+    assert run.prompts == {
+        example.example_id: PROTOCOLS[name].prompt(example) for example in run.job.examples
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, protocol in PROTOCOLS.items() if protocol.num_fewshot])
+def test_p2_shown_examples_stand_before_our_prompt(
+    name: str, runs: Mapping[tuple[str, int], RecordedRun]
+) -> None:
+    run = pinned(runs, name)
+    head = PROTOCOLS[name].prompt(run.job.examples[0]).split()[0]
+    for example in run.job.examples:
+        prompt, ours = run.prompts[example.example_id], PROTOCOLS[name].prompt(example)
+        assert prompt.endswith(f"\n\n{ours}")
+        assert prompt.count(f"{head} ") + prompt.count(f"{head}\n") >= PROTOCOLS[name].num_fewshot + 1
+    # Shown are the same examples, or drawn ones.
+    shown = {
+        run.prompts[example.example_id].removesuffix(PROTOCOLS[name].prompt(example))
+        for example in run.job.examples
+    }
+    assert (len(shown) == 1) is not PROTOCOLS[name].draws_shown
+
+
+@pytest.mark.parametrize(
+    ("name", "filter_name", "mode"),
+    [
+        ("gsm8k_cot", "strict-match", "strict"),
+        ("gsm8k_cot", "flexible-extract", "flex"),
+        ("gsm8k", "strict-match", "hash"),
+        ("gsm8k", "flexible-extract", "flex"),
+    ],
+)
+def test_p1_gsm8k(
+    name: str, filter_name: str, mode: str, runs: Mapping[tuple[str, int], RecordedRun]
+) -> None:
+    run = pinned(runs, name)
+    theirs = run.verdicts("exact_match", filter_name)
+    assert 0 < sum(theirs.values()) < len(theirs) == 24
+    assert disagreements(run, theirs, task_judge(run, mode=mode), {}) == {}
+
+
+def test_p1_minerva_math(runs: Mapping[tuple[str, int], RecordedRun]) -> None:
+    pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
+    run = pinned(runs, "minerva_math")
+    theirs = run.verdicts("math_verify")
+    assert 0 < sum(theirs.values()) < len(theirs) == 19
+
+    def judge(example: Example, reply: str) -> bool:
+        return harness_math_verify(example.fields["solution"], reply)
+
+    assert disagreements(run, theirs, judge, {}) == {}
+    # strop's own verdict finds answers where math-verify looks for LaTeX only.
+    reasons: Reasons = {"a bare formula is an answer": lambda reply: reply.startswith("I think")}
+    assert disagreements(run, theirs, task_judge(run), reasons) == {}
+
+
+@pytest.mark.parametrize("name", ["aime24", "aime25"])
+def test_p1_aime(name: str, runs: Mapping[tuple[str, int], RecordedRun]) -> None:
+    run = pinned(runs, name)
+    reasons: Reasons = {
+        # The harness compares the whole reply where it sees no formula.
+        "a number in a sentence is an answer": lambda reply: reply.startswith("I think"),
+    }
+    assert disagreements(run, run.verdicts("exact_match"), task_judge(run), reasons) == {}
+
+
+@pytest.mark.parametrize(("name", "metric", "filter_name"), [
+    ("mbpp", "pass_at_1", "none"),
+    ("humaneval", "pass@1", "create_test"),
+])
+def test_p1_code(
+    name: str, metric: str, filter_name: str, runs: Mapping[tuple[str, int], RecordedRun]
+) -> None:
+    run = pinned(runs, name)
+    theirs = run.verdicts(metric, filter_name)
+    assert 0 < sum(theirs.values()) < len(theirs)
+    reasons: Reasons = {
+        # The harness runs the reply as it stands, and a fence is no Python.
+        "strop takes code out of a fence": lambda reply: "```" in reply,
+    }
+    assert disagreements(run, theirs, task_judge(run), reasons) == {"strop takes code out of a fence": 1}
+
+
+@pytest.mark.parametrize("strictness", ["strict", "loose"])
+def test_p1_ifeval(strictness: str, runs: Mapping[tuple[str, int], RecordedRun]) -> None:
+    pytest.importorskip("langdetect", reason="the extra 'tasks' is not installed")
+    run = pinned(runs, "ifeval")
+    theirs = run.verdicts(f"prompt_level_{strictness}_acc")
+    assert 0 < sum(theirs.values()) < len(theirs) == 36
+    judge = task_judge(run, rules="lm-eval", strictness=strictness)
+    assert disagreements(run, theirs, judge, {}) == {}
+
+
+def test_a_group_has_the_mean_over_all_its_examples(
+    runs: Mapping[tuple[str, int], RecordedRun],
+) -> None:
+    run = pinned(runs, "minerva_math")
+    result = run.output.result
+    assert len(result.parts) == 7
+    verdicts = run.verdicts("math_verify")
+    assert result.metrics["math_verify,none"].value == pytest.approx(sum(verdicts.values()) / len(verdicts))
+    assert (result.num_examples, result.task_version) == (19, "3.1")
+
+
+def test_p3_from_end_to_end_and_judged_again(
+    tmp_path: Path,
+    small_model: Path,
+    harness_python: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = write_data(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STROP_OFFLINE", "1")
+    words = ["eval", str(small_model), "--harness", "lm-eval", "--task", "gsm8k_cot", "--split", "held_out"]
+    words += ["--limit", "4", "--out", "results", "--json", f"source={data['gsm8k']}", "model.dtype=float32"]
+    assert main(words) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert (result["num_examples"], result["num_fewshot"], result["max_reply_tokens"]) == (4, 4, 1024)
+    path = tmp_path / "results" / "lm-eval-gsm8k_cot-step-000000.samples.jsonl"
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(samples) == 2 * 4
+    modes = {"strict-match": "strict", "flexible-extract": "flex"}
+    examples = {e.example_id: e for e in build_task(make_spec("gsm8k_cot", data)).examples("held_out")}  # type: ignore[arg-type]
+    for sample in samples:
+        task = build_task(make_spec("gsm8k_cot", data, mode=modes[sample["filter"]]))
+        outcome = task.verify(examples[sample["doc"]["example_id"]], sample["resps"][0][0])
+        assert outcome.is_correct is (sample["exact_match"] == 1.0)
