@@ -79,7 +79,9 @@ def test_equal_protocols_give_a_difference() -> None:
 def test_another_protocol_gives_the_fields_instead(changes: dict[str, Any], differing: str) -> None:
     for comparison in compare_with_references(MODEL, make_result(**changes)):
         assert (comparison.delta_points, comparison.differing) == (None, (differing,))
-        assert f"not compared with the published {comparison.baseline.value_pct:.2f} %" in comparison.describe()
+        assert (
+            f"not compared with the published {comparison.baseline.value_pct:.2f} %" in comparison.describe()
+        )
         assert comparison.describe().endswith(differing)
 
 
@@ -89,7 +91,12 @@ def test_instructions_are_compared_by_the_prompts_that_were_asked() -> None:
         for name in ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc")
     }
     result = make_result(
-        task="ifeval", task_version="4.0", num_examples=541, num_fewshot=0, max_reply_tokens=4096, metrics=metrics
+        task="ifeval",
+        task_version="4.0",
+        num_examples=541,
+        num_fewshot=0,
+        max_reply_tokens=4096,
+        metrics=metrics,
     )
     # 50 - 21.26 and 50 - 32.85; nothing is published for the loose ones.
     found = [comparison.delta_points for comparison in compare_with_references(MODEL, result)]

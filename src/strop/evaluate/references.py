@@ -1,4 +1,4 @@
-"""A score beside the published one of the same model: a difference where the protocol is the same, else why not.
+"""A score beside the published one of the same model: a difference for the same protocol, else why not.
 
 The release of the harness is not part of the protocol, the harness's version of its task is: it is raised
 when prompts or verdicts change. Engine, number format and machine are not part of it either; they are

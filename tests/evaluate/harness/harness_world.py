@@ -57,11 +57,13 @@ def mbpp_row(task_id: int, name: str, factor: int) -> Row:
 
 
 def humaneval_row(number: int, name: str, summand: int) -> Row:
+    doc = f'    """Add {summand}.\n    >>> {name}(1)\n    {1 + summand}\n    """\n'
+    checks = f"    assert candidate(1) == {1 + summand}\n    assert candidate(-5) == {summand - 5}\n"
     return {
         "task_id": f"Own/{number}",
-        "prompt": f'\n\ndef {name}(x: int) -> int:\n    """Add {summand}.\n    >>> {name}(1)\n    {1 + summand}\n    """\n',
+        "prompt": f"\n\ndef {name}(x: int) -> int:\n{doc}",
         "canonical_solution": f"    return x + {summand}\n",
-        "test": f"\ndef check(candidate):\n    assert candidate(1) == {1 + summand}\n    assert candidate(-5) == {summand - 5}\n",
+        "test": f"\ndef check(candidate):\n{checks}",
         "entry_point": name,
     }
 
@@ -209,9 +211,7 @@ class RecordedRun:
 
     def verdicts(self, metric: str, filter_name: str = "none") -> dict[str, Any]:
         """Return the harness's verdict of each example."""
-        return {
-            row["doc"]["example_id"]: row[metric] for row in self.samples if row["filter"] == filter_name
-        }
+        return {row["doc"]["example_id"]: row[metric] for row in self.samples if row["filter"] == filter_name}
 
     @property
     def replies(self) -> dict[str, str]:
@@ -256,4 +256,6 @@ def run_recorded(folder: Path, model_path: Path, python: Path) -> dict[tuple[str
 
 def _read(job: HarnessJob, work_dir: Path, names: list[str]) -> RecordedRun:
     output = read_output(job, work_dir / "out", names, "d")
-    return RecordedRun(job=job, output=output, samples=[json.loads(line) for line in output.samples.splitlines()])
+    return RecordedRun(
+        job=job, output=output, samples=[json.loads(line) for line in output.samples.splitlines()]
+    )

@@ -140,10 +140,13 @@ def test_p1_aime(name: str, runs: Mapping[tuple[str, int], RecordedRun]) -> None
     assert disagreements(run, run.verdicts("exact_match"), task_judge(run), reasons) == {}
 
 
-@pytest.mark.parametrize(("name", "metric", "filter_name"), [
-    ("mbpp", "pass_at_1", "none"),
-    ("humaneval", "pass@1", "create_test"),
-])
+@pytest.mark.parametrize(
+    ("name", "metric", "filter_name"),
+    [
+        ("mbpp", "pass_at_1", "none"),
+        ("humaneval", "pass@1", "create_test"),
+    ],
+)
 def test_p1_code(
     name: str, metric: str, filter_name: str, runs: Mapping[tuple[str, int], RecordedRun]
 ) -> None:

@@ -88,8 +88,10 @@ def ensure_environment(environment: HarnessEnvironment, *, say: Callable[[str], 
     with FileLock(environment.path.with_name(f"{environment.name}.lock")):
         if environment.is_ready():
             return environment.python
-        say(f"making the environment of {environment.name} in {environment.path}; it takes"
-            " some minutes and about 2 GB")
+        say(
+            f"making the environment of {environment.name} in {environment.path}; it takes"
+            " some minutes and about 2 GB"
+        )
         shutil.rmtree(environment.path, ignore_errors=True)
         _run([sys.executable, "-m", "venv", str(environment.path)], environment)
         for requirements in environment.pip_steps:

@@ -225,7 +225,9 @@ def pool_metrics(parts: Sequence[HarnessPart]) -> dict[str, HarnessMetric]:
         found = [(part.num_examples, part.metrics[name]) for part in parts]
         value = math.fsum(count * metric.value for count, metric in found) / total
         # (n - 1) * (the sample's variance), from a standard error s / sqrt(n).
-        squares = [(count - 1) * count * metric.stderr**2 for count, metric in found if metric.stderr is not None]
+        squares = [
+            (count - 1) * count * metric.stderr**2 for count, metric in found if metric.stderr is not None
+        ]
         is_known = len(squares) == len(parts) and total > len(parts)
         stderr = math.sqrt(math.fsum(squares) / (total - len(parts)) / total) if is_known else None
         pooled[name] = HarnessMetric(value=value, stderr=stderr)

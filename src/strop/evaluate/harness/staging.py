@@ -23,7 +23,7 @@ _PUNKT_IDS = frozenset({"length_constraints:number_sentences", "change_case:capi
 _CLOSED_PORT = "http://127.0.0.1:9"
 # The metric `code_eval` of the package evaluate is fetched from a hub; a folder of its name in the current
 # folder comes first. Relative imports of such a module are found beside it.
-_CODE_EVAL = '''
+_CODE_EVAL = """
 import datasets
 import evaluate
 
@@ -47,7 +47,7 @@ class ProgramsPass(evaluate.Metric):
         counts = [count_passes(programs, test) for programs, test in zip(predictions, references)]
         fractions = [count / len(programs) for count, programs in zip(counts, predictions)]
         return {"pass@1": sum(fractions) / len(fractions)}, {}
-'''
+"""
 
 
 def local_name(part: str) -> str:
