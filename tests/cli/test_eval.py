@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -71,6 +72,7 @@ def test_usage_that_cannot_work_is_refused(
         (("--harness", "helm", "--task", "gsm8k"), "--harness takes lm-eval, not helm"),
         (("--harness", "lm-eval", "--task", "arithmetic"), "lm-eval with task arithmetic. Allowed: gsm8k,"),
         (("--harness", "lm-eval", "--task", "gsm8k", "--samples", "2"), "lm-eval with samples, pass@k,"),
+        (("--harness", "lm-eval", "--task", "humaneval"), "Allowed: such a task with --confirm-run-unsafe"),
     ],
 )
 def test_what_the_harness_does_not_take_is_refused(
@@ -79,6 +81,26 @@ def test_what_the_harness_does_not_take_is_refused(
     ended = run("eval", tiny_model_dir, *ASK, *words)
     assert (ended.code, ended.out) == (2, "")
     assert message in " ".join(ended.err.replace("│", " ").split())
+
+
+def test_a_score_of_our_own_task_is_not_compared_with_a_published_one(
+    run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    model = folder / "Qwen" / "Qwen3-1.7B-Base"
+    model.parent.mkdir()
+    shutil.copytree(tiny_model_dir, model)
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(6)]
+    for split, part in (("train", rows[:4]), ("test", rows[4:])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    words = ("--task", "gsm8k", *ASK, f"source={folder}", "max_reply_tokens=8", "--json")
+    said = run("eval", model, *words).err
+    assert (
+        "gsm8k_cot flexible-extract: not compared with the published 73.09 % ± 1.22: harness_task is" in said
+    )
+    assert "max_reply_tokens is 8 here and 1024 there; num_examples is 2 here and 1319 there" in said
+    assert "--harness lm-eval --task gsm8k_cot`" in said
+    # Of another model nothing is known.
+    assert "published" not in run("eval", tiny_model_dir, *words).err
 
 
 def test_one_invalid_result_of_several_fails_the_command(
