@@ -134,7 +134,7 @@ def write_data(folder: Path) -> dict[str, Path]:
         },
         "aime": {"test": [{"Problem": f"What is {n} + 0?", "Answer": n} for n in (25, 7, 999, 100, 0)]},
         "humaneval": {"test": [humaneval_row(n, f"add{n}", n) for n in range(2, 9)]},
-        "ifeval": {"test": [ifeval_row(1000 + n, calls) for n, calls in enumerate(6 * IFEVAL_CALLS)]},
+        "ifeval": {"test": [ifeval_row(1000 + n, calls) for n, calls in enumerate([*IFEVAL_CALLS] * 6)]},
     }
     found = {}
     for task, parts in splits.items():

@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 
 
 @register_model("recorded")
-class RecordedModel(LM):
+class RecordedModel(LM):  # type: ignore[misc]  # lm-eval ships no types
     """Says the reply of each example."""
 
     def __init__(self, path: str, **_: Any) -> None:
