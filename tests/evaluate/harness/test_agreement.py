@@ -127,7 +127,8 @@ def test_p1_minerva_math(runs: Mapping[tuple[str, int], RecordedRun]) -> None:
     assert disagreements(run, theirs, judge, {}) == {}
     # strop's own verdict finds answers where math-verify looks for LaTeX only.
     reasons: Reasons = {"a bare formula is an answer": lambda reply: reply.startswith("I think")}
-    assert disagreements(run, theirs, task_judge(run), reasons) == {}
+    found = disagreements(run, theirs, task_judge(run), reasons)
+    assert found == {"a bare formula is an answer": 1}
 
 
 @pytest.mark.parametrize("name", ["aime24", "aime25"])
@@ -137,27 +138,36 @@ def test_p1_aime(name: str, runs: Mapping[tuple[str, int], RecordedRun]) -> None
         # The harness compares the whole reply where it sees no formula.
         "a number in a sentence is an answer": lambda reply: reply.startswith("I think"),
     }
-    assert disagreements(run, run.verdicts("exact_match"), task_judge(run), reasons) == {}
+    found = disagreements(run, run.verdicts("exact_match"), task_judge(run), reasons)
+    assert found == {"a number in a sentence is an answer": 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "metric", "filter_name"),
+    ("name", "metric", "filter_name", "differing"),
     [
-        ("mbpp", "pass_at_1", "none"),
-        ("humaneval", "pass@1", "create_test"),
+        ("mbpp", "pass_at_1", "none", {"strop takes code out of a fence": 1}),
+        (
+            *("humaneval", "pass@1", "create_test"),
+            {"strop takes code out of a fence": 1, "[DONE] ends code in strop": 1},
+        ),
     ],
 )
 def test_p1_code(
-    name: str, metric: str, filter_name: str, runs: Mapping[tuple[str, int], RecordedRun]
+    name: str,
+    metric: str,
+    filter_name: str,
+    differing: Mapping[str, int],
+    runs: Mapping[tuple[str, int], RecordedRun],
 ) -> None:
     run = pinned(runs, name)
     theirs = run.verdicts(metric, filter_name)
     assert 0 < sum(theirs.values()) < len(theirs)
+    # The harness runs the reply as it stands, but for its stop strings: neither mark is Python.
     reasons: Reasons = {
-        # The harness runs the reply as it stands, and a fence is no Python.
         "strop takes code out of a fence": lambda reply: "```" in reply,
+        "[DONE] ends code in strop": lambda reply: "[DONE]" in reply,
     }
-    assert disagreements(run, theirs, task_judge(run), reasons) == {"strop takes code out of a fence": 1}
+    assert disagreements(run, theirs, task_judge(run), reasons) == differing
 
 
 @pytest.mark.parametrize("strictness", ["strict", "loose"])
