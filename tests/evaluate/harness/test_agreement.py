@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from strop.cli import main
-from strop.evaluate.harness import LM_EVAL, PROTOCOLS, ensure_environment
+from strop.evaluate.harness import LM_EVAL, PROTOCOLS
 from strop.rollout import Example
 from strop.tasks import build_task
 from strop.tasks.mathematics.equivalence import harness_math_verify
-from tests.conftest import require_system_part
 from tests.evaluate.harness.harness_world import RecordedRun, make_spec, run_recorded, write_data
 from tests.fixtures.tiny_model import tiny_model
 
@@ -29,8 +28,13 @@ Reasons = Mapping[str, Callable[[str], bool]]
 
 @pytest.fixture(scope="module")
 def harness_python() -> Path:
-    require_system_part("lm-eval 0.4.13 (`strop eval --harness lm-eval` makes it)", LM_EVAL.is_ready())
-    return ensure_environment(LM_EVAL, say=print)
+    # Two gigabytes in the user's cache that no test makes by itself, in CI neither.
+    if not LM_EVAL.is_ready():
+        pytest.skip(
+            "lm-eval has no environment here. Allowed: a machine where it was used once. Next: run `strop"
+            " eval MODEL --harness lm-eval --task gsm8k_cot --split held_out --limit 1`."
+        )
+    return LM_EVAL.python
 
 
 @pytest.fixture(scope="module")
