@@ -144,104 +144,120 @@ _IFEVAL_ARGUMENTS = (
     *("num_sentences", "num_words", "postscript_marker", "prompt_to_repeat", "relation", "section_spliter"),
 )
 
+
 # Numbers of shown examples are the harness's default for gsm8k, and those of the published baselines for the
 # rest. The harness's default budget of 256 tokens cut 13 % of the answers (EVA-2).
+def _number_protocols() -> tuple[HarnessProtocol, ...]:
+    return (
+        HarnessProtocol(
+            task="gsm8k",
+            files={"gsm8k": "gsm8k/gsm8k.yaml"},
+            own_task="gsm8k",
+            num_fewshot=5,
+            draws_shown=True,
+            max_reply_tokens=1024,
+            row=_gsm8k_row,
+            prompt=lambda example: f"Question: {example.fields['question']}\nAnswer:",
+        ),
+        HarnessProtocol(
+            task="gsm8k_cot",
+            files={"gsm8k_cot": "gsm8k/gsm8k-cot.yaml"},
+            own_task="gsm8k",
+            num_fewshot=4,
+            max_reply_tokens=1024,
+            row=_gsm8k_row,
+            prompt=lambda example: f"Q: {example.fields['question']}\nA:",
+        ),
+        HarnessProtocol(
+            task="aime24",
+            files={"aime24": "aime/aime24.yaml"},
+            own_task="aime",
+            own_words=('task.year="2024"',),
+            num_fewshot=0,
+            max_reply_tokens=32768,
+            row=lambda example: {"Problem": example.fields["problem"], "Answer": example.answer},
+            prompt=lambda example: f"Question: {example.fields['problem']}\nAnswer:",
+        ),
+        HarnessProtocol(
+            task="aime25",
+            files={"aime25": "aime/aime25.yaml"},
+            own_task="aime",
+            own_words=('task.year="2025"',),
+            num_fewshot=0,
+            max_reply_tokens=32768,
+            row=lambda example: {"problem": example.fields["problem"], "answer": example.answer},
+            prompt=lambda example: f"Question: {example.fields['problem']}\nAnswer:",
+        ),
+    )
+
+
+def _formula_protocols() -> tuple[HarnessProtocol, ...]:
+    return (
+        HarnessProtocol(
+            task="minerva_math",
+            files=_math_files("minerva_math"),
+            own_task="math",
+            num_fewshot=4,
+            max_reply_tokens=2048,
+            row=_math_row,
+            prompt=lambda example: f"Problem:\n{example.fields['problem']}\n\nSolution:",
+            part_of=_math_part("minerva_math"),
+        ),
+        HarnessProtocol(
+            task="hendrycks_math",
+            files=_math_files("hendrycks_math"),
+            own_task="math",
+            num_fewshot=4,
+            draws_shown=True,
+            max_reply_tokens=2048,
+            row=_math_row,
+            prompt=lambda example: f"Problem: {example.fields['problem']}\nAnswer:",
+            part_of=_math_part("hendrycks_math"),
+        ),
+    )
+
+
+def _checked_protocols() -> tuple[HarnessProtocol, ...]:
+    return (
+        HarnessProtocol(
+            task="mbpp",
+            files={"mbpp": "mbpp/mbpp.yaml"},
+            own_task="mbpp",
+            num_fewshot=3,
+            max_reply_tokens=512,
+            row=_mbpp_row,
+            prompt=_mbpp_prompt,
+            runs_code=True,
+        ),
+        HarnessProtocol(
+            task="humaneval",
+            files={"humaneval": "humaneval/humaneval.yaml"},
+            own_task="humaneval",
+            num_fewshot=0,
+            max_reply_tokens=1024,
+            row=_humaneval_row,
+            prompt=lambda example: str(example.fields["prompt"]),
+            runs_code=True,
+        ),
+        HarnessProtocol(
+            task="ifeval",
+            files={"ifeval": "ifeval/ifeval.yaml"},
+            own_task="ifeval",
+            num_fewshot=0,
+            max_reply_tokens=4096,
+            row=_ifeval_row,
+            prompt=lambda example: str(example.fields["prompt"]),
+        ),
+    )
+
+
 PROTOCOLS: Mapping[str, HarnessProtocol] = MappingProxyType(
     {
         protocol.task: protocol
-        for protocol in (
-            HarnessProtocol(
-                task="gsm8k",
-                files={"gsm8k": "gsm8k/gsm8k.yaml"},
-                own_task="gsm8k",
-                num_fewshot=5,
-                draws_shown=True,
-                max_reply_tokens=1024,
-                row=_gsm8k_row,
-                prompt=lambda example: f"Question: {example.fields['question']}\nAnswer:",
-            ),
-            HarnessProtocol(
-                task="gsm8k_cot",
-                files={"gsm8k_cot": "gsm8k/gsm8k-cot.yaml"},
-                own_task="gsm8k",
-                num_fewshot=4,
-                max_reply_tokens=1024,
-                row=_gsm8k_row,
-                prompt=lambda example: f"Q: {example.fields['question']}\nA:",
-            ),
-            HarnessProtocol(
-                task="minerva_math",
-                files=_math_files("minerva_math"),
-                own_task="math",
-                num_fewshot=4,
-                max_reply_tokens=2048,
-                row=_math_row,
-                prompt=lambda example: f"Problem:\n{example.fields['problem']}\n\nSolution:",
-                part_of=_math_part("minerva_math"),
-            ),
-            HarnessProtocol(
-                task="hendrycks_math",
-                files=_math_files("hendrycks_math"),
-                own_task="math",
-                num_fewshot=4,
-                draws_shown=True,
-                max_reply_tokens=2048,
-                row=_math_row,
-                prompt=lambda example: f"Problem: {example.fields['problem']}\nAnswer:",
-                part_of=_math_part("hendrycks_math"),
-            ),
-            HarnessProtocol(
-                task="aime24",
-                files={"aime24": "aime/aime24.yaml"},
-                own_task="aime",
-                own_words=('task.year="2024"',),
-                num_fewshot=0,
-                max_reply_tokens=32768,
-                row=lambda example: {"Problem": example.fields["problem"], "Answer": example.answer},
-                prompt=lambda example: f"Question: {example.fields['problem']}\nAnswer:",
-            ),
-            HarnessProtocol(
-                task="aime25",
-                files={"aime25": "aime/aime25.yaml"},
-                own_task="aime",
-                own_words=('task.year="2025"',),
-                num_fewshot=0,
-                max_reply_tokens=32768,
-                row=lambda example: {"problem": example.fields["problem"], "answer": example.answer},
-                prompt=lambda example: f"Question: {example.fields['problem']}\nAnswer:",
-            ),
-            HarnessProtocol(
-                task="mbpp",
-                files={"mbpp": "mbpp/mbpp.yaml"},
-                own_task="mbpp",
-                num_fewshot=3,
-                max_reply_tokens=512,
-                row=_mbpp_row,
-                prompt=_mbpp_prompt,
-                runs_code=True,
-            ),
-            HarnessProtocol(
-                task="humaneval",
-                files={"humaneval": "humaneval/humaneval.yaml"},
-                own_task="humaneval",
-                num_fewshot=0,
-                max_reply_tokens=1024,
-                row=_humaneval_row,
-                prompt=lambda example: str(example.fields["prompt"]),
-                runs_code=True,
-            ),
-            HarnessProtocol(
-                task="ifeval",
-                files={"ifeval": "ifeval/ifeval.yaml"},
-                own_task="ifeval",
-                num_fewshot=0,
-                max_reply_tokens=4096,
-                row=_ifeval_row,
-                prompt=lambda example: str(example.fields["prompt"]),
-            ),
-        )
+        for protocol in (*_number_protocols(), *_formula_protocols(), *_checked_protocols())
     }
 )
+"""By the harness's name."""
 
 
 def find_protocol(name: str) -> HarnessProtocol:
