@@ -7,16 +7,21 @@ P3: `strop eval --harness lm-eval` from end to end. Rows and replies are of thes
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.cli import main
+from strop.engine import Completion, GenerationRequest
 from strop.evaluate.harness import LM_EVAL, PROTOCOLS
-from strop.rollout import Example
+from strop.launch.inference import open_model, read_asking, serve_model
+from strop.rollout import Example, FinishReason, Sampling, Split
 from strop.tasks import build_task
 from strop.tasks.mathematics.equivalence import harness_math_verify
 from tests.evaluate.harness.harness_world import RecordedRun, make_spec, run_recorded, write_data
@@ -195,27 +200,73 @@ def test_a_group_has_the_mean_over_all_its_examples(
     assert (result.num_examples, result.task_version) == (19, "3.1")
 
 
-def test_p3_from_end_to_end_and_judged_again(
-    tmp_path: Path,
-    small_model: Path,
-    harness_python: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    data = write_data(tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STROP_OFFLINE", "1")
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What `strop eval --harness lm-eval` left behind, with the model's own replies."""
+
+    data: Mapping[str, Path]
+    result: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory, small_model: Path, harness_python: Path) -> Generated:
+    folder = tmp_path_factory.mktemp("generated")
+    data = write_data(folder / "data")
     words = ["eval", str(small_model), "--harness", "lm-eval", "--task", "gsm8k_cot", "--split", "held_out"]
-    words += ["--limit", "4", "--out", "results", "--json", f"source={data['gsm8k']}", "model.dtype=float32"]
-    assert main(words) == 0
-    (result,) = json.loads(capsys.readouterr().out)
+    words += ["--limit", "4", "--out", str(folder), f"source={data['gsm8k']}", "model.dtype=float32"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STROP_OFFLINE", "1")
+        assert main(words) == 0
+    stem = folder / "lm-eval-gsm8k_cot-step-000000"
+    lines = stem.with_suffix(".samples.jsonl").read_text().splitlines()
+    return Generated(
+        data=data,
+        result=json.loads(stem.with_suffix(".json").read_text()),
+        samples=[json.loads(line) for line in lines],
+    )
+
+
+def test_p3_from_end_to_end_and_judged_again(generated: Generated) -> None:
+    result = generated.result
     assert (result["num_examples"], result["num_fewshot"], result["max_reply_tokens"]) == (4, 4, 1024)
-    path = tmp_path / "results" / "lm-eval-gsm8k_cot-step-000000.samples.jsonl"
-    samples = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(samples) == 2 * 4
+    assert result["stops"] == ["Q:", "</s>", "<|im_end|>"]
+    assert len(generated.samples) == 2 * 4
     modes = {"strict-match": "strict", "flexible-extract": "flex"}
-    examples = {e.example_id: e for e in build_task(make_spec("gsm8k_cot", data)).examples("held_out")}  # type: ignore[arg-type]
-    for sample in samples:
-        task = build_task(make_spec("gsm8k_cot", data, mode=modes[sample["filter"]]))
-        outcome = task.verify(examples[sample["doc"]["example_id"]], sample["resps"][0][0])
+    for sample in generated.samples:
+        task = build_task(make_spec("gsm8k_cot", generated.data, mode=modes[sample["filter"]]))
+        (example,) = (
+            example
+            for example in task.examples(Split.HELD_OUT)
+            if example.example_id == sample["doc"]["example_id"]
+        )
+        outcome = task.verify(example, sample["resps"][0][0])
         assert outcome.is_correct is (sample["exact_match"] == 1.0)
+
+
+def test_p3_our_engine_gives_the_same_replies(generated: Generated, small_model: Path) -> None:
+    """Same weights, prompts, stops and budget, greedy, in float32."""
+    asking = read_asking(
+        "gsm8k", [f"source={generated.data['gsm8k']}", "model.dtype=float32"], Split.HELD_OUT
+    )
+    said = {row["arguments"]["gen_args_0"]["arg_0"]: row["resps"][0][0] for row in generated.samples}
+
+    async def ask(prompts: Sequence[str]) -> list[Completion]:
+        async with serve_model(asking.spec, open_model(str(small_model))) as (engine, tokenizer):
+            requests = [
+                GenerationRequest(
+                    prompt_ids=tokenizer.encode(prompt),
+                    seed=0,
+                    sampling=Sampling(temperature=0.0),
+                    max_tokens=generated.result["max_reply_tokens"],
+                    stop_token_ids=tokenizer.stop_token_ids,
+                    stop_strings=tuple(generated.result["stops"]),
+                )
+                for prompt in prompts
+            ]
+            return list(await asyncio.gather(*map(engine.generate, requests)))
+
+    replies = asyncio.run(ask(list(said)))
+    assert {prompt: reply.text for prompt, reply in zip(said, replies, strict=True)} == said
+    num_cut = sum(reply.finish_reason is FinishReason.LENGTH for reply in replies)
+    assert num_cut / len(replies) == generated.result["truncated_frac"]
