@@ -72,6 +72,10 @@ def test_usage_that_cannot_work_is_refused(
         (("--harness", "helm", "--task", "gsm8k"), "--harness takes lm-eval, not helm"),
         (("--harness", "lm-eval", "--task", "arithmetic"), "lm-eval with task arithmetic. Allowed: gsm8k,"),
         (("--harness", "lm-eval", "--task", "gsm8k", "--samples", "2"), "lm-eval with samples, pass@k,"),
+        (
+            ("--harness", "lm-eval", "--task", "gsm8k,minerva_math", "source=x"),
+            "source=x does not say which of the 2 tasks it is for. Allowed: gsm8k.source=... or math.source=",
+        ),
         (("--harness", "lm-eval", "--task", "humaneval"), "Allowed: such a task with --confirm-run-unsafe"),
     ],
 )

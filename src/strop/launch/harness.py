@@ -19,7 +19,7 @@ from strop.evaluate.harness import (
     run_harness,
 )
 from strop.launch.evaluation import EVALS_ROOT, EvalWish
-from strop.launch.inference import OpenedModel, read_asking, read_trained_ids
+from strop.launch.inference import OpenedModel, read_askings, read_trained_ids
 from strop.policy.footprint import read_model_size
 from strop.rollout import Split
 from strop.tasks import build_task
@@ -37,7 +37,8 @@ def evaluate_by_harness(
 ) -> list[HarnessResult]:
     """Run lm-eval on tasks by the harness's names; its environment is made on first use.
 
-    `may_run_code`: the user accepts that the harness runs what the model wrote in no sandbox.
+    `words` are settings of our tasks behind them, as `read_askings` takes them. `may_run_code`: the user
+    accepts that the harness runs what the model wrote in no sandbox.
     Raises: ConfigError for what the pinned protocol does not take, and for code that nobody accepted;
         CheckRefused if the examples were trained on, or the model is too small; StoreError if the
         environment cannot be made; EngineError if the harness fails.
@@ -50,13 +51,16 @@ def evaluate_by_harness(
                 next_step="leave them out, or leave --harness out",
             )
         )
+    protocols = [find_protocol(name) for name in names]
+    for protocol in protocols:
+        refuse_unconfirmed_code(protocol, is_confirmed=may_run_code)
+    own_tasks = list(dict.fromkeys(protocol.own_task for protocol in protocols))
+    askings = dict(zip(own_tasks, read_askings(own_tasks, words, split), strict=True))
     jobs = []
     trained_ids = read_trained_ids(model.run_path)
-    for name in names:
-        protocol = find_protocol(name)
-        refuse_unconfirmed_code(protocol, is_confirmed=may_run_code)
-        asking = read_asking(protocol.own_task, [*words, *protocol.own_words], split)
-        task = build_task(asking.spec.task)
+    for protocol in protocols:
+        asking = askings[protocol.own_task]
+        task = build_task(asking.spec.task.model_copy(update=dict(protocol.own_settings)))
         refuse_trained(task, split, task.examples(split), trained_ids)
         jobs.append(
             HarnessJob(

@@ -150,11 +150,12 @@ def write_data(folder: Path) -> dict[str, Path]:
 def make_spec(name: str, data: Mapping[str, Path], **settings: str) -> TaskSpec:
     """Return the section of the task behind one of the harness's, on our data."""
     protocol = PROTOCOLS[name]
-    words = [f"task.source={data[protocol.own_task]}", *protocol.own_words]
+    words = [f"task.source={data[protocol.own_task]}"]
     if protocol.runs_code:
         words.append(f"task.min_isolation={best_level()}")
     words += [f"task.{key}={value}" for key, value in settings.items()]
-    return read_asking(protocol.own_task, words, Split.HELD_OUT).spec.task
+    spec = read_asking(protocol.own_task, words, Split.HELD_OUT).spec.task
+    return spec.model_copy(update=dict(protocol.own_settings))
 
 
 def make_job(name: str, data: Mapping[str, Path], model_path: Path, **changes: Any) -> HarnessJob:

@@ -12,7 +12,7 @@ log-likelihood tasks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -30,8 +30,8 @@ class HarnessProtocol:
     """The harness's task files, by the names of its tasks: one, or those of a group."""
     own_task: str
     """The task of ours that has the examples."""
-    own_words: tuple[str, ...] = ()
-    """Settings of our task that belong to the protocol."""
+    own_settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings of our task that belong to the protocol, whatever the user set."""
     num_fewshot: int
     draws_shown: bool = False
     """Whether the shown examples are drawn from the training split; else the task file has them."""
@@ -172,7 +172,7 @@ def _number_protocols() -> tuple[HarnessProtocol, ...]:
             task="aime24",
             files={"aime24": "aime/aime24.yaml"},
             own_task="aime",
-            own_words=('task.year="2024"',),
+            own_settings={"year": "2024"},
             num_fewshot=0,
             max_reply_tokens=32768,
             row=lambda example: {"Problem": example.fields["problem"], "Answer": example.answer},
@@ -182,7 +182,7 @@ def _number_protocols() -> tuple[HarnessProtocol, ...]:
             task="aime25",
             files={"aime25": "aime/aime25.yaml"},
             own_task="aime",
-            own_words=('task.year="2025"',),
+            own_settings={"year": "2025"},
             num_fewshot=0,
             max_reply_tokens=32768,
             row=lambda example: {"problem": example.fields["problem"], "answer": example.answer},
