@@ -93,7 +93,7 @@ def test_rows_of_other_sources_and_without_gold_are_counted(tmp_path: Path) -> N
     assert [len(task.examples(split)) for split in Split] == [4, 1]
     assert isinstance(task, Counted)
     # Two training rows and one held-out row are of source b.
-    assert task.left_out == {"of other sources": 3, "without gold": 1}
+    assert task.counts == {"rows left out, of other sources": 3, "rows left out, without gold": 1}
 
 
 @pytest.mark.parametrize(

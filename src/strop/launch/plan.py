@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 from strop.algorithm import Aggregation, build_algorithm
-from strop.errors import DataError, RemoteMissing, explain_refusal
 from strop.hardware import Calibration, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.launch.estimate import (
     Assumption,
@@ -27,19 +26,17 @@ from strop.launch.estimate import (
     list_assumptions,
     split_memory,
 )
+from strop.launch.local_data import read_task_offline, training_examples_here
 from strop.launch.locate import find_model
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize, read_model_size
 from strop.rollout import Example, Split
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
-from strop.spec.task import MixtureSpec, TaskSpec
 from strop.store import follow_store
-from strop.store.data_files import only_local_data
 from strop.store.model_files import check_model_dir
 from strop.tasks import (
     PromptFormat,
     Task,
-    build_task,
     describe_counts,
     limits_of,
     render_prompt,
@@ -221,7 +218,7 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
     else:
         check_model_dir(model_path)
         size = read_model_size(model_path)
-    task, missing = _build_offline(spec)
+    task, missing = read_task_offline(spec.task)
     train = held_out = None
     if missing:
         unknown.append(
@@ -229,7 +226,7 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
             f" {' and '.join(missing)}, or task.source names a local copy"
         )
     else:
-        train = _training_examples(task) if spec.train.has_rl else None
+        train = training_examples_here(task) if spec.train.has_rl else None
         held_out = task.examples(Split.HELD_OUT)
     demonstrations = _find_demonstrations(spec, task, model_path)
     if spec.train.has_sft and demonstrations is None and model_path is not None:
@@ -257,48 +254,6 @@ def _imitated_positions(spec: RunSpec, known: _Known) -> int:
     if spec.train.has_sft and known.demonstrations is None:
         return spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
     return count_imitated_positions(spec, known.demonstrations)
-
-
-def _build_offline(spec: RunSpec) -> tuple[Task, tuple[str, ...]]:
-    """Build the task and read its examples from this disk alone; return what of them is not here.
-
-    Raises: DataError if what is here is malformed; ConfigError as the task does.
-    """
-    task, missing = _read_offline(spec.task)
-    if missing and isinstance(spec.task, MixtureSpec):
-        # Reading ends at the first part that lacks something; each is asked what else is missing.
-        parts = [_read_offline(part.task)[1] for part in spec.task.read_parts().values()]
-        missing = tuple(dict.fromkeys(name for names in parts for name in names))
-    return task, missing
-
-
-def _read_offline(section: TaskSpec) -> tuple[Task, tuple[str, ...]]:
-    task = build_task(section)
-    with only_local_data() as missing:
-        try:
-            task.examples(Split.HELD_OUT)
-        except (DataError, RemoteMissing):
-            if not missing:
-                raise
-    return task, tuple(missing)
-
-
-def _training_examples(task: Task) -> Sequence[Example]:
-    """Return the training examples of a run that trains on its own replies to them.
-
-    Raises: DataError if the task is for evaluation only.
-    """
-    with only_local_data():
-        found = task.examples(Split.TRAIN)
-    if not found:
-        raise DataError(
-            explain_refusal(
-                f"task {task.name} has no training examples",
-                allowed="a task with examples to train on; this one is for evaluation only",
-                next_step="train on another task, and name this one in `strop eval`",
-            )
-        )
-    return found
 
 
 def _output_path(spec: RunSpec) -> Path:
