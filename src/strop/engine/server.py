@@ -92,9 +92,11 @@ class KeyGuard:
 class EngineDesk:
     """Answers in wire form for one engine, and remembers what it serves."""
 
-    def __init__(self, engine: Engine, *, model_digest: str) -> None:
+    def __init__(self, engine: Engine, *, model_digest: str, version: int = 0) -> None:
         self._engine = engine
-        self._health = HealthForm(pid=os.getpid(), version=0, digest=model_digest, model_digest=model_digest)
+        self._health = HealthForm(
+            pid=os.getpid(), version=version, digest=model_digest, model_digest=model_digest
+        )
 
     async def generate(self, call: GenerateCall) -> GenerateAnswer:
         """Ask for all replies together; what became of one says nothing about the others."""
@@ -132,8 +134,8 @@ class EngineDesk:
         return ReplyForm(completion=CompletionForm.of(completion))
 
 
-def build_app(engine: Engine, *, key: str, model_digest: str) -> FastAPI:
-    """Build the web application around an engine.
+def build_app(engine: Engine, *, key: str, model_digest: str, version: int = 0) -> FastAPI:
+    """Build the web application around an engine that has loaded weights of a version.
 
     Raises: ConfigError if the server extra is not installed.
     """
@@ -141,7 +143,7 @@ def build_app(engine: Engine, *, key: str, model_digest: str) -> FastAPI:
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse
 
-    desk = EngineDesk(engine, model_digest=model_digest)
+    desk = EngineDesk(engine, model_digest=model_digest, version=version)
     # No pages about itself: they would be a second face that nobody guards.
     app = FastAPI(title="strop engine", openapi_url=None, docs_url=None, redoc_url=None)
     app.post("/v1/generate")(desk.generate)
@@ -190,7 +192,7 @@ def announce(listener: socket.socket, ready_path: Path) -> str:
     return url
 
 
-async def serve(engine: Engine, *, key: str, model_digest: str, ready_path: Path) -> None:
+async def serve(engine: Engine, *, key: str, model_digest: str, version: int = 0, ready_path: Path) -> None:
     """Serve an engine until SIGTERM or SIGINT.
 
     Raises: ConfigError if the server extra is not installed; StoreError if the ready file cannot be
@@ -199,7 +201,7 @@ async def serve(engine: Engine, *, key: str, model_digest: str, ready_path: Path
     require_server_part("uvicorn")
     import uvicorn
 
-    app = build_app(engine, key=key, model_digest=model_digest)
+    app = build_app(engine, key=key, model_digest=model_digest, version=version)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -237,6 +239,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--key-file", type=Path, required=True, help="mode 0600, holds the bearer key")
     parser.add_argument("--ready-file", type=Path, required=True, help="gets the address once it listens")
     parser.add_argument("--threads", type=int, required=True, help="compute threads, as many as the learner")
+    parser.add_argument("--version", type=int, default=0, help="of the weights in the model directory")
     parser.add_argument("--max-rows", type=int, help="replies decoded at the same time")
     return parser.parse_args(arguments)
 
@@ -255,8 +258,16 @@ async def _load_and_serve(options: argparse.Namespace) -> None:
     # Kernels split sums by thread, so the learner's count gives the learner's values.
     torch.set_num_threads(options.threads)
     model = LanguageModel.load(options.model, dtype=DTYPES[options.dtype], device=options.device)
-    engine = NativeEngine(model, Tokenizer.load(options.model), max_rows=options.max_rows)
-    await serve(engine, key=key, model_digest=weights_digest(model), ready_path=options.ready_file)
+    engine = NativeEngine(
+        model, Tokenizer.load(options.model), max_rows=options.max_rows, version=options.version
+    )
+    await serve(
+        engine,
+        key=key,
+        model_digest=weights_digest(model),
+        version=options.version,
+        ready_path=options.ready_file,
+    )
 
 
 def _bad_key(given: str) -> ConfigError:

@@ -1,14 +1,15 @@
 """Asking a model on this machine: finding it, serving it, and looking at what it says.
 
-The model is a checkpoint or run of strop's, or anything that `strop.store.get_model` takes. It is
-served by the native engine in this process. What a run trained on is read from the run itself, so
-that its training examples cannot be called held out (EVA-1).
+The model is a checkpoint or run of strop's, or anything that `strop.store.get_model` takes. It is served by
+the engine that `placement.kind` names, in this process or beside it. What a run trained on is read from the
+run itself, so that its training examples cannot be called held out (EVA-1).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from strop.tasks.judging import Judge, open_judge
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from strop.engine.native import NativeEngine
+    from strop.engine.contract import Engine
 
 MAX_PROMPT_REPLY_TOKENS = 256
 """For a prompt of the user's own, which has no task to limit its reply."""
@@ -278,19 +279,40 @@ async def hold_judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
 
 
 @asynccontextmanager
-async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[NativeEngine, Tokenizer]]:
-    """Load a model into an engine in this process, and close it afterwards."""
+async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[Engine, Tokenizer]]:
+    """Load a model into the engine that the spec asks for, and close it afterwards."""
+    set_threads(spec.placement.threads)
+    open_engine = _engine_apart if spec.placement.kind == "process" else _engine_here
+    async with open_engine(spec, model) as engine:
+        yield engine, Tokenizer.load(model.path)
+
+
+@asynccontextmanager
+async def _engine_here(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
     import torch
 
     from strop.engine.native import NativeEngine
     from strop.policy.language_model import DTYPES, LanguageModel
 
-    set_threads(spec.placement.threads)
-    tokenizer = Tokenizer.load(model.path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     language_model = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)
-    engine = NativeEngine(language_model, tokenizer, max_rows=spec.engine.max_rows, version=model.step)
+    engine = NativeEngine(
+        language_model, Tokenizer.load(model.path), max_rows=spec.engine.max_rows, version=model.step
+    )
     try:
-        yield engine, tokenizer
+        yield engine
     finally:
         await engine.close()
+
+
+@asynccontextmanager
+async def _engine_apart(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
+    from strop.cluster.engine_process import EngineProcess
+
+    with tempfile.TemporaryDirectory(prefix="strop-engine-") as work_dir:
+        process = EngineProcess(spec, model.path, Path(work_dir), version=model.step)
+        try:
+            process.launch()
+            yield await process.connect()
+        finally:
+            await process.stop()
