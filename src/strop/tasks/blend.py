@@ -19,7 +19,7 @@ from strop import __version__
 from strop.errors import DataError, StropError, explain_refusal
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split
 from strop.spec.task import BlendSpec
-from strop.tasks.contract import ModelJudged, Task, TaskLimits, limits_of
+from strop.tasks.contract import Task, TaskLimits, judge_digests_of, limits_of
 from strop.tasks.failures import catch_failure
 from strop.tasks.llm_judge.task import LlmJudge
 
@@ -98,12 +98,7 @@ class Blend:
     @property
     def judge_digests(self) -> Sequence[str]:
         """Those of all parts that a model judges."""
-        return [
-            digest
-            for part in self._parts
-            if isinstance(part.task, ModelJudged)
-            for digest in part.task.judge_digests
-        ]
+        return judge_digests_of(*(part.task for part in self._parts))
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of the part with the data.

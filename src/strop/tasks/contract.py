@@ -216,3 +216,8 @@ def describe_counts(task: Task) -> str:
     """
     counts = task.counts if isinstance(task, Counted) else {}
     return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+
+
+def judge_digests_of(*tasks: Task) -> list[str]:
+    """Return the hashes of all models that judge replies to these tasks."""
+    return [digest for task in tasks if isinstance(task, ModelJudged) for digest in task.judge_digests]

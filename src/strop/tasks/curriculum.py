@@ -25,6 +25,7 @@ from strop.tasks.contract import (
     ProgramForm,
     Task,
     TaskLimits,
+    judge_digests_of,
     limits_of,
     part_of,
     program_form_of,
@@ -90,6 +91,11 @@ class Curriculum:
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as the task does."""
         return self._task.render(example)
+
+    @property
+    def judge_digests(self) -> Sequence[str]:
+        """Those of the task that is ordered."""
+        return judge_digests_of(self._task)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the task does."""

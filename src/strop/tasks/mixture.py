@@ -22,6 +22,7 @@ from strop.tasks.contract import (
     ProgramForm,
     Task,
     TaskLimits,
+    judge_digests_of,
     limits_of,
     program_form_of,
     verify_quick,
@@ -75,6 +76,11 @@ class Mixture:
             for part in self._parts
         ]
         return hashlib.sha256("\n".join([self.name, self._spec.mode, *parts]).encode()).hexdigest()[:16]
+
+    @property
+    def judge_digests(self) -> Sequence[str]:
+        """Those of all parts that a model judges."""
+        return judge_digests_of(*(part.task for part in self._parts))
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of all parts, one part after the other.

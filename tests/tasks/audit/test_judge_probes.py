@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from strop.spec.task import ArithmeticSpec
+from strop.spec.task import ArithmeticSpec, BlendSpec, MixtureSpec, TaskSpec
 from strop.tasks import build_task
 from strop.tasks.audit import AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.tasks.audit.judge_probes import INJECTIONS
+from strop.tasks.contract import judge_digests_of
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
-from tests.fixtures.judged import judge_task
+from tests.fixtures.judged import judge_spec, judge_task
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,21 @@ def test_a_judge_that_repeats_what_it_reads_gives_no_score(tmp_path: Path) -> No
     assert result.status is ProbeStatus.FAIL
     assert result.detail == "replies that kept the judge from grading them"
     assert result.evidence[0].detail.startswith("judge_unparsable: ")
+
+
+def test_a_judge_is_attacked_inside_other_tasks_too(tmp_path: Path) -> None:
+    section = judge_spec(tmp_path, "http://127.0.0.1:1/v1").model_dump(
+        include={"name", "source", "judge_url", "judge_model", "judge_revision"}
+    )
+    sums = {"name": "arithmetic", "max_value": 4, "num_held_out": 2}
+    (digest,) = judge_digests_of(judge_task(tmp_path, "http://127.0.0.1:1/v1", rubric="quality"))
+    specs: list[tuple[list[str], TaskSpec]] = [
+        ([digest], MixtureSpec(name="mixture", parts={"sums": sums, "judge": section})),
+        ([digest], BlendSpec(name="blend", parts={"sums": sums, "judge": section})),
+        ([], MixtureSpec(name="mixture", parts={"sums": sums})),
+    ]
+    for judged, spec in specs:
+        assert judge_digests_of(build_task(spec)) == judged
 
 
 def test_other_tasks_are_not_attacked() -> None:
