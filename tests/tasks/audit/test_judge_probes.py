@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_judge_is_attacked_inside_other_tasks_too(tmp_path: Path) -> None:
     section = judge_spec(tmp_path, "http://127.0.0.1:1/v1").model_dump(
         include={"name", "source", "judge_url", "judge_model", "judge_revision"}
     )
-    sums = {"name": "arithmetic", "max_value": 4, "num_held_out": 2}
+    sums: dict[str, Any] = {"name": "arithmetic", "max_value": 4, "num_held_out": 2}
     (digest,) = judge_digests_of(judge_task(tmp_path, "http://127.0.0.1:1/v1", rubric="quality"))
     specs: list[tuple[list[str], TaskSpec]] = [
         ([digest], MixtureSpec(name="mixture", parts={"sums": sums, "judge": section})),
