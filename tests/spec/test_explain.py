@@ -56,15 +56,18 @@ def test_a_setting_in_a_run(run_path: str) -> None:
 def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
     known = explain("task.num_held_out")
     assert known.default == (
-        "arithmetic, reverse-text, reasoning-gym: 100; gsm8k, math, math500, deepscaler, aime, mmlu, mbpp,"
-        ' humaneval, apps, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge, sft-jsonl: "none"'
+        "arithmetic, reverse-text, reasoning-gym: 100; dummy: 4; gsm8k, math, math500, deepscaler, aime, mmlu,"
+        " mbpp, humaneval, apps, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge, sft-jsonl, rlvr-mixed:"
+        ' "none"'
     )
     assert explain("task.num_held_out", load_spec(run_path)).default == "100"
 
 
 def test_a_task_is_chosen_among_all() -> None:
     known = explain("task.name")
-    assert known.allowed.startswith("'arithmetic', 'reverse-text', 'reasoning-gym', 'gsm8k', 'math', ")
+    assert known.allowed.startswith(
+        "'arithmetic', 'dummy', 'reverse-text', 'reasoning-gym', 'gsm8k', 'math', "
+    )
     assert known.default == "required"
     assert "'gsm8k': Grade-school word problems" in known.description
 

@@ -58,6 +58,14 @@ class ArithmeticSpec(TaskSection):
         return self
 
 
+class DummySpec(TaskSection):
+    """One fixed question, over and over, to see that a run learns at all."""
+
+    name: Literal["dummy"] = Field(description="Which task: one fixed question.")
+    num_train: int = Field(default=64, ge=1, le=10**7, description="Copies to train on.")
+    num_held_out: int = Field(default=4, ge=1, le=10**7, description="Copies to evaluate on.")
+
+
 class ReverseTextSpec(TaskSection):
     """Write a short text backwards, letter by letter."""
 

@@ -113,3 +113,14 @@ class MmluSpec(FewShot, TrainingRows):
         description="Held-out questions of one subject, for example 'astronomy'; training rows name none."
         " none = all.",
     )
+
+
+class RlvrMixedSpec(_MathAnswer, TrainingRows):
+    """Grade-school, competition and instruction problems in one data set, for training."""
+
+    name: Literal["rlvr-mixed"] = Field(description="Which task: GSM, MATH and instructions mixed.")
+    source: str = Field(
+        default="allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",
+        min_length=1,
+        description=SOURCE_HELP.format("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints"),
+    )

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 from strop.spec.base import Section, SpecConflict
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.free_values import check_free_table
-from strop.spec.generated_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
+from strop.spec.generated_tasks import ArithmeticSpec, DummySpec, ReasoningGymSpec, ReverseTextSpec
 from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
 from strop.spec.judge_tasks import LlmJudgeSpec
 from strop.spec.math_tasks import (
@@ -19,12 +19,14 @@ from strop.spec.math_tasks import (
     Math500Spec,
     MathSpec,
     MmluSpec,
+    RlvrMixedSpec,
 )
 from strop.spec.sft_task import SftJsonlSpec
 from strop.spec.task_base import TaskSection
 
 PlainTask = (
     ArithmeticSpec
+    | DummySpec
     | ReverseTextSpec
     | ReasoningGymSpec
     | Gsm8kSpec
@@ -42,6 +44,7 @@ PlainTask = (
     | IfMultiSpec
     | LlmJudgeSpec
     | SftJsonlSpec
+    | RlvrMixedSpec
 )
 """A task that is not made of others."""
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from strop.spec.blend import BlendPart, BlendSpec
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
-from strop.spec.generated_tasks import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
+from strop.spec.generated_tasks import ArithmeticSpec, DummySpec, ReasoningGymSpec, ReverseTextSpec
 from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
 from strop.spec.judge_tasks import LlmJudgeSpec
 from strop.spec.math_tasks import (
@@ -21,6 +21,7 @@ from strop.spec.math_tasks import (
     Math500Spec,
     MathSpec,
     MmluSpec,
+    RlvrMixedSpec,
 )
 from strop.spec.mixture import MixturePart, MixtureSpec, PlainTask
 from strop.spec.sft_task import SftJsonlSpec
@@ -55,6 +56,7 @@ __all__ = [
     "BlendSpec",
     "BoxedMathSpec",
     "DeepscalerSpec",
+    "DummySpec",
     "Gsm8kSpec",
     "HumanEvalSpec",
     "IfBenchSpec",
@@ -71,6 +73,7 @@ __all__ = [
     "ReasoningGymSpec",
     "ReverseTextSpec",
     "RlvrIfevalSpec",
+    "RlvrMixedSpec",
     "RowTaskSpec",
     "SftJsonlSpec",
     "TaskSpec",

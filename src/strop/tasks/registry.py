@@ -15,6 +15,7 @@ from strop.spec.task import (
     BlendSpec,
     BoxedMathSpec,
     DeepscalerSpec,
+    DummySpec,
     Gsm8kSpec,
     HumanEvalSpec,
     IfBenchSpec,
@@ -29,6 +30,7 @@ from strop.spec.task import (
     ReasoningGymSpec,
     ReverseTextSpec,
     RlvrIfevalSpec,
+    RlvrMixedSpec,
     SftJsonlSpec,
     TaskSpec,
     judge_sections,
@@ -41,6 +43,7 @@ from strop.tasks.code.mbpp import Mbpp
 from strop.tasks.contract import Task
 from strop.tasks.curriculum import Curriculum
 from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated.dummy import Dummy
 from strop.tasks.generated.reasoning_gym import ReasoningGym
 from strop.tasks.generated.reverse_text import ReverseText
 from strop.tasks.instructions import InstructionTask
@@ -53,11 +56,13 @@ from strop.tasks.mathematics.math500 import Math500
 from strop.tasks.mathematics.symbolic import warm_up
 from strop.tasks.mixture import Mixture
 from strop.tasks.mmlu import Mmlu
+from strop.tasks.rlvr_mixed import RlvrMixed
 from strop.tasks.sft_jsonl import SftJsonl
 
 TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
     {
-        "arithmetic": "What is a + b? Ranges are settings; needs no data.",
+        "arithmetic": "What is a + b, a - b or a * b? Ranges are settings; needs no data.",
+        "dummy": "One fixed question, over and over, to see that a run learns; needs no data.",
         "reverse-text": "Write a short text backwards; graded by similarity; needs no data.",
         "reasoning-gym": "Any data set of the reasoning-gym package (extra: tasks).",
         "gsm8k": "Grade-school word problems from a hub, Parquet or JSONL.",
@@ -75,6 +80,7 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "if-multi": "Up to five checkable instructions a prompt, for training (extra: tasks).",
         "llm-judge": "Open questions; another model grades the replies over HTTP (extra: tasks).",
         "sft-jsonl": "Demonstrations with gold answers, in the rows that sft.source takes.",
+        "rlvr-mixed": "GSM, MATH and instruction rows in one data set, for training (extra: tasks).",
         "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
         "blend": "One task judged by several verifiers, whose weighted scores are added up.",
     }
@@ -93,6 +99,7 @@ def _build_blend(spec: BlendSpec) -> Task:
 _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
     {
         ArithmeticSpec: Arithmetic,
+        DummySpec: Dummy,
         ReverseTextSpec: ReverseText,
         ReasoningGymSpec: ReasoningGym,
         Gsm8kSpec: Gsm8k,
@@ -110,6 +117,7 @@ _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
         IfMultiSpec: InstructionTask,
         LlmJudgeSpec: LlmJudge,
         SftJsonlSpec: SftJsonl,
+        RlvrMixedSpec: RlvrMixed,
         MixtureSpec: _build_mixture,
         BlendSpec: _build_blend,
     }
@@ -138,7 +146,8 @@ def build_warm_task(spec: TaskSpec) -> Task:
     for judge in judge_sections(spec):
         LlmJudge(judge).require_ready()
     if any(
-        isinstance(part, BoxedMathSpec) and part.strictness == "symbolic" for part in plain_sections(spec)
+        isinstance(part, BoxedMathSpec | RlvrMixedSpec) and part.strictness == "symbolic"
+        for part in plain_sections(spec)
     ):
         warm_up()
     return task

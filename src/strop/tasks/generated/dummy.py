@@ -1,0 +1,62 @@
+"""One fixed question, over and over: a model that cannot learn its answer cannot learn anything here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal
+
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.task import DummySpec
+from strop.tasks.answers import ends_with_number, last_number
+from strop.tasks.contract import TaskLimits
+from strop.tasks.prompt import pose
+from strop.tasks.thinking import judged_text
+from strop.tasks.version import fit_limits, hash_version
+
+_MAX_REPLY_TOKENS = 64
+# 7/12 + 5/18 = 21/36 + 10/36 = 31/36.
+_PROMPT = "What is ((7/12) + (5/18)) / (31/36)?"
+_BASE_PROMPT = f"{_PROMPT}\nA:"
+_ANSWER = "1"
+_BASE_STOP_STRINGS = ("\n",)
+_VERIFIER = "last-number-2"
+
+
+class Dummy:
+    """Right if the last number of the reply is 1. Examples differ in their number only.
+
+    A constant answer is right here, which the audit says; a run that accepts that shows that learning works.
+    `format_ok`: the reply ends with a number.
+    """
+
+    name = "dummy"
+
+    def __init__(self, spec: DummySpec) -> None:
+        self._spec = spec
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_BASE_STOP_STRINGS)
+        self.limits = fit_limits(limits, spec)
+        self.version = hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, spec)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the question as often as is asked for, numbered; held-out numbers come first."""
+        num_held_out = self._spec.num_held_out
+        numbers = range(num_held_out)
+        if split is Split.TRAIN:
+            numbers = range(num_held_out, num_held_out + self._spec.num_train)
+        return tuple(make_example(self.name, {"number": number}, _ANSWER) for number in numbers)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Ask the question."""
+        return pose(_PROMPT, base=_BASE_PROMPT, thinking=self._spec.thinking)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Compare the last number of the reply with 1."""
+        judged = judged_text(text) or ""
+        is_correct = last_number(judged) == Decimal(_ANSWER)
+        return Outcome(
+            parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=ends_with_number(judged)
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the answer alone and in a sentence."""
+        return _ANSWER, f"So it is {_ANSWER}."

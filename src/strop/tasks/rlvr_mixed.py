@@ -1,0 +1,155 @@
+"""Grade-school, competition and instruction problems in the schema of RLVR-GSM-MATH-IF-Mixed.
+
+Each row says in `dataset` what it is, and is judged as the task of that kind judges: `gsm8k`, `math` or
+`rlvr-ifeval`. The prompts of the first two have solved examples baked in, whose answers begin with 'So the
+answer is'; they are rewritten to 'The answer is', the words that lm-eval's gsm8k_cot looks for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.task import Gsm8kSpec, MathSpec, RlvrIfevalSpec, RlvrMixedSpec
+from strop.tasks.answers import parse_number
+from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.instructions import InstructionTask
+from strop.tasks.instructions.rows import make_instruction_example, read_function, read_messages
+from strop.tasks.mathematics.boxed_math import require_readable
+from strop.tasks.mathematics.gsm8k import Gsm8k
+from strop.tasks.mathematics.hendrycks_math import HendrycksMath
+from strop.tasks.prompt import pose
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.version import fit_limits, hash_version
+
+_MAX_REPLY_TOKENS = 2048
+_PROMPT = "{prompt}"
+_REWRITTEN = ("So the answer is ", "The answer is ")
+_VERIFIER = "rlvr-mixed-1"
+_KINDS = ("gsm8k", "math", "ifeval")
+_VERIFY_LIMIT_S = 2.0
+
+
+class RlvrMixed:
+    """Judged as the row's kind is; `format_ok` and metrics are that kind's too."""
+
+    name = "rlvr-mixed"
+
+    def __init__(self, spec: RlvrMixedSpec) -> None:
+        self._spec = spec
+        # Their data is never read: they only judge.
+        instructions = InstructionTask(RlvrIfevalSpec(name="rlvr-ifeval"))
+        self._judges: Mapping[str, Task] = {
+            "gsm8k": Gsm8k(Gsm8kSpec(name="gsm8k")),
+            "math": HendrycksMath(MathSpec(name="math", strictness=spec.strictness)),
+            "ifeval": instructions,
+        }
+        self._checkers = instructions.checkers
+        self._limits_by_kind = {
+            kind: fit_limits(
+                TaskLimits(
+                    max_reply_tokens=_MAX_REPLY_TOKENS,
+                    base_stop_strings=judge.limits.base_stop_strings,
+                    verify_limit_s=_VERIFY_LIMIT_S if spec.strictness == "symbolic" else None,
+                ),
+                spec,
+            )
+            for kind, judge in self._judges.items()
+        }
+        self.limits = self._limits_by_kind["ifeval"]
+        """Without stop strings; an example's own are `limits_of`."""
+
+    @cached_property
+    def version(self) -> str:
+        """Hash over settings, what is rewritten, limits, the judges' words and all ids; reads the data."""
+        verifier = "".join((_VERIFIER, *_REWRITTEN, str(sorted(self._limits_by_kind.items()))))
+        return hash_version(self.name, _PROMPT, verifier, self.limits, self._spec, self._splits.digest)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many examples are of which kind; reads the data."""
+        splits = self._splits
+        return Counter(example.fields["kind"] for example in (*splits.train, *splits.held_out))
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the problems of a split, in the order of the data; some are held out by content.
+
+        Raises: DataError if the data is missing, empty or malformed, or a row is of another kind.
+        """
+        return self._splits.of(split)
+
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits of the example's kind."""
+        return self._limits_by_kind[self._kind(example)]
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the row's own text, solved examples included."""
+        prompt = example.fields["prompt"]
+        return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Judge as the task of the row's kind does."""
+        return self._judges[self._kind(example)].verify(example, text)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return what the task of the row's kind calls right."""
+        kind = self._kind(example)
+        # Of a worked solution the data set has the answer only.
+        return (
+            (f"The answer is {example.answer}.",)
+            if kind == "gsm8k"
+            else self._judges[kind].gold_replies(example)
+        )
+
+    def _kind(self, example: Example) -> str:
+        kind = example.fields.get("kind")
+        if kind not in _KINDS:
+            raise DataError(
+                explain_refusal(
+                    f"example {example.example_id} of task {example.task} is of kind {kind!r}",
+                    allowed=", ".join(_KINDS),
+                    next_step="build the task from the spec that the example was made with",
+                )
+            )
+        return str(kind)
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        spec = self._spec
+        reading = RowReading(
+            layout=DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=()),
+            to_example=self._to_example,
+            question=lambda example: str(example.fields["prompt"]),
+            drops_shared=True,
+        )
+        return read_examples(reading, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
+
+    def _to_example(self, row: Row) -> Example:
+        (dataset,) = require_texts(row, "dataset")
+        kind, prompt = dataset.lower(), read_messages(row)
+        if kind == "ifeval":
+            made = make_instruction_example(self.name, self._checkers, row, prompt, read_function(row))
+            return make_example(self.name, {**made.fields, "kind": kind}, None)
+        if kind not in _KINDS:
+            raise DataError(
+                explain_refusal(
+                    f"{row.place} is of dataset {dataset!r}",
+                    allowed=f"{', '.join(_KINDS)}, in any case",
+                    next_step="remove the row, or correct its column",
+                )
+            )
+        (answer,) = require_texts(row, "ground_truth")
+        if kind == "gsm8k" and parse_number(answer) is None:
+            raise DataError(
+                explain_refusal(
+                    f"the ground_truth in {row.place} is {answer!r}",
+                    allowed="a number",
+                    next_step="mend or remove the row",
+                )
+            )
+        fields = {"prompt": prompt.replace(*_REWRITTEN), "kind": kind}
+        return make_example(self.name, fields, require_readable(row, answer))
