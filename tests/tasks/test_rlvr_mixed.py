@@ -41,7 +41,7 @@ def mixed(tmp_path: Path, rows: list[dict[str, Any]]) -> Task:
 
 ROWS = [
     *(row("gsm8k", n, str(2 * n)) for n in range(5, 9)),
-    *(row("MATH", n, f"\\frac{{{n}}}{{7}}") for n in range(11, 15)),
+    *(row("MATH", n, f"\\frac{{{n}}}{{7}}") for n in range(15, 19)),
     *(instruction(n) for n in range(4)),
 ]
 

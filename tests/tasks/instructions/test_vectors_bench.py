@@ -20,7 +20,8 @@ STUDENT = [
 ]
 SPECIAL = [*PRODUCT[:-1], '13,Tool,"A&B",2,5']
 
-VECTORS = [
+# Instruction, arguments, replies that follow it, replies that do not.
+PLAIN_VECTORS = [
     (
         "count:person_names",
         {"N": 2},
@@ -83,6 +84,15 @@ VECTORS = [
         ["me why the", "Tell me", "Tell me why."],
     ),
     (
+        "custom:word_reverse",
+        {},
+        ["eagle bald the is symbol The"],
+        ["The symbol is the bald eagle", "eagle the bald is", "eagle bald. the is"],
+    ),
+    ("custom:character_reverse", {}, [".elgae dlab ehT"], ["the bald eagle", "elgaedlab"]),
+]
+TABLE_VECTORS = [
+    (
         "custom:mcq_count_length",
         {},
         ["\n\n".join(ASKED)],
@@ -99,13 +109,6 @@ VECTORS = [
         ["Here they are:\n" + "\n".join(COUNTRIES), "\n".join(f"- {line}" for line in COUNTRIES)],
         ["\n".join(COUNTRIES[:51]), "\n".join(COUNTRIES[::-1]), "Zimbabwe\n" * 53, "\n".join(COUNTRIES[1:])],
     ),
-    (
-        "custom:word_reverse",
-        {},
-        ["eagle bald the is symbol The"],
-        ["The symbol is the bald eagle", "eagle the bald is", "eagle bald. the is"],
-    ),
-    ("custom:character_reverse", {}, [".elgae dlab ehT"], ["the bald eagle", "elgaedlab"]),
     (
         "custom:european_capitals_sort",
         {},
@@ -144,6 +147,7 @@ VECTORS = [
         ],
     ),
 ]
+VECTORS = [*PLAIN_VECTORS, *TABLE_VECTORS]
 
 
 @pytest.mark.parametrize(("instruction_id", "arguments", "good", "bad"), VECTORS)
