@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from strop.rollout import Split
+import pytest
+
+from strop.errors import DataError
+from strop.rollout import Split, make_example
 from strop.spec import DummySpec
 from strop.tasks import build_task
 from tests.fixtures.judging import run_self_test
@@ -18,3 +21,8 @@ def test_one_question_many_times() -> None:
     assert task.verify(examples[0], "31/36 over 31/36 is 1.").is_correct
     assert not task.verify(examples[0], "31/36").is_correct
     assert run_self_test(task, examples) == []
+
+
+def test_a_foreign_example_is_refused() -> None:
+    with pytest.raises(DataError, match=r"Allowed: examples of task dummy"):
+        build_task(DummySpec(name="dummy")).verify(make_example("dummy", {}, None), "1")

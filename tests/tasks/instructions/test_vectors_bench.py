@@ -21,7 +21,7 @@ STUDENT = [
 SPECIAL = [*PRODUCT[:-1], '13,Tool,"A&B",2,5']
 
 # Instruction, arguments, replies that follow it, replies that do not.
-PLAIN_VECTORS = [
+PLAIN_VECTORS: list[tuple[str, dict[str, object], list[str], list[str]]] = [
     (
         "count:person_names",
         {"N": 2},
@@ -91,7 +91,7 @@ PLAIN_VECTORS = [
     ),
     ("custom:character_reverse", {}, [".elgae dlab ehT"], ["the bald eagle", "elgaedlab"]),
 ]
-TABLE_VECTORS = [
+TABLE_VECTORS: list[tuple[str, dict[str, object], list[str], list[str]]] = [
     (
         "custom:mcq_count_length",
         {},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 
+from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import DummySpec
 from strop.tasks.answers import ends_with_number, last_number
@@ -15,7 +16,8 @@ from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 64
 # 7/12 + 5/18 = 21/36 + 10/36 = 31/36.
-_PROMPT = "What is ((7/12) + (5/18)) / (31/36)?"
+_QUESTION = "((7/12) + (5/18)) / (31/36)"
+_PROMPT = "What is {question}?"
 _BASE_PROMPT = f"{_PROMPT}\nA:"
 _ANSWER = "1"
 _BASE_STOP_STRINGS = ("\n",)
@@ -35,7 +37,7 @@ class Dummy:
         self._spec = spec
         limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_BASE_STOP_STRINGS)
         self.limits = fit_limits(limits, spec)
-        self.version = hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, spec)
+        self.version = hash_version(self.name, _BASE_PROMPT + _QUESTION, _VERIFIER, self.limits, spec)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the question as often as is asked for, numbered; held-out numbers come first."""
@@ -43,14 +45,32 @@ class Dummy:
         numbers = range(num_held_out)
         if split is Split.TRAIN:
             numbers = range(num_held_out, num_held_out + self._spec.num_train)
-        return tuple(make_example(self.name, {"number": number}, _ANSWER) for number in numbers)
+        return tuple(
+            make_example(self.name, {"number": number, "question": _QUESTION}, _ANSWER) for number in numbers
+        )
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Ask the question."""
-        return pose(_PROMPT, base=_BASE_PROMPT, thinking=self._spec.thinking)
+        question = example.fields["question"]
+        return pose(
+            _PROMPT.format(question=question),
+            base=_BASE_PROMPT.format(question=question),
+            thinking=self._spec.thinking,
+        )
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Compare the last number of the reply with 1."""
+        """Compare the last number of the reply with 1.
+
+        Raises: DataError if the example is not of this task.
+        """
+        if example.fields.get("question") != _QUESTION:
+            raise DataError(
+                explain_refusal(
+                    f"example {example.example_id} of task {example.task}",
+                    allowed="examples of task dummy",
+                    next_step="build the task from the spec that the example was made with",
+                )
+            )
         judged = judged_text(text) or ""
         is_correct = last_number(judged) == Decimal(_ANSWER)
         return Outcome(
