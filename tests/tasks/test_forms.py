@@ -60,6 +60,20 @@ def test_gsm8k_asks_as_gsm8k_cot_and_by_mode_or_with_shots_as_gsm8k(gsm8k: str) 
     assert task.limits.stops(is_base=True)[:3] == ("Question:", "[Question]", "Q:")
 
 
+@pytest.mark.parametrize(
+    ("settings", "opening"),
+    [
+        ({"mode": "flex"}, "Q:"),
+        ({"mode": "hash"}, "Question:"),
+        ({"mode": "flex", "num_few_shot": 1}, "Question:"),
+    ],
+)
+def test_modes_of_lm_eval_stop_where_its_tasks_stop(gsm8k: str, settings: Any, opening: str) -> None:
+    task = build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, **settings))
+    assert task.limits.stops(is_base=True) == (opening, "</s>", "<|im_end|>")
+    assert base_of(task).startswith(opening)
+
+
 def test_more_shots_than_training_examples_are_refused(gsm8k: str) -> None:
     with pytest.raises(DataError, match=r"task\.num_few_shot=4 of 4 training examples"):
         build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, num_few_shot=4)).examples(Split.HELD_OUT)

@@ -33,7 +33,8 @@ _BASE_PROMPT_HASH = "Question: {question}\nAnswer:"
 _VERIFIER = "gsm8k-number-3"
 # What base models write when they go on to a problem of their own making.
 _MARKERS = ("Question:", "[Question]", "Q:", "\n\n\n")
-_STOP_STRINGS = (*_MARKERS, "</s>", "<|im_end|>")
+_HARNESS_STOP_STRINGS = ("</s>", "<|im_end|>")
+"""Of lm-eval's tasks, beside the word that begins their prompts."""
 
 
 class Gsm8k:
@@ -49,7 +50,7 @@ class Gsm8k:
 
     def __init__(self, spec: Gsm8kSpec) -> None:
         self._spec = spec
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_STOP_STRINGS)
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=self._base_stops)
         self.limits = fit_limits(limits, spec)
 
     @cached_property
@@ -100,6 +101,13 @@ class Gsm8k:
             return (f"The answer is {answer}.",)
         marked = (example.fields["solution"], f"#### {answer}")
         return marked if self._spec.mode == "hash" else (*marked, f"The answer is {answer}.")
+
+    @property
+    def _base_stops(self) -> tuple[str, ...]:
+        if self._spec.mode == "auto":
+            return (*_MARKERS, *_HARNESS_STOP_STRINGS)
+        opening = "Question:" if self._base_prompt == _BASE_PROMPT_HASH else "Q:"
+        return (opening, *_HARNESS_STOP_STRINGS)
 
     @property
     def _base_prompt(self) -> str:
