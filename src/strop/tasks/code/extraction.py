@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from strop.tasks.thinking import text_after_thinking
+
 MAX_CODE_CHARS = 100_000
 """Longer texts are not looked at: no reply within a task's budget is as long, and parsing takes its time."""
 _MAX_PROSE_LINES = 20
-_THINK_END = re.compile(r"</think(?:ing)?>")
-_THINK_START = re.compile(r"<think(?:ing)?>")
 _PYTHON_TAGS = frozenset({"python", "py", "python3"})
 # A fence opens on a line of its own; behind other text only with a tag that says Python.
 _OPENING = re.compile(
@@ -43,7 +43,7 @@ def extract_python(text: str, *, entry_point: str | None = None, first_def_only:
     `entry_point` is the tested name, which decides between several finds. `first_def_only` drops all
     top-level code behind its definition. What is returned need not compile.
     """
-    answer = _after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
+    answer = text_after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
     if answer is None or len(answer) > MAX_CODE_CHARS:
         return None
     answer = answer.partition(_DONE)[0].rpartition(_BEGIN)[2]
@@ -125,13 +125,6 @@ def _parse(code: str) -> ast.Module | None:
     except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError):
         return None
     return tree
-
-
-def _after_thinking(text: str) -> str | None:
-    """Return what stands behind the last closed reasoning block; None where one is open."""
-    ends = list(_THINK_END.finditer(text))
-    answer = text[ends[-1].end() :] if ends else text
-    return None if _THINK_START.search(answer) else answer
 
 
 def _finds(answer: str, entry_point: str | None) -> Iterator[str]:
@@ -222,7 +215,7 @@ def extract_body(text: str, head: str, entry_point: str) -> str | None:
 
     `head` ends in the function's signature and docstring. A body that lost its indentation gets one.
     """
-    answer = _after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
+    answer = text_after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
     if answer is None or len(answer) > MAX_CODE_CHARS:
         return None
     answer = answer.partition(_DONE)[0].rpartition(_BEGIN)[2]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from strop.tasks.instructions.checkers import Constraint, has_substance
 from strop.tasks.instructions.drafts import BASE_DRAFT, FILLER
+from strop.tasks.thinking import text_after_thinking
 
-_THINK_OPEN = "<think>"
-_THINK_CLOSE = "</think>"
 _ANSWER_TAGS = ("<answer>", "</answer>")
 _NUM_ROUNDS = 3
 _NUM_SHUFFLES = 8
@@ -28,9 +27,9 @@ class Verdict:
 
 def judged_text(reply: str) -> str | None:
     """Return what stands behind the reasoning, or None if the reasoning has no end."""
-    text = reply.rpartition(_THINK_CLOSE)[2]
+    text = text_after_thinking(reply)
     # Spaces at the start belong to the gap behind the reasoning, where there was one.
-    return None if _THINK_OPEN in text else (text.lstrip() if _THINK_CLOSE in reply else text)
+    return text if text is None or text == reply else text.lstrip()
 
 
 def without_answer_tags(text: str) -> str:
