@@ -20,7 +20,7 @@ WRONG = [
     (("train", "run.toml", "train.steps"), 2, "key=value with a dotted key"),
     (("train", "run.toml", "model.uri=./absent"), 2, "absent does not exist"),
     (("train", "run.toml", "model.uri=."), 2, "is not a model directory: config.json"),
-    (("train", "run.toml", "task.name=arithmetics"), 2, "'arithmetic', 'reverse-text'"),
+    (("train", "run.toml", "task.name=arithmetics"), 2, "'arithmetic', 'dummy', 'reverse-text'"),
     (("train", "run.toml", "--news"), 2, "No such option"),
     (("plan", "absent.toml"), 2, "run file absent.toml does not exist"),
     (("plan", "run.toml", "optimizer.lr=fast"), 2, "write optimizer.lr as a number"),
