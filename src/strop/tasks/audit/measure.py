@@ -10,7 +10,7 @@ from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeS
 from strop.tasks.audit.world import AuditWorld, Judged
 
 _NUM_ERRORS = 3.0
-_MINOR_FRAC = 0.02
+MINOR_FRAC = 0.02
 """Up to here, what should earn nothing is a warning: some graders give a hundredth to every reply."""
 SLACK = 1e-9
 
@@ -74,7 +74,7 @@ def measured(
 ) -> ProbeResult:
     """Compare a figure with its limit; `judged` are the replies that made it too large."""
     is_fine = value <= limit + SLACK
-    bad = ProbeStatus.WARN if value <= _MINOR_FRAC else ProbeStatus.FAIL
+    bad = ProbeStatus.WARN if value <= MINOR_FRAC else ProbeStatus.FAIL
     return ProbeResult(
         probe=probe,
         status=ProbeStatus.PASS if is_fine else bad,

@@ -17,6 +17,7 @@ from strop.rollout import Example, make_example
 from strop.tasks.answers import parse_number
 from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.measure import (
+    MINOR_FRAC,
     SLACK,
     bound,
     chance_limit,
@@ -93,7 +94,7 @@ async def probe_echo(world: AuditWorld) -> ProbeResult:
     parts = [
         (reward, judged)
         for judged in (j for kind in by_kind.values() for j in kind)
-        if 0.0 < (reward := judged.reward or 0.0) < world.max_reward - SLACK
+        if MINOR_FRAC * world.max_reward < (reward := judged.reward or 0.0) < world.max_reward - SLACK
     ]
     if result.status is not ProbeStatus.PASS or not parts or world.task.limits.chance:
         return result

@@ -18,7 +18,8 @@ from strop.tasks.audit.report import ProbeResult
 from strop.tasks.audit.world import AuditWorld
 
 _MIN_EXAMPLES = 8
-_MAX_RULE_FRAC = 0.9
+_MAX_RULE_FRAC = 0.95
+"""A rule that does better is as good as the right replies must be."""
 _MAX_WORDS = 300
 _MAX_VALUES_FRAC = 1 / 3
 """Of the examples learned from: a feature with more values than this names the example."""
