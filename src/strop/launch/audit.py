@@ -16,7 +16,7 @@ from strop.tasks import TASK_SUMMARIES, build_task, build_warm_task
 from strop.tasks.audit import AuditReport, AuditSettings, run_audit, stored_audit_path, write_audit
 from strop.tasks.code.humaneval import PACKAGE_SOURCE
 from strop.tasks.generated.reasoning_gym import list_datasets
-from strop.tasks.judging import open_judge
+from strop.tasks.judging import InlineJudge, open_judge
 
 _GENERATED = ("arithmetic", "reverse-text")
 """Built-in tasks that make their own examples."""
@@ -80,6 +80,10 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
     async def attack() -> AuditReport:
         judge = open_judge(task, partial(build_warm_task, spec))
         try:
+            # Making problems may take longer than a probe may; that is no probe's time.
+            for example in (task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT))[:1]:
+                if not isinstance(judge, InlineJudge):
+                    await judge.judge(example, "")
             return await run_audit(task, settings, judge)
         finally:
             await judge.close()
