@@ -150,8 +150,11 @@ def test_eva_3_unequal_protocols_are_not_compared(tmp_path: Path) -> None:
     """Incident: a gain from 41.2 to 52.3 was no gain: the baseline with the same stops had 52.7."""
     with_template = make_tokenizer(tmp_path)
     without = Tokenizer.load(tiny_tokenizer(tmp_path / "base", with_chat_template=False))
-    with pytest.raises(CheckRefused, match=r"tokenizer_digest .*; prompt_format 'base' and 'chat'; first"):
+    with pytest.raises(CheckRefused, match=r"tokenizer_digest .*; prompt_format 'base' and 'chat'; stop_str"):
         compare_results(evaluate(without), evaluate(with_template))
+    # What ends a reply to a base prompt is written down with the score.
+    assert evaluate(without).stop_strings == list(make_task().limits.stops(is_base=True))
+    assert evaluate(with_template).stop_strings == list(make_task().limits.stops(is_base=False))
     other_task = make_task(max_reply_tokens=31)
     with pytest.raises(CheckRefused, match=r"protocols: task_version .*; max_reply_tokens 32 and 31"):
         compare_results(evaluate(with_template), evaluate(with_template, task=other_task))

@@ -129,7 +129,7 @@ def plan_evaluation(
         run_seed=settings.run_seed,
         max_reply_tokens=max(budgets),
         part_reply_tokens=_budgets_of_parts(task, examples, budgets),
-        stop_strings=list(dict.fromkeys(s for e in examples for s in limits_of(task, e).stop_strings)),
+        stop_strings=_list_stops(task, examples, prompt_format),
         first_prompt=first_prompt[:MAX_PROMPT_CHARS],
         sampling=settings.sampling,
         num_samples=settings.num_samples,
@@ -302,6 +302,12 @@ def _in_turn(task: Task, examples: Sequence[Example]) -> Sequence[Example]:
         return examples
     rounds = zip_longest(*by_part.values())
     return [example for one_round in rounds for example in one_round if example is not None]
+
+
+def _list_stops(task: Task, examples: Sequence[Example], prompt_format: PromptFormat) -> list[str]:
+    """Return the texts that end a reply to any of the examples."""
+    is_base = prompt_format is PromptFormat.BASE
+    return list(dict.fromkeys(s for e in examples for s in limits_of(task, e).stops(is_base=is_base)))
 
 
 def _budgets_of_parts(task: Task, examples: Sequence[Example], budgets: Sequence[int]) -> dict[str, int]:
