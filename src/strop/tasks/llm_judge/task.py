@@ -48,6 +48,8 @@ class LlmJudge:
         self._spec = spec
         limits = TaskLimits(
             max_reply_tokens=_MAX_REPLY_TOKENS,
+            # Where only quality is judged, no reply is known to be right.
+            max_goldless_frac=1.0,
             verify_limit_s=WAIT_LIMIT_S + CALL_LIMIT_S + _SPARE_S,
         )
         self.limits = fit_limits(limits, spec)
