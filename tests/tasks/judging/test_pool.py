@@ -66,7 +66,7 @@ def handle(payload: Any) -> Any:
 def read_nicenesses() -> list[int]:
     """Return the niceness of this process, and that of its session where the system has one."""
     nicenesses = [os.getpriority(os.PRIO_PROCESS, 0)]
-    with suppress(FileNotFoundError):  # '/autogroup-12 nice 10'
+    with suppress(FileNotFoundError):  # It holds '/autogroup-12 nice 10'.
         nicenesses.append(int(Path("/proc/self/autogroup").read_text().split()[-1]))
     return nicenesses
 
@@ -103,11 +103,6 @@ def is_alive(pid: int) -> bool:
         return False
     # A zombie that its new parent has not yet collected is dead.
     return read_stat(pid)[0] != "Z"
-
-
-def lowered(nicenesses: list[int]) -> list[int]:
-    """Return what both are for a low worker: ten steps down from here, and there are none below 19."""
-    return [min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19) for _ in nicenesses]
 
 
 def parent_of(pid: int) -> int:
@@ -218,7 +213,8 @@ def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_b
     waited, beside, computed, after = with_pool(work, num_workers=1, limit_s=20.0)
     assert waited["pid"] != beside["pid"]
     assert waited["nicenesses"] == beside["nicenesses"] == after["nicenesses"]
-    assert computed["nicenesses"] == lowered(beside["nicenesses"])
+    # Ten steps down from here, and there are none below 19.
+    assert computed["nicenesses"] == [min(niceness + 10, 19) for niceness in read_nicenesses()]
     # The low one is not used again, and of the other two only as many are kept as there are places.
     assert after["pid"] != computed["pid"]
 

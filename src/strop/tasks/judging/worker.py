@@ -82,17 +82,17 @@ class Worker(asyncio.Protocol):
 
     def step_back(self) -> None:
         """Let everyone else go first from now on. Only for one that has worked: it is in its own session."""
-        niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS_STEP, _MAX_NICENESS)
         try:
             # Where Linux shares the CPU among sessions first, a process's niceness counts only within
             # its session, and a worker is one by itself: see sched(7), 'The autogroup feature'.
-            Path(f"/proc/{self.pid}/autogroup").write_text(str(niceness))
+            own = int(Path("/proc/self/autogroup").read_text().split()[-1])  # '/autogroup-12 nice 0'
+            Path(f"/proc/{self.pid}/autogroup").write_text(str(_lowered(own)))
         except BlockingIOError:
             return  # Ten a second are allowed: the next time, then.
         except OSError:
             pass  # Not this system.
         with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PGRP, self.pid, niceness)
+            os.setpriority(os.PRIO_PGRP, self.pid, _lowered(os.getpriority(os.PRIO_PROCESS, 0)))
         self.is_low = True
 
     @property
@@ -114,3 +114,7 @@ class Worker(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
+
+
+def _lowered(niceness: int) -> int:
+    return min(niceness + _NICENESS_STEP, _MAX_NICENESS)
