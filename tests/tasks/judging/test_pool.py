@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused
-from strop.tasks.judging import CallFailure, WorkerPool, worker
+from strop.tasks.judging import CallFailure, WorkerPool, pool, worker
 from strop.tasks.judging.nursery import Handler
 
 
@@ -201,7 +201,11 @@ def test_a_hung_call_does_not_hold_up_the_others() -> None:
     assert seconds < 5.0
 
 
-def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_back() -> None:
+def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "SLOW_WALL_S", 0.05)
+
     async def work(workers: WorkerPool) -> list[dict[str, Any]]:
         slow = asyncio.ensure_future(workers.call({"sleep": 0.3}))
         await asyncio.sleep(0.15)
@@ -229,7 +233,11 @@ def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> 
     assert with_pool(work) == {"call": 2, "start": 2}
 
 
-def test_where_none_may_be_aside_no_more_run_at_once_than_there_are_workers() -> None:
+def test_where_none_may_be_aside_no_more_run_at_once_than_there_are_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "SLOW_WALL_S", 0.05)
+
     def most_at_once(max_slow: int) -> int:
         async def run() -> int:
             workers = WorkerPool(make_handler, num_workers=2, limit_s=60.0, max_slow=max_slow)

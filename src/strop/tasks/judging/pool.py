@@ -3,10 +3,11 @@
 Deadlines are kept here, by kill: a hung verifier neither holds a thread nor ignores an alarm. Every
 call gets the result of its own request or a `CallFailure`; nothing is lost and nothing waits for ever.
 
-A call that is not done after `SLOW_AFTER_S` gives its place to the next one: an endless call costs the
-others a fork. Once it has also had as much CPU time, which on a busy machine is later, it goes on at low
-priority: it gets a tenth of a core that another process wants. So with a limit of 2 s, and four times as
-much for the second try, a call that takes 0.8 s alone has its verdict even there.
+A call that has had `SLOW_CPU_S` gives its place to the next one and goes on at low priority: so an
+endless one costs the others that time and a fork. CPU time is counted, because on a busy machine every
+call takes long; one that only waits gives its place away after `SLOW_WALL_S`. At low priority it gets a
+tenth of a core that another process wants: with a limit of 2 s, and four times as much for the second
+try, a call that takes 0.8 s alone has its verdict even there.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from strop.errors import CheckRefused, CorruptRecord, explain_refusal
 from strop.tasks.judging import nursery
 from strop.tasks.judging.worker import Worker
 
-SLOW_AFTER_S = 0.05
-"""Wall time after which a call gives up its place, and CPU time after which it steps back."""
+SLOW_CPU_S = 0.05
+SLOW_WALL_S = 0.5
+_LOOK_EVERY_S = 0.02
 MAX_SLOW = 16
 """Calls that may be aside at once, where nothing else is said; beyond them, others wait."""
 _BUILD_LIMIT_S = 600.0
@@ -142,12 +144,15 @@ class WorkerPool:
     async def _wait(self, answer: asyncio.Future[Any], worker: Worker, limit_s: float, place: _Place) -> None:
         """Wait until an answer is there or, at the limit, cancelled; let others go first if it takes long."""
         clock = asyncio.get_running_loop().time
-        ends_at = clock() + limit_s
+        began_at = clock()
         try:
-            while not answer.done() and (rest_s := ends_at - clock()) > 0:
-                await asyncio.wait({answer}, timeout=rest_s if worker.is_low else min(rest_s, SLOW_AFTER_S))
-                is_aside = not answer.done() and self._places.move_aside(place)
-                if is_aside and not worker.is_low and worker.call_cpu_s >= SLOW_AFTER_S:
+            while not answer.done() and (rest_s := began_at + limit_s - clock()) > 0:
+                await asyncio.wait({answer}, timeout=rest_s if worker.is_low else min(rest_s, _LOOK_EVERY_S))
+                if answer.done() or worker.is_low:
+                    continue
+                has_computed = worker.call_cpu_s >= SLOW_CPU_S
+                is_slow = has_computed or clock() - began_at >= SLOW_WALL_S
+                if is_slow and self._places.move_aside(place) and has_computed:
                     worker.step_back()
         finally:
             answer.cancel()  # Which changes nothing where it is there.

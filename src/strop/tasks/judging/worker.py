@@ -6,7 +6,6 @@ Not here: who starts and ends it (`nursery`), and how long a call may take (`poo
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ class Worker(asyncio.Protocol):
         self._num_calls = 0
         self._peak_bytes = 0
         self._cpu_s = 0.0
+        self._asked_at = 0.0
         self._received = bytearray()
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._transport: asyncio.Transport | None = None
@@ -64,6 +64,7 @@ class Worker(asyncio.Protocol):
         Raises: CorruptRecord if the call is too large.
         """
         self._num_calls += 1
+        self._asked_at = time.monotonic()
         self._answer = asyncio.get_running_loop().create_future()
         assert self._transport is not None
         self._transport.write(pack(call))
@@ -97,12 +98,12 @@ class Worker(asyncio.Protocol):
 
     @property
     def call_cpu_s(self) -> float:
-        """CPU time (seconds) of the call that it has; infinite where the system does not tell."""
+        """CPU time (seconds) of the call that it has; the wall time where the system does not tell."""
         try:
             # Linux's number for the clock that clock_getcpuclockid(3) returns.
             return time.clock_gettime((~self.pid << 3) | 2) - self._cpu_s
         except OSError:
-            return math.inf
+            return time.monotonic() - self._asked_at
 
     @property
     def is_spent(self) -> bool:
