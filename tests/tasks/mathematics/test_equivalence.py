@@ -8,7 +8,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import ConfigError
@@ -233,12 +233,15 @@ def test_numbers_are_equal_when_their_values_are(first: str, second: str) -> Non
     assert answers_equal(first, second, STANDARD) is is_same
 
 
+# Loading the grammar takes seconds, once.
+@settings(deadline=None)
 @given(TEXTS)
 @needs_math_verify
 def test_symbols_raise_on_no_reply(reply: str) -> None:
     assert answers_equal(r"x^2+\frac{1}{3}", reply, SYMBOLIC) in (True, False)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["x+1", r"\frac{x}{2}", r"2\sqrt{3}", r"3\pi", "x^2-1"]), st.integers(1, 9))
 @needs_math_verify
 def test_formulas_are_equal_to_themselves_written_otherwise_both_ways(formula: str, number: int) -> None:
@@ -337,6 +340,7 @@ def test_a_name_is_what_stands_before_one_equals_sign() -> None:
 
 @needs_math_verify
 def test_the_library_is_silent_about_its_time_limits(caplog: pytest.LogCaptureFixture) -> None:
+    symbolic.equal_by_symbols.cache_clear()
     with caplog.at_level(logging.WARNING):
         symbolic.warm_up()
     assert caplog.records == []
