@@ -21,16 +21,12 @@ from strop.tasks.code.python_judge.trials import PASSED, run_calls, run_programs
 
 STARTED = "started"
 _PR_SET_DUMPABLE = 4
+_libc = ctypes.CDLL(None)
 _MODES = {"statements": run_statements, "calls": run_calls, "programs": run_programs}
 
 
 def main() -> None:
     """Judge one job."""
-    prctl = ctypes.CDLL(None).prctl
-
-    def set_process_option(option: int, value: int) -> None:
-        prctl(option, value, 0, 0, 0)
-
     # From here on, /proc/<this>/fd and /proc/<this>/mem are closed to other processes of this user.
     set_process_option(_PR_SET_DUMPABLE, 0)
     # An interrupt from the candidate must end this process as a signal does, not as an error of its own.
@@ -42,6 +38,11 @@ def main() -> None:
     _write(json.dumps({"nonce": job["nonce"], **judge(nursery, job)}) + "\n")
     # All is said, and to take an interpreter down in order takes milliseconds.
     os._exit(0)
+
+
+def set_process_option(option: int, value: int) -> None:
+    """Ask the kernel for something about this process."""
+    _libc.prctl(option, value, 0, 0, 0)
 
 
 def judge(nursery: Any, job: dict[str, Any]) -> dict[str, Any]:
