@@ -32,6 +32,7 @@ from strop.sandbox.linux import (
     CLONE_NEWPID,
     acting_as,
     enter_namespaces,
+    read_file,
 )
 from strop.sandbox.place import Ground, Order, Watch, guard
 
@@ -140,7 +141,7 @@ class BubblewrapPlace:
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached, by comparison of namespaces with this process's own."""
         own = {name: facts["namespaces"][name] != outside for name, outside in self._namespaces.items()}
-        root_is = _root_inside(Path(f"/proc/{self._holder_pid}/uid_map").read_text())
+        root_is = _root_inside(read_file(f"/proc/{self._holder_pid}/uid_map"))
         needed = [is_own for name, is_own in own.items() if name != "net" or self._network == "none"]
         is_contained = (
             all(needed)

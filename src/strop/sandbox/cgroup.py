@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.sandbox.contract import Limits
+from strop.sandbox.linux import read_file, write_file
 
 _REMOVE_LIMIT_S = 2.0
 
@@ -48,7 +49,7 @@ class Cgroup:
         if path is None:
             return 0
         counts = path / ("memory.oom_control" if self.version == 1 else "memory.events")
-        for line in counts.read_text().splitlines():
+        for line in read_file(counts).splitlines():
             word, _, number = line.partition(" ")
             if word == "oom_kill":
                 return int(number)
@@ -121,16 +122,16 @@ def _handed_down(own_dir: Path) -> list[str]:
 
 def _set_limit(path: Path, controller: Controller, limits: Limits) -> None:
     if controller.name == "pids":
-        (path / "pids.max").write_text(str(limits.max_processes))
+        write_file(path / "pids.max", str(limits.max_processes))
         return
     limit, swap = (
         ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
         if controller.version == 1
         else ("memory.max", "memory.swap.max")
     )
-    (path / limit).write_text(str(limits.memory_bytes))
+    write_file(path / limit, str(limits.memory_bytes))
     if (path / swap).exists():
-        (path / swap).write_text(str(limits.memory_bytes) if controller.version == 1 else "0")
+        write_file(path / swap, str(limits.memory_bytes) if controller.version == 1 else "0")
 
 
 def _remove_empty(path: Path) -> None:

@@ -250,9 +250,10 @@ async def _start(
         "network": spec.network,
         "binds": _python_binds() + [_as_bind(mount) for mount in spec.mounts] if bwrap_path else [],
         "bwrap_path": bwrap_path,
-        "python_source": spec.python_source,
     }
-    reader, writer = await asyncio.open_unix_connection(sock=keeper_of(os.getpid()).start(order))
+    reader, writer = await asyncio.open_unix_connection(
+        sock=keeper_of(os.getpid()).start(order, spec.python_source)
+    )
     try:
         async with asyncio.timeout(_START_LIMIT_S):
             header, _ = await _read_frame(reader)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
-from pathlib import Path
+
+from strop.sandbox.linux import read_file
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -77,7 +78,7 @@ def _read_children(pid: int) -> list[int]:
     children: list[int] = []
     for thread in _list_threads(pid):
         try:
-            text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+            text = read_file(f"/proc/{pid}/task/{thread}/children")
         except OSError:
             continue
         children += map(int, text.split())
@@ -93,7 +94,7 @@ def _list_threads(pid: int) -> list[str]:
 
 def _parent_of(pid: int) -> int | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        text = read_file(f"/proc/{pid}/stat")
     except OSError:
         return None
     # The name, in parentheses, may hold anything, spaces and parentheses too.
@@ -102,14 +103,14 @@ def _parent_of(pid: int) -> int | None:
 
 def _resident_bytes(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        return int(read_file(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
         return 0
 
 
 def _proportional_bytes(pid: int) -> int:
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        text = read_file(f"/proc/{pid}/smaps_rollup")
     except OSError:
         # It made itself unreadable.
         return _resident_bytes(pid)

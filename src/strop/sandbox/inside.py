@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from strop.sandbox.linux import CLONE_NEWUSER, unshare
+from strop.sandbox.linux import CLONE_NEWUSER, read_file, unshare
 
 EXIT_KINDS = {
     10: "missing",
@@ -98,7 +98,7 @@ def measure_self() -> dict[str, Any]:
 
     Raises: OSError if /proc does not tell.
     """
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = read_file("/proc/self/status").splitlines()
     status = {word: rest.strip() for word, _, rest in (line.partition(":") for line in lines)}
     facts = {
         "caps": f"{int(status['CapEff'], 16):x}/{int(status['CapBnd'], 16):x}",

@@ -22,7 +22,6 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,8 +75,7 @@ class _Keeper:
         # Held open for as long as this process lives; each sandbox watches the other end.
         self._alive_r, self._alive_w = os.pipe()
         self._supervisors: set[int] = set()
-        self._mains: dict[str, Callable[[], None]] = {}
-        """By source."""
+        self._pythons: dict[int, LoadedPython] = {}
         self._numbers = itertools.count()
 
     def serve(self) -> None:
@@ -112,7 +110,7 @@ class _Keeper:
             connection.set_inheritable(False)
             values = json.loads(text)
             order = Order(**{**values, "limits": Limits(**values["limits"])})
-            python = self._load(order.python_source)
+            python = self._load(order.python_number, order.python_source)
             try:
                 for host_path, _, _ in order.binds:
                     self._stage(host_path)
@@ -127,14 +125,14 @@ class _Keeper:
             self._supervisors.add(pid)
         return True
 
-    def _load(self, source: str) -> LoadedPython:
+    def _load(self, number: int, source: str | None) -> LoadedPython:
         """Load what sandboxes run in a fork of this interpreter; each source once."""
-        if source not in self._mains:
+        if source is not None:
             names: dict[str, Any] = {"__name__": "loaded", "main": _do_nothing}
             exec(compile(source, "<python_source>", "exec"), names)
-            self._mains[source] = names["main"]
+            self._pythons[number] = LoadedPython(source=source, main=names["main"])
             gc.freeze()
-        return LoadedPython(source=source, main=self._mains[source])
+        return self._pythons[number]
 
     def _stage(self, host_path: str) -> None:
         """Show a path that other users cannot reach where they can, until this process ends."""

@@ -35,26 +35,30 @@ class KeeperHandle:
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._sources: dict[str, int] = {}
+        """Python sources that the running keeper has, and what it calls them."""
 
-    def start(self, order: dict[str, Any]) -> socket.socket:
+    def start(self, order: dict[str, Any], python_source: str) -> socket.socket:
         """Order a sandbox; return this end of its connection. Usable from any thread.
 
         Raises: SandboxRefused if the host gives no process or no socket.
         """
-        text = json.dumps(order).encode()
         with self._lock:
             try:
-                return self._send(text)
+                return self._send(order, python_source)
             except OSError:
                 # It was killed since the last order; once, start another.
                 self.close()
             try:
-                return self._send(text)
+                return self._send(order, python_source)
             except OSError as error:
                 self.close()
                 raise _no_keeper(error) from error
 
-    def _send(self, text: bytes) -> socket.socket:
+    def _send(self, order: dict[str, Any], source: str) -> socket.socket:
+        number = self._sources.get(source, len(self._sources))
+        new_source = None if source in self._sources else source
+        text = json.dumps({**order, "python_number": number, "python_source": new_source}).encode()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -62,6 +66,7 @@ class KeeperHandle:
             except OSError:
                 ours.close()
                 raise
+        self._sources[source] = number
         return ours
 
     def _running_control(self) -> socket.socket:
@@ -97,6 +102,7 @@ class KeeperHandle:
             self._control.close()
             self._popen.wait()
             self._control = self._popen = None
+        self._sources.clear()
 
     def forget(self) -> None:
         """Close this copy after a fork: the keeper is the parent's."""

@@ -72,6 +72,30 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _checked(_libc.mount(*encoded, ctypes.c_ulong(flags), data), f"mount {target}")
 
 
+def read_file(path: str | Path) -> str:
+    """Return what the kernel says in a file. Raises: OSError.
+
+    Not `Path.read_text`, which asks five questions of a file before it reads it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+    finally:
+        os.close(descriptor)
+    return b"".join(parts).decode(errors="replace")
+
+
+def write_file(path: str | Path, text: str) -> None:
+    """Tell the kernel something in a file. Raises: OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
 def close_all_but(kept: Collection[int]) -> None:
     """Close the descriptors of this process that are not among `kept`."""
     # Not os.closerange: where the C library is old it tries each of a billion numbers.
@@ -147,7 +171,7 @@ def sandbox_uid(pid: int) -> tuple[int, bool]:
     own = os.geteuid()
     if own != 0:
         return own, False
-    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    ranges = [line.split() for line in read_file("/proc/self/uid_map").splitlines()]
     for uid, is_private in ((_FIRST_UID + pid, True), (_NOBODY, False)):
         if any(int(first) <= uid < int(first) + int(length) for first, _, length in ranges):
             return uid, is_private

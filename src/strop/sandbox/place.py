@@ -21,7 +21,9 @@ class Order:
     """Host path, path inside, read-only."""
     bwrap_path: str = ""
     network: str = "none"
-    python_source: str = ""
+    python_number: int = 0
+    python_source: str | None = None
+    """None if an earlier order with its number brought it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
