@@ -3,8 +3,10 @@
 A fork of a process that has loaded a model costs far more than one of this; and what must be done as
 host root before privileges are dropped (a directory that other users can enter, mounts that the host
 does not see) is done here once. Orders come over a socket, each with the descriptor of the connection
-that its sandbox will serve. When the process that started it is gone, it ends all sandboxes, kills
-what is left below it, and goes.
+that its sandbox will serve. It also loads, once, the Python that sandboxes run in forks of itself. What
+such a fork inherits is this process's addresses and the orders so far, with host paths of mounts; never
+what a sandbox was asked, its environment or its input. When the process that started this one is gone, it
+ends all sandboxes, kills what is left below it, and goes.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from strop.sandbox.place import Ground, LoadedPython, Order, Place
 from strop.sandbox.process import ProcessPlace, remove_tree
 from strop.sandbox.supervisor import Supervisor
 
-MAX_ORDER_BYTES = 1 << 17
+# More than a socket of this kind takes in one message, so none is cut.
+MAX_ORDER_BYTES = 1 << 18
 _END_LIMIT_S = 10.0
 _PREFIX = "strop-sandbox-"
 _BASES = ("/tmp", "/var/tmp", "/dev/shm")
