@@ -30,8 +30,8 @@ from strop.rollout import Example
 from strop.spec import Gsm8kSpec, MathSpec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_warm_task
-from strop.tasks.contract import QuickVerifier
 from strop.tasks.judging import InlineJudge, Judge, QuickJudge, WorkerJudge
+from strop.tasks.traits import QuickVerifier
 
 Call = tuple[Example, str]
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.verify import GSM8K, MATH, Figure, number_calls, symbol_calls
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task
-from strop.tasks.contract import QuickVerifier
+from strop.tasks.traits import QuickVerifier
 
 
 @pytest.mark.parametrize(("name", "spec"), [("gsm8k", GSM8K), ("math", MATH)])

@@ -13,7 +13,7 @@ from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_e
 from strop.spec import BlendSpec, load_spec, write_spec
 from strop.tasks import TaskLimits, build_task, build_warm_task
 from strop.tasks.blend import Blend
-from strop.tasks.contract import ModelJudged
+from strop.tasks.traits import ModelJudged
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
 from tests.fixtures.judging import run_self_test
 
@@ -232,6 +232,7 @@ def test_a_verifier_that_pays_no_gold_reply_fails_the_self_test() -> None:
         ({"parts": {"a": {**SUMS, "weight": -1.0}}}, r"task\.parts\.a\.weight"),
         ({"parts": {"a": {**SUMS, "weight": 0.0}}}, "nothing is left of the reward"),
         ({"parts": {"a": {"name": "blend"}}}, r"task\.parts\.a"),
+        ({"parts": {"a": {**SUMS, "order_file": "o.jsonl"}}}, "the order of a blend is its own"),
         ({"parts": {"a": SUMS}, "format_weight": 0.2}, r"format_weight=0\.2.*max_format_weight=0\.1"),
         ({"parts": {"a": SUMS}, "alpha": 0.5}, "alpha weighs one verifier against one judge"),
         ({"parts": {"a": SUMS, "b": SUMS}, "alpha": 0.5}, "alpha weighs one verifier against one judge"),

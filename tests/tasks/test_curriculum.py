@@ -13,8 +13,8 @@ from strop.rollout import Split
 from strop.spec import load_spec
 from strop.spec.task import ArithmeticSpec
 from strop.tasks import Ordered, build_task
-from strop.tasks.contract import verify_quick
 from strop.tasks.curriculum import Curriculum
+from strop.tasks.traits import verify_quick
 from strop.train.schedule import ExampleSchedule
 
 SUMS = ArithmeticSpec(min_value=1, max_value=4, num_held_out=4)

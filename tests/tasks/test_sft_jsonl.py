@@ -14,7 +14,7 @@ from strop.errors import DataError
 from strop.rollout import Message, Split, make_example
 from strop.spec import SftJsonlSpec
 from strop.tasks import Task, build_task
-from strop.tasks.contract import Counted
+from strop.tasks.traits import Counted
 from tests.fixtures.demonstrations import make_framing, read
 from tests.fixtures.judged import write_rows
 from tests.fixtures.judging import run_self_test

@@ -1,6 +1,6 @@
 """Sending everything that a run names to its store, so that the run finds it there from anywhere.
 
-What is sent: the model, the files of data and of the order that the task reads, and what the run
+What is sent: the model, the files that the task reads (data, order, what a judge goes by), and what the run
 imitates. They are found as training would find them, but the hub is asked before the store: staging is
 how the store gets what it lacks. What a local path names is sent too, under its name and digest; the
 answer says which URI to write into the run file for machines that lack the path.
@@ -16,9 +16,10 @@ from strop.errors import ConfigError, HubUnreachable, explain_refusal
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.display import dotted, walk_values
+from strop.spec.task import judge_sections
 from strop.store import follow_store, get_model
 from strop.store.atomic import Manifest
-from strop.store.data_files import DataFile, collect_data_files
+from strop.store.data_files import DataFile, collect_data_files, locate_named
 from strop.store.model_files import MODEL_SUFFIXES
 from strop.store.models import HUB_PATTERN
 from strop.store.opening import open_record_store
@@ -26,6 +27,7 @@ from strop.store.policy import URI_VARIABLE, SourcePolicy
 from strop.store.record_store import RecordStore, describe_files
 from strop.store.uris import is_remote, join_uri
 from strop.tasks import build_task
+from strop.tasks.llm_judge.rubric import read_rubric
 from strop.tasks.rows.layout import is_path
 from strop.train.sft_source import find_source
 
@@ -144,7 +146,13 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
     task = build_task(spec.task)
     with collect_data_files() as files:
         for split in Split:
-            task.examples(split)
+            for example in task.examples(split)[:1]:
+                # Solved examples in front of a problem are read when it is posed.
+                task.render(example)
+        for judge in judge_sections(spec.task):
+            read_rubric(judge.rubric)
+            if judge.calibration is not None:
+                locate_named(judge.calibration)
         if spec.train.has_sft and spec.sft.source is not None:
             find_source(spec.sft.source)
     by_source: dict[str, list[DataFile]] = {}

@@ -80,6 +80,14 @@ class BlendSpec(TaskSection):
                 allowed="one part or more, each a table [task.parts.LABEL], and the label of one of them",
                 next_step="add the part, or correct the label",
             )
+        for label, part in parts.items():
+            if part.task.order_file is not None:
+                raise SpecConflict(
+                    {f"task.parts.{label}.order_file": part.task.order_file},
+                    "the order of a blend is its own",
+                    allowed="task.order_file",
+                    next_step="move the setting, with the bounds that belong to it, to the blend",
+                )
         if self.max_reply_tokens is not None:
             raise SpecConflict(
                 {"task.max_reply_tokens": self.max_reply_tokens},

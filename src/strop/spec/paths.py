@@ -30,7 +30,7 @@ def _is_data_path(text: str) -> bool:
 
 
 def _is_rubric_path(text: str) -> bool:
-    return _is_marked_path(text) or text.lower().endswith((".txt", ".md"))
+    return _is_marked_path(text) or (text.lower().endswith((".txt", ".md")) and "://" not in text)
 
 
 def _is_any_text(text: str) -> bool:

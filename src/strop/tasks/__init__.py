@@ -6,10 +6,11 @@ wrong. Data and optional packages are read when examples are first asked for, ne
 Not here: worlds with more than one turn (`environments`), and who generates (`engine`).
 """
 
-from strop.tasks.contract import Ordered, Task, TaskLimits, describe_counts, limits_of, part_of, variant_of
+from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
 from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task
 from strop.tasks.selftest import SelfTestFinding, self_test
+from strop.tasks.traits import Ordered, describe_counts, limits_of, part_of, variant_of
 
 __all__ = [
     "TASK_SUMMARIES",

@@ -19,9 +19,17 @@ from strop import __version__
 from strop.errors import DataError, StropError, explain_refusal
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split
 from strop.spec.task import BlendSpec
-from strop.tasks.contract import Task, TaskLimits, judge_digests_of, limits_of
+from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.failures import catch_failure
 from strop.tasks.llm_judge.task import LlmJudge
+from strop.tasks.traits import (
+    ProgramForm,
+    counts_of,
+    judge_digests_of,
+    limits_of,
+    program_form_of,
+    variant_of,
+)
 
 FORMAT = "format"
 _VERIFIER = "blend-1"
@@ -99,6 +107,20 @@ class Blend:
     def judge_digests(self) -> Sequence[str]:
         """Those of all parts that a model judges."""
         return judge_digests_of(*(part.task for part in self._parts))
+
+    @property
+    def variant(self) -> str | None:
+        """That of the part with the data."""
+        return variant_of(self._data.task)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Those of the part with the data."""
+        return counts_of(self._data.task)
+
+    def program_form(self, example: Example) -> ProgramForm | None:
+        """Return how the part with the data uses the program of a reply."""
+        return program_form_of(self._data.task, example)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of the part with the data.

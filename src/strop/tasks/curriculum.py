@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -21,10 +21,10 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
-from strop.tasks.contract import (
+from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.traits import (
     ProgramForm,
-    Task,
-    TaskLimits,
+    counts_of,
     judge_digests_of,
     limits_of,
     part_of,
@@ -79,6 +79,11 @@ class Curriculum:
         Raises: DataError if an id of the file is no training example, or none is within the bounds.
         """
         return self._train if split is Split.TRAIN else self._task.examples(split)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Those of the task that is ordered."""
+        return counts_of(self._task)
 
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits that the task gives the example."""

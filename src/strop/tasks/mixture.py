@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import MixtureSpec
-from strop.tasks.contract import (
+from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.traits import (
     Ordered,
     ProgramForm,
-    Task,
-    TaskLimits,
+    counts_of,
     judge_digests_of,
     limits_of,
     program_form_of,
@@ -81,6 +81,15 @@ class Mixture:
     def judge_digests(self) -> Sequence[str]:
         """Those of all parts that a model judges."""
         return judge_digests_of(*(part.task for part in self._parts))
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Those of all parts, by label."""
+        return {
+            f"{part.label}, {name}": count
+            for part in self._parts
+            for name, count in counts_of(part.task).items()
+        }
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of all parts, one part after the other.

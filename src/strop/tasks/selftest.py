@@ -14,9 +14,10 @@ from functools import partial
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, FailureOwner
 from strop.tasks.answers import parse_number
-from strop.tasks.contract import Task, limits_of
+from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import InlineJudge, Judge
+from strop.tasks.traits import limits_of
 
 _NONSENSE = {"empty": "", "blank": " \n", "garbage": "asdf", "letter": "a"}
 _MAX_FULL_MARKS_FRAC = {"echo": 0.1, "neighbor": 0.05}

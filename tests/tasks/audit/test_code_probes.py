@@ -31,9 +31,9 @@ from strop.tasks.audit import (
 from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.hosts import find_files, find_processes, wait_for_end
 from strop.tasks.code.extraction import compiles, defines, extract_python
-from strop.tasks.contract import ProgramForm, program_form_of
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.judging import open_judge
+from strop.tasks.traits import ProgramForm, program_form_of
 from tests.fixtures.unsafe_graders import (
     BelievesOutput,
     BelievesTheExit,

@@ -12,7 +12,7 @@ from strop.spec.task import ArithmeticSpec, BlendSpec, MixtureSpec, TaskSpec
 from strop.tasks import build_task
 from strop.tasks.audit import AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.tasks.audit.judge_probes import INJECTIONS
-from strop.tasks.contract import judge_digests_of
+from strop.tasks.traits import judge_digests_of
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
 

@@ -17,8 +17,8 @@ import pytest
 from strop.rollout import Example, Outcome
 from strop.spec import AimeSpec, Gsm8kSpec, MathSpec
 from strop.tasks import Task, build_task
-from strop.tasks.contract import QuickVerifier
 from strop.tasks.mathematics.equivalence import harness_math_verify
+from strop.tasks.traits import QuickVerifier
 
 Record = Mapping[str, Any]
 RECORDED = json.loads(

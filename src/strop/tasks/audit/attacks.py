@@ -16,7 +16,7 @@ from textwrap import indent
 from types import MappingProxyType
 
 from strop.tasks.code.outcome import fence
-from strop.tasks.contract import ProgramForm
+from strop.tasks.traits import ProgramForm
 
 MARKER = "MARKER"
 LINGER_S = 12

@@ -23,8 +23,8 @@ from strop.tasks.audit.probes import probe_label_leak as probe_prompt_leak
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
 from strop.tasks.code.extraction import extract_python
-from strop.tasks.contract import ProgramForm
 from strop.tasks.judging import InlineJudge
+from strop.tasks.traits import ProgramForm
 
 _NUM_TARGETS = 3
 _NO_PROGRAMS = "replies are not programs"

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
-from strop.tasks.contract import ModelJudged
+from strop.tasks.traits import ModelJudged
 
 _NUM_ERRORS = 3.0
 _MINOR_FRAC = 0.02

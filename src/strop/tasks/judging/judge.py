@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 from strop.hardware import describe_machine
 from strop.rollout import Example, Failure, FailureOwner, Outcome
-from strop.tasks.contract import QuickVerifier, Task
+from strop.tasks.contract import Task
 from strop.tasks.failures import owner_of_error
 from strop.tasks.judging.nursery import Handler
 from strop.tasks.judging.pool import MAX_SLOW, CallFailure, WorkerPool
+from strop.tasks.traits import QuickVerifier
 
 _EXAMPLE_FIELDS = tuple(field.name for field in fields(Example))
 

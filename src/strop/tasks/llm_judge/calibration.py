@@ -20,8 +20,7 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example
 from strop.spec.task import LlmJudgeSpec
 from strop.store import write_bytes_atomically
-from strop.store.data_files import fetch_data_source
-from strop.store.uris import is_remote
+from strop.store.data_files import locate_named
 from strop.tasks.judging import InlineJudge, Judge, open_judge
 from strop.tasks.llm_judge.task import LlmJudge, row_example
 from strop.tasks.rows.layout import Row, read_rows
@@ -92,8 +91,7 @@ def read_labelled_replies(source: str) -> list[LabelledReply]:
 
     Raises: DataError naming file and row, for one that is malformed; or if they are too few, or all alike.
     """
-    path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
-    found = [_read_labelled(row) for row in read_rows(path)]
+    found = [_read_labelled(row) for row in read_rows(locate_named(source))]
     num_good = sum(one.is_good for one in found)
     if len(found) < MIN_ROWS or num_good in (0, len(found)):
         raise DataError(

@@ -11,9 +11,9 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from strop.errors import ConfigError, DataError, explain_refusal
+from strop.store.data_files import locate_named
 
 _PLACE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -92,7 +92,7 @@ def read_rubric(given: str) -> Rubric:
     if given in BUILT_IN:
         return Rubric(text=BUILT_IN[given], origin=given)
     try:
-        text = Path(given).expanduser().read_text(encoding="utf-8")
+        text = locate_named(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             explain_refusal(

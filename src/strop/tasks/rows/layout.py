@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError, HubUnreachable, RemoteMissing, explain_refusal
-from strop.store.data_files import DataFile, fetch_data_file, fetch_data_source, note_data_file
+from strop.store.data_files import DataFile, fetch_data_file, locate_named, note_data_file
 from strop.store.uris import is_remote
 
 _SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -93,7 +93,7 @@ def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
     Raises: DataError if the source has none, or a file is unreadable.
     """
     if is_path(source) or is_remote(source):
-        path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
+        path = locate_named(source)
         if not path.is_dir():
             raise DataError(
                 explain_refusal(
@@ -102,7 +102,7 @@ def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
                     next_step="name the folder in task.source, or set task.num_few_shot=0",
                 )
             )
-        files = _split_files(path, layout.shots, _SHOT_STEMS)
+        files = _note(source, path, _split_files(path, layout.shots, _SHOT_STEMS))
     else:
         files = [_fetch(source, file) for file in layout.shots]
     rows = [row for file in files for row in read_rows(file)]
@@ -119,9 +119,8 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
         return [_fetch(source, file) for file in layout.train], [
             _fetch(source, file) for file in layout.held_out
         ]
-    path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
+    path = locate_named(source)
     if path.is_file():
-        note_data_file(DataFile(source=source, name=path.name, path=path, origin="disk"))
         return ([path], []) if layout.train else ([], [path])
     if not path.is_dir():
         raise DataError(
@@ -131,12 +130,16 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
                 next_step="correct the path in task.source",
             )
         )
-    train_files = _split_files(path, layout.train, _TRAIN_STEMS)
-    held_out_files = _split_files(path, layout.held_out, _HELD_OUT_STEMS)
-    for file in (*train_files, *held_out_files):
-        name = file.relative_to(path).as_posix()
+    train_files = _note(source, path, _split_files(path, layout.train, _TRAIN_STEMS))
+    return train_files, _note(source, path, _split_files(path, layout.held_out, _HELD_OUT_STEMS))
+
+
+def _note(source: str, folder: Path, files: list[Path]) -> list[Path]:
+    """Tell whoever collects data files, and return them."""
+    for file in files:
+        name = file.relative_to(folder).as_posix()
         note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
-    return train_files, held_out_files
+    return files
 
 
 def _fetch(source: str, file: str) -> Path:

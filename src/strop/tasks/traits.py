@@ -1,0 +1,149 @@
+"""What a task may have beside the contract, and how to ask for it.
+
+Each is a protocol with one member. Whoever uses one asks by the function beside it, which has an answer for
+tasks without; a task that is made of others passes on what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from strop.rollout import Example, Outcome
+from strop.tasks.contract import Task, TaskLimits
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """What a task has beside, if its training examples come in an order of its own."""
+
+    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
+        """Return positions in the training examples; equal seed and epoch, equal order.
+
+        A position may be left out or come several times.
+        """
+        ...
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """What a task has beside, if reading its data counts what a person should see."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Rows by what they are or why they are left out; empty where all are used. Reads the data."""
+        ...
+
+
+def counts_of(task: Task) -> Mapping[str, int]:
+    """Return what reading a task's data counted; empty where it counts nothing."""
+    return task.counts if isinstance(task, Counted) else {}
+
+
+@runtime_checkable
+class PartedLimits(Protocol):
+    """What a task has beside, if its examples have limits of their own."""
+
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits of one example."""
+        ...
+
+
+@runtime_checkable
+class QuickVerifier(Protocol):
+    """What a task has beside, if most of its judgements are quick although some may take for ever."""
+
+    def verify_quick(self, example: Example, text: str) -> Outcome | None:
+        """Return what `verify` would, or None where that may take more than some milliseconds.
+
+        It is called where nobody can end it. Whoever changes `verify` changes this with it.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramForm:
+    """How the program that a reply holds is used."""
+
+    entry_point: str | None
+    """The name that it must define; None where it is run as a whole, reads its input and prints."""
+
+
+@runtime_checkable
+class RunsPrograms(Protocol):
+    """What a task has beside, if its replies are Python programs that it runs."""
+
+    def program_form(self, example: Example) -> ProgramForm | None:
+        """Return how the program of a reply is used; None where an example asks for no program."""
+        ...
+
+
+def program_form_of(task: Task, example: Example) -> ProgramForm | None:
+    """Return how the program of a reply is used; None where replies are not programs."""
+    return task.program_form(example) if isinstance(task, RunsPrograms) else None
+
+
+@runtime_checkable
+class ModelJudged(Protocol):
+    """What a task has beside, if a model may judge its replies."""
+
+    @property
+    def judge_digests(self) -> Sequence[str]:
+        """Hashes of all that makes each of its judges the one it is; () where no model judges."""
+        ...
+
+
+@runtime_checkable
+class Parted(Protocol):
+    """What a task has beside, if it is made of several tasks."""
+
+    def part_of(self, example: Example) -> str | None:
+        """Return the label of the part that an example belongs to."""
+        ...
+
+
+def part_of(task: Task, example: Example) -> str | None:
+    """Return the label of an example's part, or None where the task has no parts."""
+    return task.part_of(example) if isinstance(task, Parted) else None
+
+
+@runtime_checkable
+class Varied(Protocol):
+    """What a task has beside, if its name stands for many."""
+
+    @property
+    def variant(self) -> str | None:
+        """Which of them it is, in a word."""
+        ...
+
+
+def variant_of(task: Task) -> str | None:
+    """Return which of the tasks of its name a task is, or None where there is one only."""
+    return task.variant if isinstance(task, Varied) else None
+
+
+def limits_of(task: Task, example: Example) -> TaskLimits:
+    """Return the limits of an example: its own, or those of the whole task."""
+    return task.limits_of(example) if isinstance(task, PartedLimits) else task.limits
+
+
+def verify_quick(task: Task, example: Example, text: str) -> Outcome | None:
+    """Judge where that takes little time for certain; None: ask `verify` where it can be ended."""
+    if limits_of(task, example).verify_limit_s is None:
+        return task.verify(example, text)
+    return task.verify_quick(example, text) if isinstance(task, QuickVerifier) else None
+
+
+def describe_counts(task: Task) -> str:
+    """Say in a line what reading a task's data counted; empty where there is nothing to say.
+
+    Raises: DataError like `examples`.
+    """
+    counts = counts_of(task)
+    return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+
+
+def judge_digests_of(*tasks: Task) -> list[str]:
+    """Return the hashes of all models that judge replies to these tasks."""
+    return [digest for task in tasks if isinstance(task, ModelJudged) for digest in task.judge_digests]

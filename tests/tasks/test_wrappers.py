@@ -1,0 +1,60 @@
+"""Tasks around tasks: what the inner one has beside the contract, the outer one passes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from strop.spec.task import BlendSpec, MbppSpec, MixtureSpec
+from strop.tasks import Task, build_task, traits
+
+NOT_PASSED_ON = {
+    # A mixture is no single task of many, and says which part an example is of instead.
+    ("mixture", "Varied"),
+    # Its data has no parts, an order of its own is the blend's, and judging by several is never quick.
+    ("blend", "Parted"),
+    ("blend", "Ordered"),
+    ("blend", "QuickVerifier"),
+}
+
+
+def write_rows(folder: Path) -> Path:
+    folder.mkdir()
+    rows = [
+        {
+            "task_id": number,
+            "text": f"Write a function that adds {number}.",
+            "code": f"def add{number}(x):\n    return x + {number}",
+            "test_list": [f"assert add{number}(1) == {number + 1}", f"assert add{number}(0) == {number}"],
+            "test_setup_code": "",
+            "challenge_test_list": [],
+        }
+        for number in range(4)
+    ]
+    for name, chosen in (("train", rows[:3]), ("test", rows[3:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    return folder
+
+
+def wrap(kind: str, folder: Path) -> Task:
+    part: dict[str, Any] = {"name": "mbpp", "source": str(folder)}
+    if kind == "mixture":
+        return build_task(MixtureSpec(name="mixture", parts={"code": part}))
+    if kind == "blend":
+        return build_task(BlendSpec(name="blend", parts={"code": part}))
+    return build_task(MbppSpec(name="mbpp", source=str(folder), order_file="order.jsonl"))
+
+
+@pytest.mark.parametrize("kind", ["mixture", "blend", "curriculum"])
+def test_nothing_that_a_task_has_beside_is_lost_in_another(kind: str, tmp_path: Path) -> None:
+    task = wrap(kind, write_rows(tmp_path / "rows"))
+    missing = {
+        name
+        for name, trait in vars(traits).items()
+        if isinstance(trait, type) and trait.__module__ == traits.__name__ and Protocol in trait.__bases__
+        if not isinstance(task, trait) and (kind, name) not in NOT_PASSED_ON
+    }
+    assert missing == set()
