@@ -1,26 +1,23 @@
-"""How fast programs are judged in fresh sandboxes: `python -m benchmarks.code_judge [--seconds 20]`.
+"""How fast programs are judged in fresh sandboxes.
 
 Small programs are judged by one process a core, each judgement in a sandbox of its own; then one problem
 with 1,440 tests. Processor time is that of all processes of a judgement, which other load on the machine
-changes little; the rate and the wall time are what is left of an idle one. Exits with 1 where a goal is
-missed.
+changes little; the rate and the wall time are what is left of an idle one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.machine import git_revision, load_average, machine_facts, num_cores
+from benchmarks.figures import Figure, Measured
+from benchmarks.machine import num_cores
 from strop.sandbox.family import find_descendants
-from strop.store import write_bytes_atomically
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 
 _SOURCE = (
@@ -29,31 +26,9 @@ _SOURCE = (
     "        found[word] = found.get(word, 0) + 1\n"
     "    return {word: n for word, n in found.items() if n >= least}\n"
 )
+_ISOLATION = "namespace"
 _NUM_TESTS = 1440
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Goal:
-    """One figure, and what it has to be."""
-
-    name: str
-    needed: float
-    measured: float
-    unit: str
-    is_least: bool
-    """Whether `needed` is the least that is enough; otherwise it is the most that is allowed."""
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the figure is good enough."""
-        return self.measured >= self.needed if self.is_least else self.measured <= self.needed
-
-    def line(self) -> str:
-        """Say it in one line."""
-        word = "at least" if self.is_least else "at most"
-        verdict = "pass" if self.is_reached else "FAIL"
-        return f"{self.name:34} {word:8} {self.needed:6.1f} {self.unit:4} {self.measured:8.1f}  {verdict}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,54 +41,30 @@ class Share:
     """Of that process and of all that it started."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and say with the exit code whether the goals are reached."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.code_judge", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long to judge small programs")
-    parser.add_argument("--isolation", default="namespace", help="level of the sandboxes")
-    parser.add_argument("--out", type=Path, help="file for the result as JSON")
-    options = parser.parse_args(arguments)
-    load_before = load_average()
-    shares = judge_on_all_cores(options.seconds, options.isolation)
-    goals = (
-        Goal(
-            name="MBPP-size judgements per second",
-            needed=25.0,
-            measured=sum(share.num_judged / share.wall_s for share in shares),
-            unit="/s",
-            is_least=True,
+def measure_code_judge(*, is_quick: bool) -> Measured:
+    """Measure small programs for some seconds, and one problem with many tests."""
+    shares = judge_on_all_cores(1.0 if is_quick else 20.0, _ISOLATION)
+    rates = tuple(share.num_judged / share.wall_s for share in shares)
+    cpu_ms = tuple(1e3 * share.cpu_s / share.num_judged for share in shares)
+    many_s = time_many_tests(_ISOLATION)
+    figures = [
+        Figure(
+            name="programs of MBPP's size",
+            unit="judgements/s",
+            value=sum(rates),
+            measured=rates,
+            at_least=25.0,
         ),
-        Goal(
-            name="processor time of one of them",
-            needed=30.0,
-            measured=1e3 * sum(share.cpu_s for share in shares) / sum(share.num_judged for share in shares),
-            unit="ms",
-            is_least=False,
-        ),
-        Goal(
+        Figure(name="CPU time of one", unit="ms", value=sum(cpu_ms) / len(cpu_ms), measured=cpu_ms),
+        Figure(
             name=f"one problem with {_NUM_TESTS:,} tests",
-            needed=25.0,
-            measured=time_many_tests(options.isolation),
             unit="s",
-            is_least=False,
+            value=many_s,
+            measured=(many_s,),
+            at_most=25.0,
         ),
-    )
-    loads = {"before": load_before, "after": load_average()}
-    print(f"{num_cores()} cores, load {loads['before']:.1f} before and {loads['after']:.1f} after")
-    for goal in goals:
-        print(goal.line())
-    if options.out is not None:
-        document = {
-            "isolation": options.isolation,
-            "num_processes": len(shares),
-            "goals": [{**asdict(goal), "is_reached": goal.is_reached} for goal in goals],
-            "shares": [asdict(share) for share in shares],
-            "load_average": loads,
-            "machine": machine_facts(),
-            "revision": git_revision(Path(__file__).parents[1]),
-        }
-        write_bytes_atomically(options.out, json.dumps(document, indent=1).encode() + b"\n")
-    return 0 if all(goal.is_reached for goal in goals) else 1
+    ]
+    return Measured(figures=figures, details={"isolation": _ISOLATION, "num_processes": len(shares)})
 
 
 def judge_on_all_cores(seconds: float, isolation: str) -> list[Share]:
@@ -183,7 +134,3 @@ def time_many_tests(isolation: str) -> float:
     if not verdict.is_right:
         raise RuntimeError(f"a right program was judged wrong: {verdict}")
     return time.monotonic() - started_at
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

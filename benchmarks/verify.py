@@ -1,7 +1,5 @@
 r"""How fast answers are judged, and what a hung one costs the others.
 
-    python -m benchmarks.verify [--count 4000] [--repeats 5] [--out PATH]
-
 Measured are gsm8k and math as training judges them, with two workers: answers that are decided by spelling
 or number, and answers that sympy decides. Every reply is a solution of some hundred characters, and no two
 are the same. A rate is the best of the repeats, because a machine can be disturbed and not sped up. Then one
@@ -13,19 +11,14 @@ clock starts.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
-from benchmarks.machine import git_revision, machine_facts
+from benchmarks.figures import Figure, Measured
 from strop.rollout import Example
 from strop.spec import Gsm8kSpec, MathSpec
 from strop.spec.task import TaskSpec
@@ -79,34 +72,6 @@ def symbol_calls(count: int) -> list[Call]:
         example = Example(task="math", example_id=str(index), fields={}, answer=f"{gold}+{group}")
         calls.append((example, f"{WORK}$\\boxed{{{answer}}}$."))
     return calls
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """One measured value, with the goal that it is held against."""
-
-    name: str
-    unit: str
-    value: float
-    measured: tuple[float, ...]
-    """What the value was chosen from."""
-    at_least: float | None = None
-    at_most: float | None = None
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the value is within its bounds."""
-        is_high = self.at_least is None or self.value >= self.at_least
-        return is_high and (self.at_most is None or self.value <= self.at_most)
-
-    def describe(self) -> str:
-        """Return the figure as a line."""
-        if self.at_least is not None:
-            goal = f"at least {self.at_least:g}"
-        else:
-            goal = "-" if self.at_most is None else f"at most {self.at_most:g}"
-        verdict = "" if goal == "-" else "pass" if self.is_reached else "FAIL"
-        return f"{self.name:44} {self.value:10.3f} {self.unit:18} goal {goal:14} {verdict}"
 
 
 @asynccontextmanager
@@ -199,29 +164,8 @@ async def measure_all(count: int, repeats: int) -> list[Figure]:
     return figures
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and say with the exit code whether every goal is reached."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify", description=__doc__)
-    parser.add_argument("--count", type=int, default=4000, help="answers per case; a tenth of it for symbols")
-    parser.add_argument("--repeats", type=int, default=5, help="how often each figure is measured")
-    parser.add_argument("--out", type=Path, help="where to write the result as JSON")
-    parsed = parser.parse_args(arguments)
-    load_before = os.getloadavg()
-    figures = asyncio.run(measure_all(parsed.count, parsed.repeats))
-    for figure in figures:
-        print(figure.describe())
-    if parsed.out is not None:
-        document = {
-            "git_rev": git_revision(Path(__file__).parent.parent),
-            "machine": machine_facts(),
-            "num_workers": NUM_WORKERS,
-            "load_before": load_before,
-            "load_after": os.getloadavg(),
-            "figures": [{**asdict(figure), "is_reached": figure.is_reached} for figure in figures],
-        }
-        parsed.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(figure.is_reached for figure in figures) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def measure_verify(*, is_quick: bool) -> Measured:
+    """Measure every figure, in a second or so where it need not mean anything."""
+    count, repeats = (200, 1) if is_quick else (4000, 5)
+    figures = asyncio.run(measure_all(count, repeats))
+    return Measured(figures=figures, details={"num_workers": NUM_WORKERS, "count": count})

@@ -1,0 +1,32 @@
+"""Figures with goals of their own: when a goal is reached, and that each benchmark of them works."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.figures import Figure
+from benchmarks.run import FIGURES, measure_figures
+from tests.conftest import require_system_part
+from tests.fixtures.sandboxed import best_level
+
+
+@pytest.mark.parametrize(
+    ("at_least", "at_most", "is_reached"),
+    [(5.0, None, True), (5.1, None, False), (None, 5.0, True), (None, 4.9, False), (None, None, True)],
+)
+def test_a_goal_is_reached_at_its_bound(
+    at_least: float | None, at_most: float | None, is_reached: bool
+) -> None:
+    figure = Figure(name="f", unit="s", value=5.0, measured=(5.0,), at_least=at_least, at_most=at_most)
+    assert figure.is_reached is is_reached
+    assert ("FAIL" in figure.describe()) is not is_reached
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_benchmark_of_figures_works(name: str) -> None:
+    if name == "code-judge":
+        require_system_part("a sandbox with namespaces", best_level() == "namespace")
+    measured = measure_figures(name, is_quick=True)
+    assert any(figure.at_least is not None for figure in measured.figures)
+    assert all(figure.measured for figure in measured.figures)
