@@ -16,7 +16,7 @@ from strop.errors import ConfigError, HubUnreachable, explain_refusal
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.display import dotted, walk_values
-from strop.spec.task import judge_sections
+from strop.spec.task import LlmJudgeSpec, judge_sections
 from strop.store import follow_store, get_model
 from strop.store.atomic import Manifest
 from strop.store.data_files import DataFile, collect_data_files, locate_named
@@ -150,9 +150,7 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
                 # Solved examples in front of a problem are read when it is posed.
                 task.render(example)
         for judge in judge_sections(spec.task):
-            read_rubric(judge.rubric)
-            if judge.calibration is not None:
-                locate_named(judge.calibration)
+            _locate_files_of_judge(judge)
         if spec.train.has_sft and spec.sft.source is not None:
             find_source(spec.sft.source)
     by_source: dict[str, list[DataFile]] = {}
@@ -170,6 +168,13 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
             place = sender.policy.dataset_uri(source)
             assert place is not None
             yield sender.send("data", source, place, paths)
+
+
+def _locate_files_of_judge(judge: LlmJudgeSpec) -> None:
+    """Find what a judge goes by, and what it is compared with people by."""
+    read_rubric(judge.rubric)
+    if judge.calibration is not None:
+        locate_named(judge.calibration)
 
 
 def _list_settings(spec: RunSpec, source: str) -> list[str]:

@@ -52,7 +52,8 @@ from strop.sandbox.supervisor import Supervisor
 MAX_ORDER_BYTES = 1 << 18
 _END_LIMIT_S = 10.0
 _PREFIX = "strop-sandbox-"
-_BASES = ("/tmp", "/var/tmp", "/dev/shm")
+SCRATCH_BASES = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where a keeper may make its folder; the first that it can write to."""
 _ABANDONED_AFTER_S = 60.0
 _PLACES: dict[str, type[ProcessPlace | BubblewrapPlace]] = {
     "process": ProcessPlace,
@@ -241,7 +242,9 @@ def _refuse(connection: socket.socket, kind: str, why: str) -> None:
 
 def _prepare_ground() -> Ground:
     is_root = os.geteuid() == 0
-    base = next((path for path in _BASES if can_reach(path) and os.access(path, os.W_OK)), _BASES[0])
+    base = next(
+        (path for path in SCRATCH_BASES if can_reach(path) and os.access(path, os.W_OK)), SCRATCH_BASES[0]
+    )
     _remove_abandoned(base)
     # Not tempfile: its random numbers are made anew in each fork, which costs as much as the fork.
     runtime_dir = f"{base}/{_PREFIX}{os.urandom(8).hex()}"

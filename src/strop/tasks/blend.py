@@ -90,7 +90,8 @@ class Blend:
 
     @cached_property
     def _version(self) -> str:
-        settings = self._spec.model_dump(mode="json", include={"data", "alpha", "format_weight"})
+        spec = self._spec
+        settings = {"data": spec.data, "alpha": spec.alpha, "format_weight": spec.format_weight}
         parts = [[part.label, part.weight, part.optional, self._identity(part)] for part in self._parts]
         text = json.dumps([_VERIFIER, settings, parts, asdict(self.limits)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from strop.sandbox.keeper import SCRATCH_BASES
+
 _PROC = Path("/proc")
 _MAX_DEPTH = 3
 _LOOK_EVERY_S = 0.05
@@ -39,7 +41,7 @@ def wait_for_end(name: str, limit_s: float) -> list[int]:
 
 def find_files(name: str) -> list[str]:
     """Return files of this name, or with it as their stem, near the tops of all temporary folders."""
-    tops = dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm", os.getcwd()])
+    tops = dict.fromkeys([tempfile.gettempdir(), *SCRATCH_BASES, os.getcwd()])
     return [path for top in tops for path in _walk(top) if os.path.basename(path).partition(".")[0] == name]
 
 
