@@ -16,7 +16,7 @@ PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo test check format bench system-deps clean
+.PHONY: help venv demo test check format bench system-deps harness-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
@@ -24,6 +24,7 @@ help:
 	@echo "make check        format, lint, types, import layers, sizes, links, commands of the README"
 	@echo "make bench        speed and memory, against other systems; results in benchmarks/results"
 	@echo "make system-deps  install the system packages that some tests need (as root)"
+	@echo "make harness-deps make the environment of lm-eval, whose verdicts some tests compare with"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
 
 venv: $(READY)
@@ -82,6 +83,11 @@ system-deps:
 		apt-get -qq install --yes --no-install-recommends $$missing </dev/null >/dev/null; \
 		echo "system parts: installed:$$missing"; \
 	fi
+
+# lm-eval, whose verdicts some tests compare with: an environment of its own in the user's cache, 1.8 GB.
+harness-deps: $(READY)
+	@$(IN_VENV) -c "from strop.evaluate.harness import LM_EVAL, ensure_environment; \
+		ensure_environment(LM_EVAL, say=print)"
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -26,6 +26,7 @@ from strop.launch.inference import open_model, read_asking, serve_model
 from strop.rollout import Example, FinishReason, Sampling, Split
 from strop.tasks import build_task
 from strop.tasks.mathematics.equivalence import harness_math_verify
+from tests.conftest import require_system_part
 from tests.evaluate.harness.harness_world import RecordedRun, make_spec, run_recorded, write_data
 from tests.fixtures.tiny_model import tiny_model
 
@@ -35,12 +36,8 @@ Reasons = Mapping[str, Callable[[str], bool]]
 
 @pytest.fixture(scope="module")
 def harness_python() -> Path:
-    # Two gigabytes in the user's cache that no test makes by itself, in CI neither.
-    if not LM_EVAL.is_ready():
-        pytest.skip(
-            "lm-eval has no environment here. Allowed: a machine where it was used once. Next: run `strop"
-            " eval MODEL --harness lm-eval --task gsm8k_cot --split held_out --limit 1`."
-        )
+    # Two gigabytes in the user's cache: `make harness-deps` makes them, no test does.
+    require_system_part("the environment of lm-eval (make harness-deps)", LM_EVAL.is_ready())
     return LM_EVAL.python
 
 
