@@ -28,6 +28,7 @@ from strop.spec.sft import SftSpec
 from strop.tasks.prompt import render_prompt
 from strop.train.demonstrations import Demonstrations, Framing
 from strop.train.rejection import read_run_demonstrations
+from strop.train.sft_source import find_source
 from tests.fixtures.demonstrations import make_framing, spell
 from tests.fixtures.tiny_run import SpellTask, new_run
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
@@ -104,6 +105,27 @@ def record(framing: Framing) -> list[list[Rollout]]:
         roll(framing, 1, "H", 0.7, step=1, end=FinishReason.STOP_STRING),  # taken
     ]
     return [first, second]
+
+
+def test_the_replies_of_an_evaluation_are_taken_as_those_of_a_run(tmp_path: Path, framing: Framing) -> None:
+    run_path = write_run(tmp_path / "run", *record(framing))
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    for number, rollouts in enumerate(record(framing)):
+        write_rollouts(folder / f"examples-{number:06d}-{number:06d}.parquet", rollouts)
+    as_run, as_kept = (choose(path, framing, min_reward=0.5) for path in (run_path, folder))
+    assert replies(as_kept, framing) == replies(as_run, framing)
+    assert find_source(str(folder)) == folder
+    with pytest.raises(StoreError, match="run"):
+        choose(tmp_path, framing)
+
+
+def test_replies_to_what_the_run_holds_out_are_refused(tmp_path: Path, framing: Framing) -> None:
+    (held_out,) = framing.task.examples(Split.HELD_OUT)[:1]
+    seen = replace(roll(framing, 0, "A", 1.0), example=held_out)
+    path = write_run(tmp_path, [seen, roll(framing, 1, "B", 1.0)])
+    with pytest.raises(DataError, match=f"are held out here, the first is {held_out.example_id}"):
+        choose(path, framing)
 
 
 def test_exactly_the_rollouts_that_earned_enough_are_taken(tmp_path: Path, framing: Framing) -> None:

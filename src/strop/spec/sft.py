@@ -17,7 +17,8 @@ class SftSpec(Section):
         default=None,
         min_length=1,
         description="Where the demonstrations are: a file of JSONL (.jsonl, .json) or Parquet (.parquet), or"
-        " the folder of a run, whose best rollouts are imitated. A relative path is taken from the file that"
+        " the folder of a run, or of the replies that `strop eval` kept, whose best rollouts are imitated. A"
+        " relative path is taken from the file that"
         " names it. none = nothing is imitated.",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
@@ -31,13 +32,13 @@ class SftSpec(Section):
         description="Use only the rows of a file whose key `source` is this text. none = all rows.",
     )
     min_reward: float = Field(
-        default=1.0, description="Lowest reward of a rollout of another run that is imitated."
+        default=1.0, description="Lowest reward of a recorded rollout that is imitated."
     )
     max_per_example: int | None = Field(
         default=None,
         ge=1,
         le=10**7,
-        description="Rollouts of another run imitated per example, those of the highest reward first; 1 is"
+        description="Recorded rollouts imitated per example, those of the highest reward first; 1 is"
         " best-of-k. none = all.",
     )
     rows_per_step: int = Field(

@@ -1,4 +1,6 @@
-"""Demonstrations from the rollouts of a run: those that earned enough, the best of each example first.
+"""Demonstrations from kept rollouts: those that earned enough, the best of each example first.
+
+The rollouts are those of a run, or those that an evaluation with several samples kept.
 
 Their ids are taken as the engine sampled them, so they are shown to be this model's own: its tokenizer
 gives the same prompt ids and reads the same replies, and the task, where it is the run's own, still asks
@@ -8,7 +10,7 @@ in the same words. A reply that was cut has no end that could be taught and is n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from strop.errors import DataError, explain_refusal
 from strop.record import RunDir
-from strop.rollout import TERMINATOR, FinishReason, Rollout, Turn
+from strop.rollout import TERMINATOR, FinishReason, Rollout, Split, Turn
 from strop.spec.sft import SftSpec
 from strop.tasks.prompt import render_prompt
 from strop.train.demonstrations import Candidate, Demonstration, Demonstrations, Framing, Sieve, require_some
@@ -73,23 +75,24 @@ def is_whole(rollout: Rollout) -> bool:
 
 
 def read_run_demonstrations(spec: SftSpec, folder: Path, framing: Framing) -> Demonstrations:
-    """Choose demonstrations among the recorded rollouts of the run in a folder.
+    """Choose demonstrations among the rollouts in the folder of a run or of an evaluation's replies.
 
-    Raises: StoreError if the source is no run; CorruptRecord if a file of it is damaged; DataError if none
-        is left, too many do not fit, or they were written with another tokenizer or prompt.
+    Raises: StoreError if the folder is neither; CorruptRecord if a file of it is damaged; DataError if none
+        is left, too many do not fit, they were written with another tokenizer or prompt, or they answer
+        what this run holds out.
     """
     # Here, because pyarrow is heavy.
     from strop.record.rollouts import read_rollouts
 
     assert spec.source is not None
-    run = RunDir.open(folder)
     choice = Choice(min_reward=spec.min_reward, max_per_example=spec.max_per_example)
-    for path in run.rollouts_files():
+    for path in find_rollouts_files(folder):
         for rollout in read_rollouts(path):
             choice.add(rollout)
     chosen = choice.finish()
     seen = "; ".join(f"{number} {what}" for what, number in choice.counts.items() if number)
     require_some(spec.source, chosen, f"{choice.num_seen} rollouts are recorded{seen and ', '}{seen}")
+    _refuse_held_out(spec.source, chosen, framing)
     sieve = Sieve(framing=framing)
     for rollout in chosen:
         _require_same_asking(rollout, framing)
@@ -101,6 +104,30 @@ def read_run_demonstrations(spec: SftSpec, folder: Path, framing: Framing) -> De
         problems=frozenset(),
         counts={**choice.counts, **sieve.counts},
     )
+
+
+def find_rollouts_files(folder: Path) -> list[Path]:
+    """Return the files of rollouts in the folder of a run, or of the replies that an evaluation kept.
+
+    Raises: StoreError if the folder is neither.
+    """
+    # As `evaluate.shards` names them; that room stands beside this one.
+    kept = sorted(folder.glob("examples-*.parquet"))
+    return kept or RunDir.open(folder).rollouts_files()
+
+
+def _refuse_held_out(source: str, chosen: Sequence[Rollout], framing: Framing) -> None:
+    """Refuse replies to problems that this run will be measured on: an evaluation may be of any split."""
+    held_out = {example.example_id for example in framing.task.examples(Split.HELD_OUT)}
+    known = sorted({one.example.example_id for one in chosen} & held_out)
+    if known:
+        raise DataError(
+            explain_refusal(
+                f"{len(known)} examples of sft.source={source} are held out here, the first is {known[0]}",
+                allowed="replies to training examples",
+                next_step="evaluate with --split train, and name the folder of those replies",
+            )
+        )
 
 
 def _require_same_asking(rollout: Rollout, framing: Framing) -> None:

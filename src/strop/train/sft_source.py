@@ -6,14 +6,14 @@ from pathlib import Path
 
 from strop.errors import DataError, explain_refusal
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, read_model_size
-from strop.record.run_dir import STATE_NAME, RunDir
+from strop.record.run_dir import STATE_NAME
 from strop.spec.run import RunSpec
 from strop.store.data_files import DataFile, locate_named, note_data_file
 from strop.tasks import Task
 from strop.tasks.prompt import resolve_prompt_format
 from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Demonstrations, Framing, require_enough
-from strop.train.rejection import read_run_demonstrations
+from strop.train.rejection import find_rollouts_files, read_run_demonstrations
 from strop.train.sft_rows import read_file_demonstrations
 
 
@@ -52,14 +52,14 @@ def find_source(source: str) -> Path:
         raise DataError(
             explain_refusal(
                 f"sft.source={source} does not exist",
-                allowed="a file of JSONL or Parquet, or the folder of a run; a path, or a URI of a store",
+                allowed="a file of JSONL or Parquet, or a folder of rollouts; a path, or a URI of a store",
                 next_step="correct the path in sft.source",
             )
         )
     if path.is_dir():
-        run = RunDir.open(path)
-        for file in (run.path / STATE_NAME, *run.rollouts_files()):
-            name = file.relative_to(run.path).as_posix()
+        state = path / STATE_NAME
+        for file in (*([state] if state.exists() else []), *find_rollouts_files(path)):
+            name = file.relative_to(path).as_posix()
             note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
     return path
 
