@@ -20,7 +20,9 @@ from strop.errors import (
 )
 from strop.store import s3_client, s3_objects
 from strop.store.record_store import RecordStore
+from strop.store.s3_client import open_client
 from strop.store.s3_objects import NUM_WHOLE_ATTEMPTS, S3Objects, cut_parts
+from strop.store.uris import parse_s3
 from tests.fixtures.object_store import (
     BUCKET,
     FAULTS,
@@ -222,6 +224,19 @@ def test_a_file_that_changes_while_it_is_sent_is_refused(
     with pytest.raises(StoreError, match="changed while it was sent"):
         RecordStore(make_objects()).put(tmp_path / "a", f"{s3_root}/r")
     assert stored_bytes(store_address, f"{s3_root}/r/f") is None
+
+
+@pytest.mark.parametrize("calculation", ["when_supported", "when_required"])
+def test_parts_carry_a_crc_unless_the_service_knows_none(
+    calculation: str, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", calculation)
+    (tmp_path / "sent").write_bytes(LARGE)
+    uri = f"{s3_root}/{calculation}"
+    make_objects().upload(tmp_path / "sent", uri, sha256(LARGE))
+    place = parse_s3(uri)
+    head = open_client(SETTINGS).head_object(Bucket=place.bucket, Key=place.key, ChecksumMode="ENABLED")
+    assert ("ChecksumCRC32" in head) is (calculation == "when_supported")
 
 
 def test_uploads_that_a_kill_left_are_given_up_after_a_day(

@@ -3,7 +3,8 @@
 boto3, because it takes every form of credentials that AWS knows (profiles, roles, single sign-on),
 reports failures by code, and is what the SageMaker launcher needs anyway; by `benchmarks/store.py`
 obstore and s3fs are not faster. Its own retries are off: they do not cover the body of a reply, so
-strop retries whole steps. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION.
+strop retries whole steps. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION, and
+AWS_REQUEST_CHECKSUM_CALCULATION=when_required for a compatible service that knows no CRC.
 
 Tried with boto3 1.44.5 and moto 5.2.5. Not tried: Amazon's own service, MinIO, Ceph.
 """
@@ -29,7 +30,10 @@ from strop.store.retries import RetryRules, retry
 T = TypeVar("T")
 INSTALL = "pip install 'strop[s3]'"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_CLIENT_VARIABLES = (*_ENDPOINT_VARIABLES, "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE")
+_CLIENT_VARIABLES = (
+    *_ENDPOINT_VARIABLES,
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_REQUEST_CHECKSUM_CALCULATION"),
+)
 # Answers that another attempt may better. Source: the list of error codes in the Amazon S3 reference.
 _PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _PASSING_CODES = frozenset(
@@ -96,11 +100,10 @@ def _make_client(settings: S3Settings, pid: int, variables: tuple[str | None, ..
         # A compatible endpoint rarely answers under bucket.host; Amazon's always does.
         s3={
             "addressing_style": "path" if is_foreign else "auto",
-            # A body's MD5 is among the signed headers; hashing it once more for the signature proves nothing.
+            # A body's checksum is among the signed headers; hashing it once more proves nothing.
             "payload_signing_enabled": False,
         },
-        # strop hashes all that goes and comes, and knows what to do when it is wrong.
-        request_checksum_calculation="when_required",
+        # strop hashes all that comes, and knows what to do when it is wrong.
         response_checksum_validation="when_required",
     )
     region = os.environ.get("AWS_REGION")  # boto3 itself knows AWS_DEFAULT_REGION only.
@@ -130,6 +133,11 @@ def call(uri: str, doing: str, rules: RetryRules, action: Callable[[], T]) -> T:
         return _refusal(uri, doing, failure)
 
     return retry(action, rules, (BotoCoreError, ClientError, DamagedTransfer), explain)
+
+
+def knows_crc(client: Any) -> bool:
+    """Whether S3 may be asked to check CRCs: always, unless the usual variable says otherwise."""
+    return bool(client.meta.config.request_checksum_calculation == "when_supported")
 
 
 def is_status(error: Exception, *codes: str) -> bool:

@@ -5,7 +5,7 @@ way, an object that changes while it is read, more than a thousand objects, uplo
 Not covered: two writers of one object (the later one wins, whole); versioned or archived objects;
 customer-supplied encryption keys.
 
-What arrived is proven without trust in the way: an upload carries its MD5, which S3 checks, and S3
+What arrived is proven without trust in the way: an upload carries a CRC, which S3 checks, and S3
 answers with an ETag, which for most objects is the MD5 of what it received. Where it is that of what was
 sent, all is well. Where it is not (for example with KMS encryption, or a compatible service that checks
 nothing) it proves nothing, and the object is read back and hashed.
@@ -17,6 +17,7 @@ import base64
 import datetime as dt
 import hashlib
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -29,7 +30,7 @@ from typing import Any
 from strop.errors import CorruptRecord, StoreError, explain_refusal
 from strop.store.atomic import explain_write_failure
 from strop.store.contract import StoredObject
-from strop.store.s3_client import DamagedTransfer, S3Settings, call, is_status, open_client
+from strop.store.s3_client import DamagedTransfer, S3Settings, call, is_status, knows_crc, open_client
 from strop.store.uris import parse_s3
 
 # Source: the limits in the Amazon S3 user guide.
@@ -188,7 +189,6 @@ class S3Objects:
                 Bucket=place.bucket,
                 Key=place.key,
                 Body=data,
-                ContentMD5=_encode(md5),
                 Metadata={_SHA256_KEY: sha256},
             )
 
@@ -203,10 +203,10 @@ class S3Objects:
         """Send all parts and join them; return whether the answers prove what arrived."""
         place = parse_s3(uri)
         target = {"Bucket": place.bucket, "Key": place.key}
-        metadata = {_SHA256_KEY: sha256}
-        begun = self._call(
-            uri, "sent", lambda: self._client.create_multipart_upload(**target, Metadata=metadata)
-        )
+        request = {**target, "Metadata": {_SHA256_KEY: sha256}}
+        if knows_crc(self._client):
+            request["ChecksumAlgorithm"] = "CRC32"
+        begun = self._call(uri, "sent", lambda: self._client.create_multipart_upload(**request))
         upload = {**target, "UploadId": begun["UploadId"]}
         is_joined = False
         try:
@@ -228,17 +228,17 @@ class S3Objects:
         from s3transfer.utils import ReadFileChunk
 
         with self._may_hash:
-            md5 = _hash_part(path, part)
+            md5, crc32 = _hash_part(path, part)
+        checksum = {"ChecksumCRC32": crc32} if knows_crc(self._client) else {}
 
         def send() -> Any:
             # Read as it is sent: parts in memory would cost more than their hashes.
             with ReadFileChunk.from_filename(str(path), part.start, part.size_bytes) as body:
-                return self._client.upload_part(
-                    **upload, PartNumber=part.number, Body=body, ContentMD5=_encode(md5)
-                )
+                return self._client.upload_part(**upload, **checksum, PartNumber=part.number, Body=body)
 
         answer = self._call(uri, "sent", send)
-        return {"PartNumber": part.number, "ETag": answer["ETag"]}, _is_etag(answer, md5.hexdigest())
+        named = {"PartNumber": part.number, "ETag": answer["ETag"], **checksum}
+        return named, _is_etag(answer, md5)
 
     def _join(self, uri: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]], sha256: str) -> None:
         from botocore.exceptions import ClientError
@@ -338,21 +338,17 @@ def _in_order(futures: list[Future[Any]]) -> Iterator[Any]:
                 future.exception()
 
 
-def _hash_part(path: Path, part: _Part) -> Any:
-    """Return the MD5 object of a stretch of a file."""
-    md5, left_bytes = hashlib.md5(usedforsecurity=False), part.size_bytes
+def _hash_part(path: Path, part: _Part) -> tuple[str, str]:
+    """Return the MD5 of a stretch of a file in hex, and its CRC-32 as S3 writes it."""
+    md5, crc32, left_bytes = hashlib.md5(usedforsecurity=False), 0, part.size_bytes
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(part.start)
         while left_bytes and (num_bytes := file.readinto(buffer[:left_bytes])):
             md5.update(buffer[:num_bytes])
+            crc32 = zlib.crc32(buffer[:num_bytes], crc32)
             left_bytes -= num_bytes
-    return md5
-
-
-def _encode(md5: Any) -> str:
-    """Return an MD5 as the header Content-MD5 wants it."""
-    return base64.b64encode(md5.digest()).decode()
+    return md5.hexdigest(), base64.b64encode(crc32.to_bytes(4, "big")).decode()
 
 
 def _is_etag(answer: dict[str, Any], md5: str) -> bool:
