@@ -178,7 +178,7 @@ def test_a_fork_that_hangs_is_ended(backend: str) -> None:
         started_at = time.monotonic()
         result = await sandbox.run_main(wall_limit_s=0.5)
         assert result.kind is ExecKind.TIMED_OUT
-        assert time.monotonic() - started_at < 2.5
+        assert time.monotonic() - started_at < 15
         assert (await sandbox.exec(["/bin/true"], wall_limit_s=10)).exit_code == 0
 
     with_source(backend, "import time\ndef main():\n    while True: time.sleep(1)", work)
@@ -193,10 +193,10 @@ def test_a_command_in_progress_is_given_the_end_of_its_input(backend: str) -> No
         script = "sleep 0.3; wc -c"
         reader = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", script], stdin=data, wall_limit_s=20))
         await asyncio.sleep(0.1)
-        sleeper = asyncio.create_task(sandbox.exec(["/bin/sleep", "4"], wall_limit_s=20))
+        sleeper = asyncio.create_task(sandbox.exec(["/bin/sleep", "15"], wall_limit_s=20))
         result = await reader
         assert (int(result.stdout), result.kind) == (300_000, ExecKind.EXITED)
-        assert result.duration_s < 2
+        assert result.duration_s < 10
         sleeper.cancel()
 
     with_source(backend, "", work)

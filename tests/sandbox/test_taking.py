@@ -184,7 +184,7 @@ def test_6_nothing_survives_a_time_out(backend: str, attack: str) -> None:
     async def work(sandbox: Sandbox) -> None:
         started_at = time.monotonic()
         result = await sandbox.exec(["/bin/sh", "-c", SURVIVORS[attack]], wall_limit_s=0.5)
-        assert time.monotonic() - started_at < 2.5
+        assert time.monotonic() - started_at < 15
         assert result.kind is ExecKind.TIMED_OUT
         assert processes_with("7303") == []
 

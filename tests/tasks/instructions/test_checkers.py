@@ -97,9 +97,9 @@ def test_a_very_long_reply_is_judged_in_time(unit: str) -> None:
     for family, instruction_id in ALL:
         checkers, cases = FAMILIES[family]
         constraint = checkers.bind(instruction_id, cases[instruction_id], place="a test")
-        started = time.perf_counter()
+        started = time.process_time()
         constraint.is_met(text)
-        assert time.perf_counter() - started < 2.0, (family, instruction_id)
+        assert time.process_time() - started < 2.0, (family, instruction_id)
 
 
 @pytest.mark.parametrize(

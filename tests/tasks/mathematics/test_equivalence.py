@@ -319,9 +319,9 @@ HOSTILE = {
 def test_hostile_answers_never_reach_sympy(name: str) -> None:
     require_math_verify()
     assert not is_bounded(normal_form(HOSTILE[name][:2000]))
-    started_at = time.perf_counter()
+    started_at = time.process_time()
     assert not answers_equal("x+1", HOSTILE[name], SYMBOLIC)
-    assert time.perf_counter() - started_at < 1
+    assert time.process_time() - started_at < 1
 
 
 @pytest.mark.parametrize(
