@@ -23,11 +23,6 @@ from strop.spec.run import RunSpec
 from strop.store.atomic import explain_write_failure
 from strop.tokenizer import Tokenizer
 
-START_LIMIT_S = 300.0
-"""Loading a model and listening take no longer."""
-_STOP_GRACE_S = 5.0
-_POLL_S = 0.05
-
 
 class FilePublisher:
     """Publishes by file, and keeps only the files that an engine may still read.

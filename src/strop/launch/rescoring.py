@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from strop.evaluate import Rescored, read_result, rescore, write_result
 from strop.evaluate.shards import list_shards, read_all_shards, read_plan, read_task_settings
 from strop.launch.inference import Asking, hold_judge, read_asking
 from strop.rollout import Split
-from strop.spec.display import KeyPath, dotted
+from strop.spec.display import dotted, walk_values
 from strop.spec.overrides import parse_override
 from strop.spec.schema import NULL_WORD
 from strop.tasks import build_task
@@ -90,17 +90,9 @@ def _merge(stored: Mapping[str, Any], words: Sequence[str]) -> list[str]:
     given = [word if word.startswith("task.") else f"task.{word}" for word in words]
     replaced = [parse_override(word)[0] for word in given]
     kept = [
-        f"{dotted(path)}={text}"
-        for path, text in _flatten(stored, ("task",))
+        # JSON is TOML for all that a setting can be.
+        f"{dotted(path)}={NULL_WORD if value is None else json.dumps(value, ensure_ascii=False)}"
+        for path, value in walk_values(stored, ("task",))
         if path != ("task", "name") and not any(path[: len(new)] == new for new in replaced)
     ]
     return kept + given
-
-
-def _flatten(values: Mapping[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield each setting with its value as TOML; JSON is TOML for all that a setting can be."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, (*prefix, name))
-        else:
-            yield (*prefix, name), NULL_WORD if value is None else json.dumps(value, ensure_ascii=False)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.spec.task_base import EvaluationRows, FewShot, HeldOutRows
+from strop.spec.task_base import EvaluationRows, FewShot, HeldOutRows, TrainingRows
 
 
 class _CodeTaskSection(HeldOutRows):
@@ -20,7 +20,7 @@ class _CodeTaskSection(HeldOutRows):
     )
 
 
-class MbppSpec(FewShot, _CodeTaskSection):
+class MbppSpec(FewShot, _CodeTaskSection, TrainingRows):
     """Short Python functions, in the columns of MBPP."""
 
     name: Literal["mbpp"] = Field(description="Which task: short Python functions with tests.")
@@ -41,9 +41,6 @@ class MbppSpec(FewShot, _CodeTaskSection):
         description="Whether held-out problems must also pass their challenge_test_list, which no prompt"
         " shows.",
     )
-    num_train: int | None = Field(
-        default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."
-    )
 
 
 class HumanEvalSpec(_CodeTaskSection, EvaluationRows):
@@ -58,7 +55,7 @@ class HumanEvalSpec(_CodeTaskSection, EvaluationRows):
     )
 
 
-class AppsSpec(_CodeTaskSection):
+class AppsSpec(_CodeTaskSection, TrainingRows):
     """Programming contests, in the columns of APPS."""
 
     name: Literal["apps"] = Field(description="Which task: programming contests.")
@@ -69,7 +66,4 @@ class AppsSpec(_CodeTaskSection):
     )
     difficulty: Literal["introductory", "interview", "competition"] | None = Field(
         default=None, description="Only problems that the data calls so. none = all."
-    )
-    num_train: int | None = Field(
-        default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."
     )

@@ -57,7 +57,21 @@ class IfBenchSpec(EvaluationRows):
     )
 
 
-class RlvrIfevalSpec(TaskSection):
+class _UnsplitRows(TaskSection):
+    """What the tasks for training share, whose data has no split of its own."""
+
+    num_train: int | None = Field(
+        default=None, ge=1, le=10**7, description="Training prompts used, from the first. none = all."
+    )
+    num_held_out: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="Prompts kept out of training, chosen by their content. none = a tenth.",
+    )
+
+
+class RlvrIfevalSpec(_UnsplitRows):
     """Prompts with one instruction each that a program can check, for training."""
 
     name: Literal["rlvr-ifeval"] = Field(description="Which task: one instruction of RLVR-IFeval a prompt.")
@@ -66,18 +80,9 @@ class RlvrIfevalSpec(TaskSection):
         min_length=1,
         description=_SOURCE_DESCRIPTION.format(hub_id="allenai/RLVR-IFeval"),
     )
-    num_train: int | None = Field(
-        default=None, ge=1, le=10**7, description="Training prompts used, from the first. none = all."
-    )
-    num_held_out: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**7,
-        description="Prompts kept out of training, chosen by their content. none = a tenth.",
-    )
 
 
-class IfMultiSpec(TaskSection):
+class IfMultiSpec(_UnsplitRows):
     """Prompts with one to five instructions that a program can check, for training."""
 
     name: Literal["if-multi"] = Field(description="Which task: up to five instructions a prompt.")
@@ -85,15 +90,6 @@ class IfMultiSpec(TaskSection):
         default="allenai/IF_multi_constraints_upto5",
         min_length=1,
         description=_SOURCE_DESCRIPTION.format(hub_id="allenai/IF_multi_constraints_upto5"),
-    )
-    num_train: int | None = Field(
-        default=None, ge=1, le=10**7, description="Training prompts used, from the first. none = all."
-    )
-    num_held_out: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**7,
-        description="Prompts kept out of training, chosen by their content. none = a tenth.",
     )
     all_or_nothing: bool = Field(
         default=False,

@@ -13,6 +13,11 @@ from strop.spec.task_base import SOURCE_HELP, TrainingRows
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+def is_this_machine(url: str) -> bool:
+    """Whether an address leads to a server on this machine."""
+    return urlsplit(url).hostname in _LOOPBACK
+
+
 class LlmJudgeSpec(TrainingRows):
     """Open questions, in the columns `prompt` and, if known, `gold`; a model behind HTTP judges replies."""
 
@@ -75,8 +80,8 @@ class LlmJudgeSpec(TrainingRows):
 
     @model_validator(mode="after")
     def _check_key_is_safe(self) -> Self:
-        address = urlsplit(self.judge_url)
-        if self.judge_key_env is not None and address.scheme == "http" and address.hostname not in _LOOPBACK:
+        is_plain = urlsplit(self.judge_url).scheme == "http"
+        if self.judge_key_env is not None and is_plain and not is_this_machine(self.judge_url):
             raise SpecConflict(
                 {"task.judge_url": self.judge_url, "task.judge_key_env": self.judge_key_env},
                 "the key would cross the network in plain text",

@@ -11,10 +11,10 @@ import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Failure, FailureOwner
+from strop.spec.judge_tasks import is_this_machine
 from strop.tasks.llm_judge.desk import CallDesk
 from strop.tasks.llm_judge.verdict import UNPARSABLE
 
@@ -31,7 +31,6 @@ _MAX_TRIES = 3
 _BACKOFF_S = 0.5
 _MAX_ANSWER_BYTES = 1 << 20
 _BUSY = frozenset({429, 502, 503, 504})
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +128,7 @@ def _make_client(endpoint: Endpoint) -> httpx.Client:
             )
         headers["Authorization"] = f"Bearer {key}"
     # The environment's proxies are not for a server on this machine.
-    is_here = urlsplit(endpoint.url).hostname in _LOOPBACK
+    is_here = is_this_machine(endpoint.url)
     return httpx.Client(base_url=endpoint.url.rstrip("/"), headers=headers, trust_env=not is_here)
 
 
