@@ -66,8 +66,9 @@ def handle(payload: Any) -> Any:
 def read_nicenesses() -> list[int]:
     """Return the niceness of this process, and that of its session where the system has one."""
     nicenesses = [os.getpriority(os.PRIO_PROCESS, 0)]
-    with suppress(FileNotFoundError):  # It holds '/autogroup-12 nice 10'.
-        nicenesses.append(int(Path("/proc/self/autogroup").read_text().split()[-1]))
+    with suppress(FileNotFoundError):
+        # It holds '/autogroup-12 nice 10', or nothing where sessions are not told apart.
+        nicenesses += [int(word) for word in Path("/proc/self/autogroup").read_text().split()[-1:]]
     return nicenesses
 
 
@@ -218,9 +219,37 @@ def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_b
     assert waited["pid"] != beside["pid"]
     assert waited["nicenesses"] == beside["nicenesses"] == after["nicenesses"]
     # Ten steps down from here, and there are none below 19.
-    assert computed["nicenesses"] == [min(niceness + 10, 19) for niceness in read_nicenesses()]
+    own, session = (*read_nicenesses(), 0)[:2]
+    process, *its_session = computed["nicenesses"]
+    assert process == min(own + 10, 19)
+    assert its_session in ([], [min(session + 10, 19)])
     # The low one is not used again, and of the other two only as many are kept as there are places.
     assert after["pid"] != computed["pid"]
+
+
+@pytest.mark.parametrize(
+    ("own", "written"), [("", "10"), ("/autogroup-12 nice 3\n", "13"), ("/autogroup-12 nice 15\n", "19")]
+)
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_session_without_a_group_of_its_own_can_step_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, written: str, *, is_writable: bool
+) -> None:
+    monkeypatch.setattr(worker, "_PROC", tmp_path)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        for name, text in (("self", own), (str(process.pid), "")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "autogroup").write_text(text)
+        if not is_writable:
+            (tmp_path / str(process.pid) / "autogroup").unlink()
+            (tmp_path / str(process.pid)).rmdir()
+        one = worker.Worker(process.pid)
+        before = os.getpriority(os.PRIO_PROCESS, process.pid)
+        one.step_back()
+        assert one.is_low
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(before + 10, 19)
+        if is_writable:
+            assert (tmp_path / str(process.pid) / "autogroup").read_text() == written
+        process.kill()
 
 
 def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> None:

@@ -19,6 +19,7 @@ from strop.sandbox.frames import pack, unpack
 _NICENESS_STEP = 10
 _MAX_NICENESS = 19
 _MAX_CALLS = 1000
+_PROC = Path("/proc")
 _MAX_PEAK_BYTES = 1 << 30
 
 
@@ -86,8 +87,8 @@ class Worker(asyncio.Protocol):
         try:
             # Where Linux shares the CPU among sessions first, a process's niceness counts only within
             # its session, and a worker is one by itself: see sched(7), 'The autogroup feature'.
-            own = int(Path("/proc/self/autogroup").read_text().split()[-1])  # '/autogroup-12 nice 0'
-            Path(f"/proc/{self.pid}/autogroup").write_text(str(_lowered(own)))
+            own = _session_niceness((_PROC / "self/autogroup").read_text())
+            (_PROC / str(self.pid) / "autogroup").write_text(str(_lowered(own)))
         except BlockingIOError:
             return  # Ten a second are allowed: the next time, then.
         except OSError:
@@ -115,6 +116,16 @@ class Worker(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
+
+
+def _session_niceness(autogroup: str) -> int:
+    """Return the niceness in a text such as '/autogroup-12 nice 0'.
+
+    It is empty for a session that is in no group of its own, as those that began before Linux was told
+    to make groups, or in a container: such a session's share is the usual one.
+    """
+    words = autogroup.split()
+    return int(words[-1]) if words else 0
 
 
 def _lowered(niceness: int) -> int:
