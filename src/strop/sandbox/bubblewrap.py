@@ -34,7 +34,7 @@ from strop.sandbox.linux import (
     enter_namespaces,
     read_file,
 )
-from strop.sandbox.place import Ground, Order, Watch, guard
+from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
 
 INSIDE_ID = 1000
 """User and group of programs, as they are called inside."""
@@ -140,7 +140,7 @@ class BubblewrapPlace:
 
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached, by comparison of namespaces with this process's own."""
-        own = {name: facts["namespaces"][name] != outside for name, outside in self._namespaces.items()}
+        own = own_namespaces(facts, self._namespaces)
         root_is = _root_inside(read_file(f"/proc/{self._holder_pid}/uid_map"))
         needed = [is_own for name, is_own in own.items() if name != "net" or self._network == "none"]
         is_contained = (
@@ -148,22 +148,12 @@ class BubblewrapPlace:
             and facts["no_new_privs"]
             and facts["permitted"] == 0
             and not facts["nested_userns"]
-            and (root_is == "unmapped" or self._uid != 0)
             and self._uid != 0
         )
         return Isolation(
             level=IsolationLevel.NAMESPACE if is_contained else IsolationLevel.NONE,
             backend="bubblewrap",
-            userns=own["user"],
-            pidns=own["pid"],
-            mountns=own["mnt"],
-            netns=own["net"],
-            ipcns=own["ipc"],
-            utsns=own["uts"],
-            seccomp=facts["seccomp"],
-            no_new_privs=facts["no_new_privs"],
-            caps=facts["caps"],
-            nested_userns=facts["nested_userns"],
+            **inside_fields(facts, own),
             host_root_maps_to=root_is,
             host_uid=self._uid,
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),

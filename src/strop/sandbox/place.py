@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,3 +114,21 @@ def guard(is_enforced: bool, *, is_watched: bool) -> Guard:
     if is_enforced:
         return Guard.ENFORCED
     return Guard.WATCHED if is_watched else Guard.NONE
+
+
+def own_namespaces(facts: Mapping[str, Any], outside: Mapping[str, str]) -> dict[str, bool]:
+    """Return which kinds of namespace a sandbox has for itself, by what its first command saw."""
+    return {name: facts["namespaces"][name] != identity for name, identity in outside.items()}
+
+
+def inside_fields(facts: Mapping[str, Any], own: Mapping[str, bool]) -> dict[str, Any]:
+    """Return the fields of `Isolation` that are as seen from inside, whatever the backend."""
+    return {
+        "userns": own["user"],
+        "pidns": own["pid"],
+        "mountns": own["mnt"],
+        "netns": own["net"],
+        "ipcns": own["ipc"],
+        "utsns": own["uts"],
+        **{name: facts[name] for name in ("seccomp", "no_new_privs", "caps", "nested_userns")},
+    }

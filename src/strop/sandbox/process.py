@@ -19,7 +19,7 @@ from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.command import count_user_tasks
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel, Sandbox, SandboxSpec
 from strop.sandbox.linux import detach_mount, mount_tmpfs
-from strop.sandbox.place import Ground, Order, Watch, guard
+from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
 
 
 class ProcessBackend:
@@ -90,20 +90,11 @@ class ProcessPlace:
     def describe(self, facts: dict[str, Any]) -> Isolation:
         """Return what was reached; namespaces are the host's."""
         is_harmless = facts["no_new_privs"] and facts["permitted"] == 0 and self._uid != 0
-        own = {name: facts["namespaces"][name] != outside for name, outside in self._namespaces.items()}
+        own = own_namespaces(facts, self._namespaces)
         return Isolation(
             level=IsolationLevel.RLIMIT if is_harmless else IsolationLevel.NONE,
             backend="process",
-            userns=own["user"],
-            pidns=own["pid"],
-            mountns=own["mnt"],
-            netns=own["net"],
-            ipcns=own["ipc"],
-            utsns=own["uts"],
-            seccomp=facts["seccomp"],
-            no_new_privs=facts["no_new_privs"],
-            caps=facts["caps"],
-            nested_userns=facts["nested_userns"],
+            **inside_fields(facts, own),
             host_root_maps_to="0",
             host_uid=self._uid,
             memory=guard("memory" in self.cgroup.dirs, is_watched=True),
