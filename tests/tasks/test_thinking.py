@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from strop.errors import ConfigError
 from strop.rollout import Split
-from strop.spec import ArithmeticSpec, ReverseTextSpec
-from strop.spec.mixture import MixtureSpec
+from strop.spec import ArithmeticSpec, ReverseTextSpec, load_spec
 from strop.tasks import build_task, render_prompt
+from strop.tasks.prompt import PosedMessage, Thinking
 from strop.tasks.thinking import judged_text
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
@@ -85,6 +84,12 @@ def test_a_model_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
         render_prompt(tokenizer, messages, "base")
 
 
-def test_a_mixture_leaves_thinking_to_its_parts() -> None:
-    with pytest.raises(ValidationError, match=r"each part of a mixture says for itself"):
-        MixtureSpec(name="mixture", thinking="on", parts={"a": {"name": "arithmetic"}})
+@pytest.mark.parametrize("name", ["mixture", "blend"])
+def test_a_task_made_of_others_leaves_thinking_to_its_parts(name: str) -> None:
+    words = ["name=x", f"task.name={name}", "task.parts.a.name=arithmetic"]
+    with pytest.raises(ConfigError, match=r"task\.thinking='?on.*: each part says for itself whether"):
+        load_spec(None, [*words, "task.thinking=on"])
+    task = build_task(load_spec(None, [*words, "task.parts.a.thinking=on"]).spec.task)
+    (message,) = task.render(task.examples(Split.HELD_OUT)[0])
+    assert isinstance(message, PosedMessage)
+    assert message.thinking is Thinking.ON

@@ -72,6 +72,13 @@ class BlendSpec(TaskSection):
 
     @model_validator(mode="after")
     def _check_blend(self) -> Self:
+        if self.thinking != "model_default":
+            raise SpecConflict(
+                {"task.thinking": self.thinking},
+                "each part says for itself whether the model thinks",
+                allowed="thinking in [task.parts.LABEL]",
+                next_step="move the setting into the parts",
+            )
         parts = self.read_parts()
         if self.data_label not in parts:
             raise SpecConflict(

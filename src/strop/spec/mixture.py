@@ -92,7 +92,7 @@ class MixtureSpec(TaskSection):
         if self.thinking != "model_default":
             raise SpecConflict(
                 {"task.thinking": self.thinking},
-                "each part of a mixture says for itself whether the model thinks",
+                "each part says for itself whether the model thinks",
                 allowed="thinking in [task.parts.LABEL]",
                 next_step="move the setting into the parts",
             )
