@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from strop.spec.base import Section, SpecConflict
-from strop.spec.free_values import check_free_table
 from strop.spec.judge_tasks import LlmJudgeSpec
-from strop.spec.mixture import PlainTask, read_part
-from strop.spec.task_base import TaskSection
+from strop.spec.parts import PartedSection, PlainTask, read_part
 
 MAX_FORMAT_WEIGHT = 0.1
 
@@ -29,7 +27,7 @@ class BlendPart(Section):
     )
 
 
-class BlendSpec(TaskSection):
+class BlendSpec(PartedSection):
     """One task's problems, judged by its own verifier and by others, and the weighted sum of their scores."""
 
     name: Literal["blend"] = Field(description="Which task: one task judged by several verifiers.")
@@ -64,21 +62,8 @@ class BlendSpec(TaskSection):
         " (name and its own), and: weight (1) of its score, optional (false).",
     )
 
-    @field_validator("parts", mode="before")
-    @classmethod
-    def _check_parts(cls, parts: Any) -> Any:
-        check_free_table(("task", "parts"), parts)
-        return parts
-
     @model_validator(mode="after")
     def _check_blend(self) -> Self:
-        if self.thinking != "model_default":
-            raise SpecConflict(
-                {"task.thinking": self.thinking},
-                "each part says for itself whether the model thinks",
-                allowed="thinking in [task.parts.LABEL]",
-                next_step="move the setting into the parts",
-            )
         parts = self.read_parts()
         if self.data_label not in parts:
             raise SpecConflict(
@@ -154,13 +139,3 @@ class BlendSpec(TaskSection):
             label: 1.0 - self.alpha if isinstance(part.task, LlmJudgeSpec) else self.alpha
             for label, part in parts.items()
         }
-
-    @property
-    def num_train(self) -> int | None:
-        """Only the part's data can tell."""
-        return None
-
-    @property
-    def num_held_out(self) -> int | None:
-        """Only the part's data can tell."""
-        return None

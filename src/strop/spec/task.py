@@ -23,7 +23,8 @@ from strop.spec.math_tasks import (
     MmluSpec,
     RlvrMixedSpec,
 )
-from strop.spec.mixture import MixturePart, MixtureSpec, PlainTask
+from strop.spec.mixture import MixturePart, MixtureSpec
+from strop.spec.parts import PlainTask
 from strop.spec.sft_task import SftJsonlSpec
 
 BoxedMathSpec = MathSpec | Math500Spec | DeepscalerSpec
@@ -41,9 +42,7 @@ def judge_sections(task: TaskSpec) -> list[LlmJudgeSpec]:
 
 def plain_sections(task: TaskSpec) -> list[PlainTask]:
     """Return the sections of the tasks that a task is made of: its own, or its parts'."""
-    if isinstance(task, MixtureSpec):
-        return [part.task for part in task.read_parts().values()]
-    if isinstance(task, BlendSpec):
+    if isinstance(task, MixtureSpec | BlendSpec):
         return [part.task for part in task.read_parts().values()]
     return [task]
 

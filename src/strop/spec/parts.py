@@ -1,0 +1,103 @@
+"""What the tasks that are made of others share: their parts, each a table with the settings of a task."""
+
+from __future__ import annotations
+
+from typing import Any, Self, TypeVar
+
+from pydantic import JsonValue, ValidationError, field_validator, model_validator
+
+from strop.spec.base import Section, SpecConflict
+from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
+from strop.spec.free_values import check_free_table
+from strop.spec.generated_tasks import ArithmeticSpec, DummySpec, ReasoningGymSpec, ReverseTextSpec
+from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
+from strop.spec.judge_tasks import LlmJudgeSpec
+from strop.spec.math_tasks import (
+    AimeSpec,
+    DeepscalerSpec,
+    Gsm8kSpec,
+    Math500Spec,
+    MathSpec,
+    MmluSpec,
+    RlvrMixedSpec,
+)
+from strop.spec.sft_task import SftJsonlSpec
+from strop.spec.task_base import TaskSection
+
+PlainTask = (
+    ArithmeticSpec
+    | DummySpec
+    | ReverseTextSpec
+    | ReasoningGymSpec
+    | Gsm8kSpec
+    | MathSpec
+    | Math500Spec
+    | DeepscalerSpec
+    | AimeSpec
+    | MmluSpec
+    | MbppSpec
+    | HumanEvalSpec
+    | AppsSpec
+    | IfEvalSpec
+    | IfBenchSpec
+    | RlvrIfevalSpec
+    | IfMultiSpec
+    | LlmJudgeSpec
+    | SftJsonlSpec
+    | RlvrMixedSpec
+)
+"""A task that is not made of others."""
+AnyPart = TypeVar("AnyPart", bound=Section)
+
+
+class PartedSection(TaskSection):
+    """What the tasks share whose problems and settings are their parts'; each names its `parts` itself."""
+
+    @field_validator("parts", mode="before", check_fields=False)
+    @classmethod
+    def _check_parts(cls, parts: Any) -> Any:
+        check_free_table(("task", "parts"), parts)
+        return parts
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        if self.thinking != "model_default":
+            raise SpecConflict(
+                {"task.thinking": self.thinking},
+                "each part says for itself whether the model thinks",
+                allowed="thinking in [task.parts.LABEL]",
+                next_step="move the setting into the parts",
+            )
+        return self
+
+    @property
+    def num_train(self) -> int | None:
+        """None: only the parts' data can tell."""
+        return None
+
+    @property
+    def num_held_out(self) -> int | None:
+        """None: only the parts' data can tell."""
+        return None
+
+
+def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> AnyPart:
+    """Return a part of a task that is made of others; what `kind` does not name is its task's.
+
+    Raises: SpecConflict naming the setting that is wrong.
+    """
+    names = [name for name in kind.model_fields if name != "task"]
+    own = {key: value for key, value in table.items() if key in names}
+    settings = {key: value for key, value in table.items() if key not in names}
+    try:
+        return kind.model_validate({**own, "task": settings})
+    except ValidationError as error:
+        first = error.errors()[0]
+        # Without the name of the section and of the task, which pydantic puts in between.
+        where = [str(part) for part in first["loc"] if part not in ("task", settings.get("name"))]
+        raise SpecConflict(
+            {".".join(["task.parts", label, *where]): first["input"]},
+            first["msg"],
+            allowed=f"the settings of the part's task, and {', '.join(names[:-1])} and {names[-1]}",
+            next_step="correct the setting; `strop explain task` lists those of every task",
+        ) from error
