@@ -1,4 +1,4 @@
-"""What a task asks and its version, to the letter: whoever changes one of them does so on purpose."""
+"""What tasks ask and their versions, to the letter: whoever changes one of them does so on purpose."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from strop.spec import (
     MathSpec,
     MbppSpec,
     RlvrMixedSpec,
+    SftJsonlSpec,
 )
 from strop.spec.task import MixtureSpec, TaskSpec
 from strop.tasks import Task, build_task
@@ -57,63 +58,79 @@ IFEVAL = {
     "instruction_id_list": ["punctuation:no_comma"],
     "kwargs": [{}],
 }
-ROWS: dict[str, dict[str, Rows]] = {
-    "mbpp": {
-        "prompt": [mbpp_row(n) for n in (1, 2, 3, 4)],
-        "train": [mbpp_row(n) for n in (601, 602, 603)],
-        "test": [mbpp_row(n) for n in (11, 12)],
-    },
-    "apps": {
-        "train": [
-            apps_row("Copy a line.", PAIRS),
-            apps_row("Copy it.", CALLS, starter_code="def f(x):"),
-            apps_row("Copy one.", {"inputs": [""], "outputs": [""]}, difficulty="introductory"),
-        ],
-        "test": [apps_row("Copy two lines.", PAIRS)],
-    },
-    "humaneval": {
-        "test": [
-            {
-                "prompt": f"def f(x):\n    'Add {n}.'\n",
-                "canonical_solution": f"    return x + {n}\n",
-                "test": f"def check(g):\n    assert g(1) == {1 + n}",
-                "entry_point": "f",
-            }
-            for n in (1, 2)
-        ],
-    },
-    "gsm8k": {
-        "train": [{"question": f"{n} and {n}?", "answer": f"Twice.\n#### {2 * n}"} for n in range(1, 4)],
-        "test": [{"question": "9 and 9?", "answer": "Twice.\n#### 18"}],
-    },
-    "math": {"train": [{"problem": "Find 1.", **MATH}], "test": [{"problem": "Find 3.", **MATH}]},
-    "aime": {"test": [{"ID": "a", "Problem": "Find 7.", "Solution": "7", "Answer": 7}]},
-    "ifeval": {"test": [IFEVAL]},
-    "if-multi": {
-        "train": [
-            {
-                "messages": WORDS,
-                "ground_truth": "[{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}]",
-            },
-            {
-                "messages": [{"role": "user", "content": "Write 'no'."}],
-                "ground_truth": "[{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}]",
-            },
-        ],
-    },
-    "rlvr-mixed": {
-        "train": [
-            {
-                "dataset": "gsm8k",
-                "messages": [{"role": "user", "content": f"So the answer is 1. {n}?"}],
-                "ground_truth": str(n),
-                "constraint_type": "",
-                "constraint": "",
-            }
-            for n in range(4)
-        ],
-    },
-}
+
+
+def code_rows() -> dict[str, dict[str, Rows]]:
+    return {
+        "mbpp": {
+            "prompt": [mbpp_row(n) for n in (1, 2, 3, 4)],
+            "train": [mbpp_row(n) for n in (601, 602, 603)],
+            "test": [mbpp_row(n) for n in (11, 12)],
+        },
+        "apps": {
+            "train": [
+                apps_row("Copy a line.", PAIRS),
+                apps_row("Copy it.", CALLS, starter_code="def f(x):"),
+                apps_row("Copy one.", {"inputs": [""], "outputs": [""]}, difficulty="introductory"),
+            ],
+            "test": [apps_row("Copy two lines.", PAIRS)],
+        },
+        "humaneval": {
+            "test": [
+                {
+                    "prompt": f"def f(x):\n    'Add {n}.'\n",
+                    "canonical_solution": f"    return x + {n}\n",
+                    "test": f"def check(g):\n    assert g(1) == {1 + n}",
+                    "entry_point": "f",
+                }
+                for n in (1, 2)
+            ],
+        },
+    }
+
+
+def text_rows() -> dict[str, dict[str, Rows]]:
+    return {
+        "gsm8k": {
+            "train": [{"question": f"{n} and {n}?", "answer": f"Twice.\n#### {2 * n}"} for n in range(1, 4)],
+            "test": [{"question": "9 and 9?", "answer": "Twice.\n#### 18"}],
+        },
+        "math": {"train": [{"problem": "Find 1.", **MATH}], "test": [{"problem": "Find 3.", **MATH}]},
+        "aime": {"test": [{"ID": "a", "Problem": "Find 7.", "Solution": "7", "Answer": 7}]},
+        "ifeval": {"test": [IFEVAL]},
+        "if-multi": {
+            "train": [
+                {
+                    "messages": WORDS,
+                    "ground_truth": "[{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}]",
+                },
+                {
+                    "messages": [{"role": "user", "content": "Write 'no'."}],
+                    "ground_truth": "[{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}]",
+                },
+            ],
+        },
+        "sft-jsonl": {
+            "train": [{"prompt": f"{n}?", "completion": f"It is {n}.", "gold": str(n)} for n in range(2)]
+            + [{"prompt": "9?", "completion": "9"}],
+            "test": [{"prompt": "7?", "completion": "7", "gold": "7"}],
+        },
+        "rlvr-mixed": {
+            "train": [
+                {
+                    "dataset": "gsm8k",
+                    "messages": [{"role": "user", "content": f"So the answer is 1. {n}?"}],
+                    "ground_truth": str(n),
+                    "constraint_type": "",
+                    "constraint": "",
+                }
+                for n in range(4)
+            ],
+        },
+    }
+
+
+ROWS = code_rows() | text_rows()
 
 
 def gsm8k(source: str, **more: Any) -> Gsm8kSpec:
@@ -145,37 +162,10 @@ CASES: dict[str, Callable[[str], TaskSpec]] = {
     "aime": lambda source: AimeSpec(name="aime", source=source),
     "ifeval": lambda source: IfEvalSpec(name="ifeval", source=source),
     "if-multi": lambda source: IfMultiSpec(name="if-multi", source=source),
+    "sft-jsonl": lambda source: SftJsonlSpec(name="sft-jsonl", source=source),
     "rlvr-mixed": lambda source: RlvrMixedSpec(name="rlvr-mixed", source=source, strictness="strict"),
 }
-KNOWN: dict[str, tuple[str, str, str]] = {
-    "arithmetic": ("3ba1aed2c397e835", "d0807997976d683b", ""),
-    "mixture": ("57f17989b0fc87db", "6d5d2c5497647bfd", ""),
-    "blend": ("326b420033859876", "29b4ebbbeb1ce433", ""),
-    "mbpp": ("1d0dfe95aba855bf", "169c99527478834f", ""),
-    "mbpp 2 shots": ("c7fb37acc7958fb1", "7087e7257ef3ac2a", ""),
-    "mbpp lm-eval": ("a8d8e3d04780b314", "cfcdd9e7d6dc136b", ""),
-    "mbpp thinking": ("15ed522096f31976", "169c99527478834f", ""),
-    "apps": (
-        "3224a5a7da7c2f70",
-        "ad836e032cd79cb4",
-        "programs: 2, functions: 1, items left out, fewer than 2 tests: 1",
-    ),
-    "apps introductory": (
-        "f3c1336d5c82a762",
-        "1bafcbbe760fa0a3",
-        "programs: 2, items left out, fewer than 2 tests: 1",
-    ),
-    "humaneval": ("34048315562d2b00", "450613904fdc13fe", ""),
-    "humaneval 1": ("54ecd046aae3e1b3", "2be63778740c487f", ""),
-    "gsm8k": ("e055001c70fac418", "243186fec7920a7e", ""),
-    "gsm8k hash": ("77ee694af03dd675", "4272c738aff3ca49", ""),
-    "gsm8k 2 shots": ("2c781062009dbe83", "46d919c7477f67e1", ""),
-    "math": ("3d9f490d3e44516f", "214496d1674ad99d", ""),
-    "aime": ("e9e6224dae737f57", "fd624950ccd25df4", ""),
-    "ifeval": ("c54b4517898cb999", "0a2a644171d56a3d", ""),
-    "if-multi": ("ac59a36ae9575712", "d4434ccd15c77228", ""),
-    "rlvr-mixed": ("37e76d2b21907f75", "9b0efd9fb1f01459", "gsm8k: 4"),
-}
+KNOWN: dict[str, list[str]] = json.loads(Path(__file__).with_name("known_versions.json").read_text("utf-8"))
 """By case: the version, a hash over all prompts, and what was counted in the data."""
 
 
@@ -198,4 +188,4 @@ def test_versions_and_prompts_are_as_they_were(tmp_path: Path, case: str) -> Non
     for stem, rows in ROWS.get(name, {}).items():
         (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     task = build_task(CASES[case](str(tmp_path)))
-    assert (task.version, prompts_digest(task), describe_counts(task)) == KNOWN[case]
+    assert [task.version, prompts_digest(task), describe_counts(task)] == KNOWN[case]

@@ -29,8 +29,22 @@ from strop.spec.sft_task import SftJsonlSpec
 
 BoxedMathSpec = MathSpec | Math500Spec | DeepscalerSpec
 """The tasks that compare formulas."""
-RowTaskSpec = BoxedMathSpec | AimeSpec | MmluSpec
-"""The tasks of questions and answers in rows."""
+RowTaskSpec = (
+    BoxedMathSpec
+    | AimeSpec
+    | Gsm8kSpec
+    | MmluSpec
+    | RlvrMixedSpec
+    | MbppSpec
+    | HumanEvalSpec
+    | AppsSpec
+    | IfEvalSpec
+    | IfBenchSpec
+    | RlvrIfevalSpec
+    | IfMultiSpec
+    | SftJsonlSpec
+)
+"""The tasks whose problems are the rows of a data set."""
 TaskSpec = Annotated[PlainTask | MixtureSpec | BlendSpec, Field(discriminator="name")]
 """One of the task sections, told apart by `name`."""
 

@@ -8,11 +8,10 @@ answer is'; they are rewritten to 'The answer is', the words that lm-eval's gsm8
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 
 from strop.errors import DataError, explain_refusal
-from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec.task import Gsm8kSpec, MathSpec, RlvrIfevalSpec, RlvrMixedSpec
 from strop.tasks.answers import parse_number
 from strop.tasks.contract import Task, TaskLimits
@@ -23,8 +22,9 @@ from strop.tasks.mathematics.gsm8k import Gsm8k
 from strop.tasks.mathematics.hendrycks_math import HendrycksMath
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
-from strop.tasks.version import fit_limits, hash_version
+from strop.tasks.rows.reading import RowReading, require_texts
+from strop.tasks.rows.row_task import RowTask
+from strop.tasks.version import fit_limits
 
 _MAX_REPLY_TOKENS = 2048
 _PROMPT = "{prompt}"
@@ -34,13 +34,10 @@ _KINDS = ("gsm8k", "math", "ifeval")
 _VERIFY_LIMIT_S = 2.0
 
 
-class RlvrMixed:
+class RlvrMixed(RowTask):
     """Judged as the row's kind is; `format_ok` and metrics are that kind's too."""
 
-    name = "rlvr-mixed"
-
     def __init__(self, spec: RlvrMixedSpec) -> None:
-        self._spec = spec
         # Their data is never read: they only judge.
         instructions = InstructionTask(RlvrIfevalSpec(name="rlvr-ifeval"))
         self._judges: Mapping[str, Task] = {
@@ -49,38 +46,36 @@ class RlvrMixed:
             "ifeval": instructions,
         }
         self._checkers = instructions.checkers
-        self._limits_by_kind = {
-            kind: fit_limits(
-                TaskLimits(
-                    max_reply_tokens=_MAX_REPLY_TOKENS,
-                    base_stop_strings=judge.limits.base_stop_strings,
-                    verify_limit_s=_VERIFY_LIMIT_S if spec.strictness == "symbolic" else None,
-                ),
-                spec,
+        limits_by_kind = {
+            kind: TaskLimits(
+                max_reply_tokens=_MAX_REPLY_TOKENS,
+                base_stop_strings=judge.limits.base_stop_strings,
+                verify_limit_s=_VERIFY_LIMIT_S if spec.strictness == "symbolic" else None,
             )
             for kind, judge in self._judges.items()
         }
-        self.limits = self._limits_by_kind["ifeval"]
-        """Without stop strings; an example's own are `limits_of`."""
-
-    @cached_property
-    def version(self) -> str:
-        """Hash over settings, what is rewritten, limits, the judges' words and all ids; reads the data."""
-        verifier = "".join((_VERIFIER, *_REWRITTEN, str(sorted(self._limits_by_kind.items()))))
-        return hash_version(self.name, _PROMPT, verifier, self.limits, self._spec, self._splits.digest)
+        self._limits_by_kind = {kind: fit_limits(limits, spec) for kind, limits in limits_by_kind.items()}
+        reading = RowReading(
+            layout=DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=()),
+            to_example=self._to_example,
+            question=lambda example: str(example.fields["prompt"]),
+            drops_shared=True,
+        )
+        # Without stop strings; an example's own limits are `limits_of`.
+        super().__init__(
+            spec,
+            reading,
+            limits_by_kind["ifeval"],
+            source=spec.source,
+            prompt=_PROMPT,
+            verifier="".join((_VERIFIER, *_REWRITTEN, str(sorted(self._limits_by_kind.items())))),
+        )
 
     @property
     def counts(self) -> Mapping[str, int]:
         """How many examples are of which kind; reads the data."""
         splits = self._splits
         return Counter(example.fields["kind"] for example in (*splits.train, *splits.held_out))
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split, in the order of the data; some are held out by content.
-
-        Raises: DataError if the data is missing, empty or malformed, or a row is of another kind.
-        """
-        return self._splits.of(split)
 
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits of the example's kind."""
@@ -116,17 +111,6 @@ class RlvrMixed:
                 )
             )
         return str(kind)
-
-    @cached_property
-    def _splits(self) -> SplitExamples:
-        spec = self._spec
-        reading = RowReading(
-            layout=DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=()),
-            to_example=self._to_example,
-            question=lambda example: str(example.fields["prompt"]),
-            drops_shared=True,
-        )
-        return read_examples(reading, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
 
     def _to_example(self, row: Row) -> Example:
         (dataset,) = require_texts(row, "dataset")

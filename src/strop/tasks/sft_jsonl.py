@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Literal
 
 from strop.errors import DataError, explain_refusal
@@ -24,9 +22,9 @@ from strop.tasks.mathematics.gsm8k_answers import find_number_text
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
+from strop.tasks.rows.reading import RowReading, SplitExamples
+from strop.tasks.rows.row_task import RowTask
 from strop.tasks.thinking import text_after_thinking
-from strop.tasks.version import fit_limits, hash_version
 
 AnswerKind = Literal["number", "formula", "text"]
 _MAX_REPLY_TOKENS = 2048
@@ -34,40 +32,26 @@ _VERIFIER = "sft-jsonl-1"
 _MAX_SHOWN = 5
 
 
-class SftJsonl:
+class SftJsonl(RowTask):
     """Right if the answer of a reply is the row's gold; `task.answer` says how both are read.
 
     Judged is the text behind the last closed thinking block. `format_ok`: an answer was found.
     """
 
-    name = "sft-jsonl"
+    _spec: SftJsonlSpec
 
     def __init__(self, spec: SftJsonlSpec) -> None:
-        self._spec = spec
-        self.limits = fit_limits(TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS), spec)
-
-    @cached_property
-    def version(self) -> str:
-        """Hash over settings, limits and the ids of all examples; reads the data."""
-        return hash_version(self.name, "", _VERIFIER, self.limits, self._spec, self._splits.digest)
-
-    @property
-    def left_out(self) -> Mapping[str, int]:
-        """How many rows of the data are no examples, by reason; reads the data."""
-        return self._splits.left_out
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """How many rows were left out, by reason; reads the data."""
-        return {f"rows left out, {reason}": count for reason, count in self.left_out.items()}
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the prompts of a split, in the order of the data.
-
-        Raises: DataError naming the row that is malformed, that gives a prompt_id to another prompt or
-            a prompt another gold; or if no row is left.
-        """
-        return self._splits.of(split)
+        self._reader = _Reader(spec)
+        reading = RowReading(
+            layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",)),
+            to_example=self._reader.to_example,
+            question=lambda example: json.dumps(example.fields["messages"]),
+            why_left_out=self._reader.why_left_out,
+            # Several replies to one prompt may be split by content: the prompt is held out then.
+            drops_shared=True,
+        )
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS)
+        super().__init__(spec, reading, limits, source=spec.source, prompt="", verifier=_VERIFIER)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the messages before the demonstrated reply."""
@@ -100,19 +84,9 @@ class SftJsonl:
         """Return the gold answer and the demonstration, which must reach it."""
         return () if example.answer is None else (example.answer, str(example.fields["completion"]))
 
-    @cached_property
-    def _splits(self) -> SplitExamples:
-        spec, reader = self._spec, _Reader(self._spec)
-        reading = RowReading(
-            layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",)),
-            to_example=reader.to_example,
-            question=lambda example: json.dumps(example.fields["messages"]),
-            why_left_out=reader.why_left_out,
-            # Several replies to one prompt may be split by content: the prompt is held out then.
-            drops_shared=True,
-        )
-        found = read_examples(reading, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
-        reader.require_some(found)
+    def _read_splits(self) -> SplitExamples:
+        found = super()._read_splits()
+        self._reader.require_some(found)
         return found
 
 
@@ -146,7 +120,7 @@ class _Reader:
         fields = {"messages": messages, "completion": read.messages[-1].content}
         if read.problem is not None:
             fields["problem"] = read.problem
-        return make_example(SftJsonl.name, fields, read.gold)
+        return make_example("sft-jsonl", fields, read.gold)
 
     def require_some(self, found: SplitExamples) -> None:
         """Refuse an empty split. Raises: DataError saying what was seen instead."""

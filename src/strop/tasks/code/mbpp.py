@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 
 from strop.errors import DataError, explain_refusal
-from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.rollout import Example, Outcome, make_example
 from strop.spec.task import MbppSpec
 from strop.tasks.code.extraction import (
     compiles,
@@ -20,12 +19,11 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
-from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
-from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
+from strop.tasks.rows.row_task import RowTask
 from strop.tasks.thinking import judged_text
 from strop.tasks.traits import ProgramForm
-from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 1024
 _STOP_STRINGS = ("[DONE]",)
@@ -46,7 +44,7 @@ _PARITY_REPLY_TOKENS = 512
 _VERIFIER = "python-statements-2"
 
 
-class Mbpp:
+class Mbpp(RowTask):
     """Right if every test passes; the challenge tests of held-out problems may count and are not shown.
 
     Under the rules of lm-eval all of the reply before [DONE] is the program, its tests have 3 s, and neither
@@ -54,10 +52,9 @@ class Mbpp:
     `format_ok`: the reply has code that compiles and defines the first tested name.
     """
 
-    name = "mbpp"
+    _spec: MbppSpec
 
     def __init__(self, spec: MbppSpec) -> None:
-        self._spec = spec
         self._is_parity = spec.rules == "lm-eval"
         limits = TaskLimits(
             max_reply_tokens=_PARITY_REPLY_TOKENS if self._is_parity else _MAX_REPLY_TOKENS,
@@ -66,27 +63,15 @@ class Mbpp:
             verify_limit_s=WALL_S + SPARE_VERIFY_S,
             verify_keeps_time=True,
         )
-        self.limits = fit_limits(limits, spec)
-
-    @cached_property
-    def version(self) -> str:
-        """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
-        return hash_version(
-            self.name, _PROMPT + _BASE_PROMPT, _VERIFIER, self.limits, self._spec, self._splits.digest
+        super().__init__(
+            spec,
+            _READING,
+            limits,
+            source=spec.source,
+            prompt=_PROMPT,
+            base_prompt=_BASE_PROMPT,
+            verifier=_VERIFIER,
         )
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split, in the order of the data.
-
-        Raises: DataError if the data is missing, empty or malformed, or a problem is in both splits.
-        """
-        return self._splits.of(split)
-
-    def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the problem and the visible tests, and ask for one fenced block."""
-        asked = _asked(example)
-        base = self._shots + _BASE_PROMPT.format(**asked)
-        return pose(_PROMPT.format(**asked), base=base, thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Run the tests over the reply's code.
@@ -128,24 +113,19 @@ class Mbpp:
         judged = judged_text(text, _STOP_STRINGS)
         return None if judged is None or not compiles(judged) else judged
 
-    @cached_property
-    def _shots(self) -> str:
-        if not self._spec.num_few_shot:
-            return ""
-        shots = self._splits.shots
-        return join_shots([(_BASE_PROMPT.format(**_asked(shot)), f"{shot.answer}\n[DONE]") for shot in shots])
+    def _asked(self, example: Example) -> Mapping[str, str]:
+        return {"text": example.fields["text"], "tests": "\n".join(example.fields["tests"])}
 
-    @cached_property
-    def _splits(self) -> SplitExamples:
-        spec = self._spec
-        splits = read_examples(
-            _READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out
-        )
+    def _shot_target(self, shot: Example) -> str:
+        return f"{shot.answer}\n[DONE]"
+
+    def _read_splits(self) -> SplitExamples:
+        splits = super()._read_splits()
         # What training may learn by heart, evaluation must not ask alone.
         splits = replace(splits, train=tuple(_without_hidden_tests(example) for example in splits.train))
-        if self._is_parity or not spec.hidden_tests:
+        if self._is_parity or not self._spec.hidden_tests:
             splits = replace(splits, held_out=tuple(_without_hidden_tests(e) for e in splits.held_out))
-        return replace(splits, shots=_read_shots(spec.source, spec.num_few_shot))
+        return replace(splits, shots=_read_shots(self._source, self._num_few_shot))
 
 
 def _read_shots(source: str, num_shots: int) -> tuple[Example, ...]:
@@ -167,10 +147,6 @@ def _read_shots(source: str, num_shots: int) -> tuple[Example, ...]:
             )
         )
     return tuple(_to_example(rows[number]) for number in wanted)
-
-
-def _asked(example: Example) -> dict[str, str]:
-    return {"text": example.fields["text"], "tests": "\n".join(example.fields["tests"])}
 
 
 def _without_hidden_tests(example: Example) -> Example:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import MappingProxyType
 
 from strop.errors import DataError, explain_refusal
@@ -33,7 +32,7 @@ from strop.tasks.instructions.rlvr import RLVR
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
-from strop.tasks.version import fit_limits, hash_version
+from strop.tasks.rows.row_task import RowTask
 
 _PROMPT = "{prompt}"
 _VERIFIER = "instructions-2"
@@ -87,7 +86,7 @@ _SOURCES: Mapping[str, _Source] = MappingProxyType(
 )
 
 
-class InstructionTask:
+class InstructionTask(RowTask):
     """Follow every instruction of the prompt.
 
     Reward: 1 if all are followed, else 0; for if-multi the share that is followed, unless
@@ -98,16 +97,23 @@ class InstructionTask:
     """
 
     def __init__(self, spec: IfEvalSpec | IfBenchSpec | RlvrIfevalSpec | IfMultiSpec) -> None:
-        self._spec = spec
-        self.name: str = spec.name
         self._has_harness_rules = isinstance(spec, IfEvalSpec) and spec.rules == "lm-eval"
         self._has_loose = isinstance(spec, IfEvalSpec | IfBenchSpec)
-        limits = TaskLimits(
-            max_reply_tokens=_MAX_REPLY_TOKENS[spec.name], max_goldless_frac=_MAX_GOLDLESS_FRAC
+        self._skips_rows = isinstance(spec, IfBenchSpec) and spec.skip_unjudged
+        rows_of = _SOURCES[spec.name]
+        reading = RowReading(
+            layout=rows_of.layout,
+            to_example=self._to_example,
+            question=lambda example: str(example.fields["prompt"]),
+            # One prompt may come with several instructions: they must not part.
+            split_key=lambda row: " ".join(rows_of.read_prompt(row).split()),
         )
-        if self._has_harness_rules:
-            limits = replace(limits, verify_limit_s=_PATTERN_LIMIT_S)
-        self.limits = fit_limits(limits, spec)
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS[spec.name],
+            max_goldless_frac=_MAX_GOLDLESS_FRAC,
+            verify_limit_s=_PATTERN_LIMIT_S if self._has_harness_rules else None,
+        )
+        super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
 
     @property
     def checkers(self) -> Checkers:
@@ -115,11 +121,6 @@ class InstructionTask:
         if self._has_harness_rules:
             return HARNESS
         return {"ifeval": GOOGLE, "ifbench": BENCH, "rlvr-ifeval": RLVR, "if-multi": MULTI}[self.name]
-
-    @cached_property
-    def version(self) -> str:
-        """Hash over settings, limits and the ids of all examples; reads the data."""
-        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, self._splits.digest)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the prompts of a split, in the order of the data; ifeval and ifbench have no training split.
@@ -185,22 +186,11 @@ class InstructionTask:
             for item in example.fields["constraints"]
         ]
 
-    @cached_property
-    def _splits(self) -> SplitExamples:
-        spec = self._spec
-        source = _SOURCES[self.name]
-        reading = RowReading(
-            layout=source.layout,
-            to_example=self._to_example,
-            question=lambda example: str(example.fields["prompt"]),
-            # One prompt may come with several instructions: they must not part.
-            split_key=lambda row: " ".join(source.read_prompt(row).split()),
-        )
-        num_train = None if isinstance(spec, IfEvalSpec | IfBenchSpec) else spec.num_train
+    def _read_splits(self) -> SplitExamples:
         if self._skips_rows:
-            splits = self._drop_unjudged(read_examples(reading, spec.source))
+            splits = self._drop_unjudged(read_examples(self._reading, self._source))
         else:
-            splits = read_examples(reading, spec.source, num_train=num_train, num_held_out=spec.num_held_out)
+            splits = super()._read_splits()
         used = {item["id"] for part in Split for e in splits.of(part) for item in e.fields["constraints"]}
         if used & _LANGUAGE_IDS:
             require_language_detection()
@@ -208,16 +198,12 @@ class InstructionTask:
             require_punkt()
         return splits
 
-    @property
-    def _skips_rows(self) -> bool:
-        return isinstance(self._spec, IfBenchSpec) and self._spec.skip_unjudged
-
     def _drop_unjudged(self, splits: SplitExamples) -> SplitExamples:
         kept = tuple(example for example in splits.held_out if example.fields["constraints"])
         if not kept:
             raise DataError(
                 explain_refusal(
-                    f"all {len(splits.held_out)} rows of {self._spec.source} have an instruction without a"
+                    f"all {len(splits.held_out)} rows of {self._source} have an instruction without a"
                     " checker",
                     allowed="at least one row without such an instruction",
                     next_step="use more of the data set",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-
 from strop.errors import DataError, explain_refusal
-from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.rollout import Example, Outcome, make_example
 from strop.spec.task import Gsm8kSpec
 from strop.tasks.answers import parse_number
 from strop.tasks.contract import TaskLimits
@@ -17,11 +14,10 @@ from strop.tasks.mathematics.gsm8k_answers import (
     harness_clean,
     harness_gold,
 )
-from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
+from strop.tasks.rows.row_task import RowTask
 from strop.tasks.thinking import judged_text
-from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 1024
 _PROMPT = (
@@ -37,7 +33,7 @@ _HARNESS_STOP_STRINGS = ("</s>", "<|im_end|>")
 """Of lm-eval's tasks, beside the word that begins their prompts."""
 
 
-class Gsm8k:
+class Gsm8k(RowTask):
     """Right if the reply's number equals the gold number; which one that is says `task.mode`.
 
     Judged is the text behind the last closed thinking block and before the first stop string, whoever
@@ -46,39 +42,20 @@ class Gsm8k:
     the two may grow. A question that stands twice in one split is kept once.
     """
 
-    name = "gsm8k"
+    _spec: Gsm8kSpec
 
     def __init__(self, spec: Gsm8kSpec) -> None:
-        self._spec = spec
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=self._base_stops)
-        self.limits = fit_limits(limits, spec)
-
-    @cached_property
-    def version(self) -> str:
-        """Hash over settings, prompt, limits and the ids of all examples; reads the data."""
-        return hash_version(
-            self.name,
-            "".join((_PROMPT, self._base_prompt)),
-            _VERIFIER,
-            self.limits,
-            self._spec,
-            self._splits.digest,
-        )
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split, in the order of the data.
-
-        Raises: DataError if the data is missing, empty or malformed, or a question is in both splits.
-        """
-        return self._splits.of(split)
-
-    def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the question and say how the answer is to be marked."""
-        question = example.fields["question"]
-        return pose(
-            _PROMPT.format(question=question),
-            base=self._shots + self._base_prompt.format(question=question),
-            thinking=self._spec.thinking,
+        is_hash = spec.mode == "hash" or spec.num_few_shot > 0
+        super().__init__(
+            spec,
+            _READING,
+            TaskLimits(
+                max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_base_stops(spec.mode, is_hash=is_hash)
+            ),
+            source=spec.source,
+            prompt=_PROMPT,
+            base_prompt=_BASE_PROMPT_HASH if is_hash else _BASE_PROMPT,
+            verifier=_VERIFIER,
         )
 
     def verify(self, example: Example, text: str) -> Outcome:
@@ -102,34 +79,14 @@ class Gsm8k:
         marked = (example.fields["solution"], f"#### {answer}")
         return marked if self._spec.mode == "hash" else (*marked, f"The answer is {answer}.")
 
-    @property
-    def _base_stops(self) -> tuple[str, ...]:
-        if self._spec.mode == "auto":
-            return (*_MARKERS, *_HARNESS_STOP_STRINGS)
-        opening = "Question:" if self._base_prompt == _BASE_PROMPT_HASH else "Q:"
-        return (opening, *_HARNESS_STOP_STRINGS)
+    def _read_splits(self) -> SplitExamples:
+        return super()._read_splits().with_shots(self._num_few_shot)
 
-    @property
-    def _base_prompt(self) -> str:
-        is_hash = self._spec.mode == "hash" or self._spec.num_few_shot > 0
-        return _BASE_PROMPT_HASH if is_hash else _BASE_PROMPT
 
-    @cached_property
-    def _shots(self) -> str:
-        if not self._spec.num_few_shot:
-            return ""
-        shots = [
-            (self._base_prompt.format(**e.fields), f" {e.fields['solution']}") for e in self._splits.shots
-        ]
-        return join_shots(shots)
-
-    @cached_property
-    def _splits(self) -> SplitExamples:
-        spec = self._spec
-        splits = read_examples(
-            _READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out
-        )
-        return splits.with_shots(spec.num_few_shot)
+def _base_stops(mode: str, *, is_hash: bool) -> tuple[str, ...]:
+    if mode == "auto":
+        return (*_MARKERS, *_HARNESS_STOP_STRINGS)
+    return ("Question:" if is_hash else "Q:", *_HARNESS_STOP_STRINGS)
 
 
 def _outcome(is_correct: bool, format_ok: bool, extracted: str | None) -> Outcome:

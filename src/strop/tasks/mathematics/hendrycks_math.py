@@ -7,13 +7,11 @@ text, 'Level 1' to 'Level 5'; the few rows with 'Level ?' are left out and count
 from __future__ import annotations
 
 import re
-from functools import cached_property
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Split, make_example
 from strop.spec.task import MathSpec
 from strop.tasks.mathematics.boxed_math import BoxedMath, boxed_answer, problem_text
-from strop.tasks.prompt import join_shots
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
 
@@ -51,18 +49,9 @@ class HendrycksMath(BoxedMath):
             drops_shared=True,
         )
         super().__init__(spec, reading, max_reply_tokens=_MAX_REPLY_TOKENS)
-        self._num_few_shot = spec.num_few_shot
 
-    @cached_property
-    def _shots(self) -> str:
-        if not self._num_few_shot:
-            return ""
-        shots = self._splits.shots
-        return join_shots([(self._base_prompt.format(**e.fields), f" {e.fields['solution']}") for e in shots])
-
-    @cached_property
-    def _splits(self) -> SplitExamples:
-        return self._read_splits().with_shots(self._num_few_shot)
+    def _read_splits(self) -> SplitExamples:
+        return super()._read_splits().with_shots(self._num_few_shot)
 
 
 def _level(row: Row) -> int | None:

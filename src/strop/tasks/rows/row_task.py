@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.task import RowTaskSpec
+from strop.spec.task_base import FewShot
 from strop.tasks.contract import TaskLimits
-from strop.tasks.prompt import pose
+from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples
 from strop.tasks.version import fit_limits, hash_version
 
@@ -26,10 +28,15 @@ class RowTask(ABC):
         *,
         source: str,
         prompt: str,
-        base_prompt: str,
+        base_prompt: str = "",
         verifier: str,
     ) -> None:
-        self.name = spec.name
+        """Build the task; no data is read yet.
+
+        The two prompts are templates, of the chat and of plain text. A task that renders by itself gives
+        in them all that it writes: they are part of the version.
+        """
+        self.name: str = spec.name
         self.limits = fit_limits(limits, spec)
         self._spec = spec
         self._reading = reading
@@ -37,6 +44,7 @@ class RowTask(ABC):
         self._prompt = prompt
         self._base_prompt = base_prompt
         self._verifier = verifier
+        self._num_few_shot = spec.num_few_shot if isinstance(spec, FewShot) else 0
 
     @cached_property
     def version(self) -> str:
@@ -78,9 +86,10 @@ class RowTask(ABC):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the problem and say how the answer is to be written."""
+        asked = self._asked(example)
         return pose(
-            self._prompt.format(**example.fields),
-            base=self._shots + self._base_prompt.format(**example.fields),
+            self._prompt.format(**asked),
+            base=self._shots + self._base_prompt.format(**asked),
             thinking=self._spec.thinking,
         )
 
@@ -92,16 +101,32 @@ class RowTask(ABC):
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return replies that deserve full marks, the asked-for form first."""
 
+    def _asked(self, example: Example) -> Mapping[str, Any]:
+        """Return what the two prompts name of an example."""
+        return example.fields
+
+    def _shot_target(self, shot: Example) -> str:
+        """Return what stands behind the prompt of a solved example."""
+        return f" {shot.fields['solution']}"
+
     @cached_property
     def _shots(self) -> str:
         """What stands before a problem in plain text; of the data, so it is in the version by its ids."""
-        return ""
+        if not self._num_few_shot:
+            return ""
+        return join_shots(
+            [
+                (self._base_prompt.format(**self._asked(shot)), self._shot_target(shot))
+                for shot in self._splits.shots
+            ]
+        )
 
     @cached_property
     def _splits(self) -> SplitExamples:
         return self._read_splits()
 
     def _read_splits(self) -> SplitExamples:
+        """Read the data. Raises: DataError like `examples`."""
         spec = self._spec
         return read_examples(
             self._reading, self._source, num_train=spec.num_train, num_held_out=spec.num_held_out
