@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.evaluate import read_result
-from strop.evaluate.shards import list_shards
+from strop.record.shards import list_shards
 from tests.cli.conftest import Ended, Run
 
 ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out")
@@ -149,7 +149,7 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
     process = start(*words, "--out", "killed")
     deadline = time.monotonic() + 120
     try:
-        while not (kept.is_dir() and list_shards(kept)):
+        while not (list_shards(kept)):
             assert process.poll() is None, process.communicate()[1].decode()
             assert time.monotonic() < deadline
             time.sleep(0.005)

@@ -23,7 +23,8 @@ from strop.environments import RolloutPlan, SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, EngineError, explain_refusal
 from strop.evaluate.result import EvalPlan, EvalResult, digest_examples
 from strop.evaluate.scoring import ExampleVerdicts, Limits, build_result, check_pass_at, give_verdicts
-from strop.evaluate.shards import Shard, ShardFolder, cut_shards
+from strop.evaluate.shards import ShardFolder, cut_shards
+from strop.record.shards import Shard
 from strop.rollout import Example, Rollout, Sampling, Split
 from strop.tasks import (
     PromptFormat,

@@ -11,9 +11,7 @@ Not covered: shards changed on purpose.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +22,7 @@ from strop.environments import RolloutPlan
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
 from strop.evaluate.comparison import describe_difference, list_plan_differences
 from strop.evaluate.result import EvalPlan
+from strop.record.shards import Shard, list_shards
 from strop.rollout import FailureOwner, Rollout
 from strop.store import FileLock
 from strop.store.atomic import explain_write_failure
@@ -35,21 +34,7 @@ PLAN_FACT = "strop.evaluation"
 TASK_FACT = "strop.task"
 LOST_FACT = "strop.lost"
 """Rollouts of a shard that an engine or a machine lost."""
-_NAME = re.compile(r"examples-(\d{6,})-(\d{6,})\.parquet")
 _MACHINES = frozenset({FailureOwner.ENGINE, FailureOwner.INFRA})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """Some examples in a row."""
-
-    examples: range
-    """Positions among the examples of the evaluation, which fix their order only."""
-
-    @property
-    def file_name(self) -> str:
-        """First and last position, for example 'examples-000000-000031.parquet'."""
-        return f"examples-{self.examples[0]:06d}-{self.examples[-1]:06d}.parquet"
 
 
 def cut_shards(num_examples: int, per_shard: int = EXAMPLES_PER_SHARD) -> list[Shard]:
@@ -167,12 +152,6 @@ class ShardFolder:
         write_rollouts(self.path / shard.file_name, rollouts, facts=facts)
 
 
-def list_shards(path: Path) -> list[Path]:
-    """Return the shards in a folder, in the order of their examples."""
-    found = {entry: _NAME.fullmatch(entry.name) for entry in path.iterdir()}
-    return sorted((entry for entry, match in found.items() if match), key=lambda entry: entry.name)
-
-
 def read_plan(path: Path) -> EvalPlan:
     """Return the plan that a shard belongs to.
 
@@ -227,18 +206,17 @@ def read_all_shards(path: Path) -> tuple[EvalPlan, list[Rollout]]:
     """
     from strop.record.rollouts import read_rollouts
 
-    paths = list_shards(path) if path.is_dir() else []
+    paths = list_shards(path)
     if not paths:
         raise _incomplete(path, "holds no replies of an evaluation")
     plan = read_plan(paths[0])
     covered = 0
     for shard_path in paths:
         refuse_other_plan(shard_path, read_plan(shard_path), plan)
-        match = _NAME.fullmatch(shard_path.name)
-        assert match is not None
-        if int(match[1]) != covered:
+        shard = Shard.of_file(shard_path)
+        if shard is None or shard.examples.start != covered:
             break
-        covered = int(match[2]) + 1
+        covered = shard.examples.stop
     if covered != plan.num_examples:
         raise _incomplete(path, f"holds the replies to {covered} of {plan.num_examples} examples in a row")
     return plan, [rollout for shard_path in paths for rollout in read_rollouts(shard_path)]

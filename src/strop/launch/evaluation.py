@@ -29,10 +29,11 @@ from strop.evaluate import (
     run_evaluation,
     write_result,
 )
-from strop.evaluate.shards import list_shards, refuse_other_plan
+from strop.evaluate.shards import refuse_other_plan
 from strop.launch.inference import Asking, OpenedModel, hold_judge, read_trained_ids, serve_model
 from strop.launch.rescoring import read_kept_asking
 from strop.policy.footprint import read_model_size
+from strop.record.shards import list_shards
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
 
@@ -100,7 +101,7 @@ def _prepare_canary(path: Path, askings: Sequence[Asking], model: OpenedModel) -
     """Plan to repeat a result, with the settings kept beside it or those that are asked for now."""
     baseline = read_result(path)
     kept = path.with_suffix("")
-    if kept.is_dir() and list_shards(kept):
+    if list_shards(kept):
         asking = read_kept_asking(kept)
     else:
         same = [asking for asking in askings if asking.spec.task.name == baseline.task]

@@ -11,8 +11,9 @@ from typing import Any
 
 from strop.errors import StoreError, explain_refusal
 from strop.evaluate import Rescored, read_result, rescore, write_result
-from strop.evaluate.shards import list_shards, read_all_shards, read_plan, read_task_settings
+from strop.evaluate.shards import read_all_shards, read_plan, read_task_settings
 from strop.launch.inference import Asking, hold_judge, read_asking
+from strop.record.shards import list_shards
 from strop.rollout import Split
 from strop.spec.display import dotted, walk_values
 from strop.spec.overrides import parse_override
@@ -35,7 +36,7 @@ def find_kept(place: Path) -> list[Path]:
     """
     if place.is_file():
         folder = place.with_suffix("") if place.suffix == ".json" else place.parent
-        folders = [folder] if folder.is_dir() and list_shards(folder) else []
+        folders = [folder] if list_shards(folder) else []
     elif place.is_dir():
         candidates = [place, *(path for path in place.rglob("*") if path.is_dir())]
         folders = sorted(path for path in candidates if list_shards(path))

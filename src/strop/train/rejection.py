@@ -18,6 +18,7 @@ import numpy as np
 
 from strop.errors import DataError, explain_refusal
 from strop.record import RunDir
+from strop.record.shards import list_shards
 from strop.rollout import TERMINATOR, FinishReason, Rollout, Split, Turn
 from strop.spec.sft import SftSpec
 from strop.tasks.prompt import render_prompt
@@ -111,9 +112,7 @@ def find_rollouts_files(folder: Path) -> list[Path]:
 
     Raises: StoreError if the folder is neither.
     """
-    # As `evaluate.shards` names them; that room stands beside this one.
-    kept = sorted(folder.glob("examples-*.parquet"))
-    return kept or RunDir.open(folder).rollouts_files()
+    return list_shards(folder) or RunDir.open(folder).rollouts_files()
 
 
 def _refuse_held_out(source: str, chosen: Sequence[Rollout], framing: Framing) -> None:
