@@ -6,6 +6,7 @@ the line `MARK`; without a page, the tables go to standard output.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -88,13 +89,46 @@ def render(reports: dict[str, dict[str, Any]], date: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: list[str]) -> int:
+def read_reports(text: str) -> dict[str, dict[str, Any]]:
+    """Return the reports by task.
+
+    Raises: ValueError saying what is wrong, if the text is not what `strop audit --all --json` writes.
+    """
+    if not text.strip():
+        raise ValueError("is empty")
+    try:
+        reports = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is no JSON ({error})") from error
+    if not isinstance(reports, dict) or not reports:
+        raise ValueError("holds no table of reports by task")
+    for label, report in reports.items():
+        if not isinstance(report, dict) or report.get("verdict", "") not in ORDER:
+            raise ValueError(f"has no report with a verdict under {label!r}")
+        wanted = ("cause",) if report["verdict"] is None else ("num_examples", "probes")
+        if missing := [key for key in wanted if key not in report]:
+            raise ValueError(f"has a report of {label!r} without {' and '.join(missing)}")
+    return reports
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Read the report from standard input; write into the page that is named, or print."""
-    text = render(json.load(sys.stdin), time.strftime("%Y-%m-%d"))
-    if not arguments:
+    parser = argparse.ArgumentParser(prog="python -m tools.audit_table", description=__doc__)
+    parser.add_argument("page", nargs="?", type=Path, help="the page; without it, the tables are printed")
+    page: Path | None = parser.parse_args(arguments).page
+    try:
+        reports = read_reports(sys.stdin.read())
+    except ValueError as error:
+        print(
+            f"standard input {error}. Allowed: what `strop audit --all --json` writes."
+            " Next: strop audit --all --json | python -m tools.audit_table docs/audits.md",
+            file=sys.stderr,
+        )
+        return 2
+    text = render(reports, time.strftime("%Y-%m-%d"))
+    if page is None:
         print(text, end="")
         return 0
-    page = Path(arguments[0])
     head, mark, _ = page.read_text("utf-8").partition(MARK)
     if not mark:
         print(f"{page} has no line {MARK}", file=sys.stderr)
@@ -104,4 +138,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -63,3 +63,36 @@ def test_a_page_without_the_mark_is_left_alone(
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(REPORTS)))
     assert main([str(page)]) == 1
     assert (page.read_text(), MARK in capsys.readouterr().err) == ("# Title\n", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "standard input is empty. Allowed: what `strop audit --all --json` writes."),
+        ("Usage: strop audit", "standard input is no JSON (Expecting value"),
+        ("[]", "holds no table of reports by task"),
+        ('{"sums": {"probes": []}}', "has no report with a verdict under 'sums'"),
+        ('{"sums": {"verdict": "blue"}}', "has no report with a verdict under 'sums'"),
+        ('{"sums": {"verdict": "green"}}', "has a report of 'sums' without num_examples and probes"),
+    ],
+)
+def test_what_is_no_report_is_refused(
+    text: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{MARK}\n\nold\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main([str(page)]) == 2
+    assert words in capsys.readouterr().err
+    assert page.read_text() == f"{MARK}\n\nold\n"
+
+
+def test_help_needs_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "python -m tools.audit_table [-h] [page]" in capsys.readouterr().out
