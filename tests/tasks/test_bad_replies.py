@@ -111,7 +111,7 @@ ATTACKS = {
     "fills the disk": "def double(x):\n  with open('a', 'wb') as a:\n    while 1: a.write(b'x' * 10**6)",
     "prints forever": "def double(x):\n  while True: print('x' * 10**5)",
     "kills its parent": (
-        "import os, signal\ndef double(x):\n  os.kill(os.getppid(), signal.SIGKILL)\n  return 0"
+        "import os, signal\ndef double(x):\n  os.kill(os.getppid(), signal.SIGKILL)\n  return 2 * x"
     ),
     "kills everybody": "import os, signal\ndef double(x):\n  os.kill(-1, signal.SIGKILL)\n  return 2 * x",
     "imports network": (

@@ -234,6 +234,18 @@ def test_an_attack_earns_nothing(name: str) -> None:
     assert verdict.num_tests == 3
 
 
+@pytest.mark.parametrize("x", [0, 1, 2])
+def test_a_right_program_that_kills_its_parent_always_loses_all_its_tests(x: int) -> None:
+    """Incident: some such programs were paid: a reply races with the end that follows the parent's.
+
+    Here in the call of the first test or the last, or, with 0, while it is loaded.
+    """
+    source = f"import os\ndef f(x):\n  if x == {x}: os.kill(os.getppid(), 9)\n  return 2 * x\nf(0)"
+    assert {counts(judged(source, "assert f(1) == 2", "assert f(2) == 4")) for _ in range(20)} == {
+        (0, 0, 2, 0)
+    }
+
+
 @pytest.mark.slow
 def test_a_stopped_judge_is_a_time_out() -> None:
     verdict = judged(f"{FIND_JUDGE}\nos.kill(judge, 19)\ndef f(x): return 3", "assert f(1) == 2", wall_s=0.5)

@@ -17,7 +17,7 @@ from typing import Any
 
 from strop.tasks.code.python_judge.candidate import start_nursery
 from strop.tasks.code.python_judge.remote import Session, Source
-from strop.tasks.code.python_judge.trials import PASSED, run_calls, run_programs, run_statements
+from strop.tasks.code.python_judge.trials import ERRORED, PASSED, run_calls, run_programs, run_statements
 
 STARTED = "started"
 _PR_SET_DUMPABLE = 4
@@ -53,6 +53,8 @@ def judge(nursery: Any, job: dict[str, Any]) -> dict[str, Any]:
     session = Session(nursery, source, job["limits"], is_program=job["mode"] == "programs")
     results = _MODES[job["mode"]](session, job)
     session.drop()
+    if session.is_orphaned:
+        results = [(ERRORED, "the program ended what its processes come from") for _ in results]
     first = next(((index, why) for index, (status, why) in enumerate(results) if status != PASSED), None)
     counts: dict[str, int] = {}
     for status, _ in results:
