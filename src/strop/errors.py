@@ -6,7 +6,8 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     StropError                        everything strop raises on purpose
     |-- ConfigError     (ValueError)    the run as written cannot work; the user edits it
     |-- DataError       (ValueError)    an example or a stored record lacks its promised form
-    |   `-- LengthMismatch                two streams of one turn differ in length
+    |   `-- UnfitRecord                   what the run itself made is not as it must be
+    |       `-- LengthMismatch            two streams of one turn differ in length
     |-- CheckRefused    (RuntimeError)  a check before the first step said no
     |-- EngineError     (RuntimeError)  no reply was produced, or it is not usable
     |   `-- WeightMismatch                the engine does not serve the published weights
@@ -56,8 +57,16 @@ class ConfigError(StropError, ValueError):
 class DataError(StropError, ValueError):
     """Raised where a stored example or record lacks its promised form; the user mends the data."""
 
+    exit_code = EXIT_USAGE
 
-class LengthMismatch(DataError):
+
+class UnfitRecord(DataError):
+    """Raised where what a run made can be neither kept nor trained on; no input of the user is wrong."""
+
+    exit_code = EXIT_FAILED
+
+
+class LengthMismatch(UnfitRecord):
     """Raised when two streams of one turn differ in length; the rollout worker masks the rollout."""
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import DataError, LengthMismatch, explain_refusal
+from strop.errors import DataError, LengthMismatch, UnfitRecord, explain_refusal
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -150,7 +150,7 @@ class Turn:
                 )
             )
         if not bool(np.isfinite(self.logprobs).all()):
-            raise DataError(
+            raise UnfitRecord(
                 explain_refusal(
                     "a turn has a log-probability that is not finite",
                     allowed="finite values for every sampled token; a missing value has no filler",

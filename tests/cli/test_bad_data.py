@@ -45,7 +45,7 @@ def test_malformed_data_is_refused_by_its_place(
         run("plan", "run.toml", "task.name=gsm8k", "task.source=./rows.jsonl"),
         run("train", "run.toml", "task.name=gsm8k", "task.source=./rows.jsonl"),
     ):
-        assert (ended.code, ended.out) == (1, ""), ended.err
+        assert (ended.code, ended.out) == (2, ""), ended.err
         assert piece in ended.err
         assert "Allowed: " in ended.err
         assert "Traceback" not in ended.err
@@ -78,6 +78,6 @@ def test_a_curriculum_with_wrong_ids_is_refused(lines: list[str], piece: str, ru
     write(folder / "order.jsonl", [{"example_id": real if line == "ID" else line} for line in lines])
     for command in ("plan", "train"):
         ended = run(command, "run.toml", "task.order_file=./order.jsonl")
-        assert (ended.code, ended.out) == (1, ""), ended.err
+        assert (ended.code, ended.out) == (2, ""), ended.err
         assert piece in ended.err
         assert "Traceback" not in ended.err

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import UnfitRecord, explain_refusal
 
 Float64Array = NDArray[np.float64]
 AdvantageFn = Callable[[Float64Array], Float64Array]
@@ -76,10 +76,10 @@ def relate_to_mean(rewards_G: Float64Array) -> Float64Array:
 
     Shapes: G in and out.
     Units: group means.
-    Raises: DataError if a reward is negative, because the mean is then no measure of success.
+    Raises: UnfitRecord if a reward is negative, because the mean is then no measure of success.
     """
     if float(np.min(rewards_G)) < 0.0:
-        raise DataError(
+        raise UnfitRecord(
             explain_refusal(
                 f"reward {float(np.min(rewards_G))} under the advantage max_rl",
                 allowed="rewards of 0 or more",

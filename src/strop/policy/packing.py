@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import UnfitRecord, explain_refusal
 from strop.rollout import BoolArray, FloatArray, IntArray
 
 
@@ -40,7 +40,7 @@ class PackedReply:
     def __post_init__(self) -> None:
         num_scored = int(self.is_scored.sum())
         if len(self.token_ids) != len(self.is_scored) or num_scored != len(self.engine_logprobs):
-            raise DataError(
+            raise UnfitRecord(
                 explain_refusal(
                     f"a reply has {len(self.token_ids)} tokens, {len(self.is_scored)} marks, {num_scored} of "
                     f"them scored, and {len(self.engine_logprobs)} log-probabilities",
@@ -79,9 +79,9 @@ class PackedLayout:
 
     @classmethod
     def of_groups(cls, groups: Sequence[PackedGroup]) -> PackedLayout:
-        """Lay out groups in the given order. Raises: DataError for an empty prompt."""
+        """Lay out groups in the given order. Raises: UnfitRecord for an empty prompt."""
         if any(len(group.prompt_ids) == 0 for group in groups):
-            raise DataError(
+            raise UnfitRecord(
                 explain_refusal(
                     "a group has an empty prompt",
                     allowed="at least one prompt token",

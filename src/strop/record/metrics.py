@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from strop.errors import DataError, explain_refusal
+from strop.errors import UnfitRecord, explain_refusal
 from strop.record.json_lines import JsonLines
 
 
@@ -25,13 +25,13 @@ class MetricsLog:
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Write the line of one step.
 
-        Raises: DataError if a value is not a finite number, a name is `step`, or the step is not
+        Raises: UnfitRecord if a value is not a finite number, a name is `step`, or the step is not
         later than the last one written; StoreError if the disk fails.
         """
         line: dict[str, Any] = {"step": step}
         for name, value in values.items():
             if name == "step" or isinstance(value, bool) or not math.isfinite(value):
-                raise DataError(
+                raise UnfitRecord(
                     explain_refusal(
                         f"metric {name}={value!r} at step {step}",
                         allowed="finite numbers under names other than 'step'; uncomputed ones are left out",
@@ -42,7 +42,7 @@ class MetricsLog:
         if self._last_step is None:
             self._last_step = max((content["step"] for content in self._lines.read()), default=-1)
         if step <= self._last_step:
-            raise DataError(
+            raise UnfitRecord(
                 explain_refusal(
                     f"metrics of step {step} come after those of step {self._last_step}",
                     allowed="one line per step, in order",

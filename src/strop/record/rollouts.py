@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.errors import CorruptRecord, DataError, StoreError, explain_refusal
+from strop.errors import CorruptRecord, StoreError, UnfitRecord, explain_refusal
 from strop.rollout import (
     Example,
     Failure,
@@ -80,12 +80,12 @@ def write_rollouts(
 
     `facts` go into the file's metadata, for `read_facts`.
 
-    Raises: DataError if a text is not valid Unicode or a field is not JSON; StoreError if the disk fails.
+    Raises: UnfitRecord if a text is not valid Unicode or a field is not JSON; StoreError if the disk fails.
     """
     try:
         table = pa.Table.from_pylist([_to_row(rollout) for rollout in rollouts], schema=SCHEMA)
     except (UnicodeEncodeError, TypeError, pa.ArrowException) as error:
-        raise DataError(
+        raise UnfitRecord(
             explain_refusal(
                 f"rollouts for {path.name} cannot be stored ({error})",
                 allowed="valid Unicode texts, JSON fields, numbers in range",
