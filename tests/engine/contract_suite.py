@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from strop.engine import Completion, Engine, GenerationRequest, WeightTransport, WeightUpdate
+from strop.engine import Completion, Engine, GenerationRequest, ReplyScore, WeightTransport, WeightUpdate
 from strop.errors import EngineError, WeightMismatch
 from strop.rollout import FinishReason, Sampling
 from strop.tokenizer import Tokenizer
@@ -141,9 +141,24 @@ class EngineContract:
             return completion, await engine.score(request_.prompt_ids, completion.token_ids, 1.0)
 
         completion, scored = run(both())
-        assert scored.dtype == np.float32
+        assert scored.logprobs.dtype == np.float32
         # The engine and its own scoring may differ by the order of sums, not by more.
-        assert scored == pytest.approx(completion.logprobs, abs=0.05)
+        assert scored.logprobs == pytest.approx(completion.logprobs, abs=0.05)
+        assert scored.policy_version == completion.policy_version
+
+    def test_replies_scored_together_are_scored_as_alone(
+        self, engine: Engine, request_: GenerationRequest
+    ) -> None:
+        prompt_ids = request_.prompt_ids
+        replies = [prompt_ids[:1], prompt_ids[::-1], prompt_ids[:3]]
+
+        async def both() -> tuple[list[ReplyScore], list[ReplyScore]]:
+            wanted = [(prompt_ids, reply_ids) for reply_ids in replies] + [(replies[1], replies[2])]
+            together = await asyncio.gather(*(engine.score(*pair, 1.0) for pair in wanted))
+            return together, [await engine.score(*pair, 1.0) for pair in wanted]
+
+        for left, right in zip(*run(both()), strict=True):
+            assert left.logprobs == pytest.approx(right.logprobs, abs=0.05)
 
     def test_replies_carry_the_version_that_served_them(
         self, engine: Engine, request_: GenerationRequest, shared_update: WeightUpdate

@@ -45,6 +45,15 @@ class Completion:
     policy_version: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReplyScore:
+    """How likely the engine finds a reply that it was given."""
+
+    logprobs: FloatArray
+    """Nats, one for each token, full vocabulary support."""
+    policy_version: int
+
+
 class WeightTransport(StrEnum):
     """How the bytes of a weight update reach an engine."""
 
@@ -86,8 +95,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> FloatArray:
-        """Return the log-probability (nats) of each reply token, full vocabulary support."""
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
+        """Return the log-probability of each token of a given reply. A temperature of 0 counts as 1.
+
+        Raises: EngineError if nothing could be scored.
+        """
         ...
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strop.engine.contract import Completion, GenerationRequest, WeightReceipt, WeightUpdate
+from strop.engine.contract import Completion, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
 from strop.errors import EngineError, WeightMismatch, explain_refusal
-from strop.rollout import FinishReason, FloatArray, IntArray
+from strop.rollout import FinishReason, IntArray
 from strop.tokenizer import Tokenizer
 
 _LOGPROB_NATS = -0.5
-"""Every token of a scripted reply is this likely, so `generate` and `score` agree."""
+"""Every token of a scripted reply is this likely, so `generate` and `score` agree where nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +42,17 @@ class DummyEngine:
     EngineError. Only a function keeps the promise that equal requests get equal replies.
     """
 
-    def __init__(self, tokenizer: Tokenizer, script: Script, *, found_digest: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        script: Script,
+        *,
+        found_digest: str | None = None,
+        likelihood: Callable[[str, str], float] | None = None,
+    ) -> None:
+        """`likelihood` says how likely each token of a reply is, in nats, by the texts of prompt and reply."""
         self._tokenizer = tokenizer
+        self._likelihood = likelihood or (lambda prompt, reply: _LOGPROB_NATS)
         self._script = script
         self._found_digest = found_digest
         self._is_closed = False
@@ -79,10 +88,12 @@ class DummyEngine:
             raise line
         return self._complete(request, line, version)
 
-    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> FloatArray:
-        """Return the one log-probability of every scripted token, whatever the temperature."""
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
+        """Return the scripted log-probability for every token, whatever the temperature."""
         self._require_open()
-        return np.full(len(reply_ids), _LOGPROB_NATS, dtype=np.float32)
+        nats = self._likelihood(self._tokenizer.decode(prompt_ids), self._tokenizer.decode(reply_ids))
+        logprobs = np.full(len(reply_ids), nats, dtype=np.float32)
+        return ReplyScore(logprobs=logprobs, policy_version=self.policy_version)
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Take over the version; nothing is read.

@@ -2,7 +2,8 @@
 
 One asyncio task decodes while anything is asked for and gives way to other coroutines between
 tokens, so environments go on and new requests are admitted while rows are being decoded. Requests
-with equal prompts that are admitted together share one prefill. Finished rows are compacted away.
+with equal prompts that are admitted together share one prefill, and replies to one prompt that are
+scored together one forward. Finished rows are compacted away.
 
 Weights arrive by reference (the policy's own tensors) or as a safetensors file with a digest.
 """
@@ -15,26 +16,31 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from strop.engine.contract import (
     DEFAULT_MAX_ROWS,
     Completion,
     GenerationRequest,
+    ReplyScore,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
 )
 from strop.engine.decoding import DecodeBatch
 from strop.engine.prepacked import PrepackedProducts
-from strop.engine.settling import Waiting, settle
+from strop.engine.settling import Waiting, WaitingScore, settle
 from strop.errors import EngineError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
-from strop.policy.scoring import score_reply
+from strop.policy.scoring import score_replies
 from strop.policy.weights import load_published
-from strop.rollout import FloatArray, IntArray
+from strop.rollout import IntArray
 from strop.tokenizer import Tokenizer
+
+Answer = TypeVar("Answer", Completion, ReplyScore)
 
 
 class NativeEngine:
@@ -49,6 +55,8 @@ class NativeEngine:
         self._version = version
         self._inbox: deque[Waiting] = deque()
         self._runner: asyncio.Task[None] | None = None
+        self._unscored: dict[tuple[bytes, float], list[WaitingScore]] = {}
+        self._scorer: asyncio.Task[None] | None = None
         self._update_lock = asyncio.Lock()
         self._batch: DecodeBatch | None = None
         self._products = PrepackedProducts.for_model(model)
@@ -69,11 +77,16 @@ class NativeEngine:
             self._runner = asyncio.create_task(self._run())
         return await waiting.reply
 
-    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> FloatArray:
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the log-probability of each reply token. See `Engine.score`."""
         self._require_open()
-        await self._wait_until_idle()
-        return score_reply(self._model, prompt_ids, reply_ids, temperature)
+        self._check_room(len(prompt_ids), len(reply_ids), "has a reply of")
+        self._check_ids(np.concatenate([prompt_ids, reply_ids]))
+        waiting = WaitingScore(prompt_ids, reply_ids, asyncio.get_running_loop().create_future())
+        self._unscored.setdefault((prompt_ids.tobytes(), temperature), []).append(waiting)
+        if self._scorer is None or self._scorer.done():
+            self._scorer = asyncio.create_task(self._score_waiting())
+        return await waiting.score
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`. Updates are applied one at a time."""
@@ -89,10 +102,12 @@ class NativeEngine:
     async def close(self) -> None:
         """Stop decoding; waiting requests get an EngineError, and later ones too."""
         self._is_closed = True
-        if self._runner is not None and not self._runner.done():
-            self._runner.cancel()
-            await asyncio.gather(self._runner, return_exceptions=True)
+        for task in (self._runner, self._scorer):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         self._fail_all({}, None)  # A runner that had not begun has told nobody.
+        self._fail_scores(None)
         self._batch = None
         self._drop_packed()
 
@@ -103,6 +118,27 @@ class NativeEngine:
     async def _wait_until_idle(self) -> None:
         while self._runner is not None and not self._runner.done():
             await asyncio.wait([self._runner])
+
+    async def _score_waiting(self) -> None:
+        """Score what waits, prompt by prompt: what else is scored changes no value."""
+        try:
+            await settle(lambda: sum(map(len, self._unscored.values())))
+            while self._unscored:
+                await self._wait_until_idle()
+                key = next(iter(self._unscored))
+                entries = self._unscored[key]
+                found = score_replies(
+                    self._model, entries[0].prompt_ids, [entry.reply_ids for entry in entries], key[1]
+                )
+                # Only now: whoever is in no place when a forward fails would wait for ever.
+                del self._unscored[key]
+                for entry, logprobs in zip(entries, found, strict=True):
+                    _answer(entry.score, ReplyScore(logprobs=logprobs, policy_version=self._version))
+                await asyncio.sleep(0)
+        except (RuntimeError, MemoryError) as error:
+            self._fail_scores(error)
+        finally:
+            self._fail_scores(sys.exception())
 
     def _load_file(self, update: WeightUpdate) -> None:
         """Copy published tensors into the model, once their digest is proven."""
@@ -118,18 +154,22 @@ class NativeEngine:
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuse what cannot be generated, before anything else waits on it."""
-        total = len(request.prompt_ids) + request.max_tokens
+        self._check_room(len(request.prompt_ids), request.max_tokens, "asks for")
+        self._check_ids(request.prompt_ids)
+
+    def _check_room(self, num_prompt: int, num_reply: int, how: str) -> None:
         limit = self._model.shape.max_positions
-        num_prompt = len(request.prompt_ids)
-        if num_prompt == 0 or request.max_tokens < 1 or total > limit:
+        if num_prompt == 0 or num_reply < 1 or num_prompt + num_reply > limit:
             raise EngineError(
                 explain_refusal(
-                    f"a request has {num_prompt} prompt tokens and asks for {request.max_tokens}",
+                    f"a request has {num_prompt} prompt tokens and {how} {num_reply}",
                     allowed=f"at least one of each, and together at most {limit} positions",
                     next_step="shorten the prompt or lower task.max_reply_tokens",
                 )
             )
-        lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+
+    def _check_ids(self, token_ids: IntArray) -> None:
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
         if lowest < 0 or highest >= self._model.shape.vocab_size:
             raise EngineError(
                 explain_refusal(
@@ -204,6 +244,14 @@ class NativeEngine:
         waiting.clear()
         self._inbox.clear()
 
+    def _fail_scores(self, error: BaseException | None) -> None:
+        """Tell every coroutine that waits for a score that it will not come."""
+        failure = _closed() if self._is_closed else EngineError(f"scoring failed: {error!r}")
+        for entry in [entry for entries in self._unscored.values() for entry in entries]:
+            if not entry.score.done():
+                entry.score.set_exception(failure)
+        self._unscored.clear()
+
     def _require_open(self) -> None:
         if self._is_closed:
             raise _closed()
@@ -219,7 +267,7 @@ def _closed() -> EngineError:
     )
 
 
-def _answer(reply: asyncio.Future[Completion], completion: Completion) -> None:
-    """Deliver a reply, unless the one who asked has gone."""
-    if not reply.done():
-        reply.set_result(completion)
+def _answer(future: asyncio.Future[Answer], answer: Answer) -> None:
+    """Deliver an answer, unless the one who asked has gone."""
+    if not future.done():
+        future.set_result(answer)

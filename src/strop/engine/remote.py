@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
-from strop.engine.contract import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
+from strop.engine.contract import (
+    Completion,
+    GenerationRequest,
+    ReplyScore,
+    WeightReceipt,
+    WeightTransport,
+    WeightUpdate,
+)
 from strop.engine.settling import Waiting, settle
 from strop.engine.wire import (
     ErrorForm,
@@ -37,7 +44,7 @@ from strop.engine.wire import (
     require_server_part,
 )
 from strop.errors import EngineError, StropError, WeightMismatch, explain_refusal
-from strop.rollout import FloatArray, IntArray
+from strop.rollout import IntArray
 
 if TYPE_CHECKING:
     import httpx
@@ -117,14 +124,15 @@ class RemoteEngine:
             self._sender = asyncio.create_task(self._send_inbox())
         return await waiting.reply
 
-    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> FloatArray:
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the log-probability of each reply token. See `Engine.score`."""
         self._require_open()
         call = ScoreCall(
             prompt_ids=prompt_ids.tolist(), reply_ids=reply_ids.tolist(), temperature=temperature
         )
         answer = await self._ask("/v1/score", call, ScoreAnswer)
-        return read_floats(answer.logprobs, len(reply_ids))
+        logprobs = read_floats(answer.logprobs, len(reply_ids))
+        return ReplyScore(logprobs=logprobs, policy_version=answer.policy_version)
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`.

@@ -107,9 +107,8 @@ class EngineDesk:
     async def score(self, call: ScoreCall) -> ScoreAnswer:
         """Score one reply."""
         prompt_ids, reply_ids = np.array(call.prompt_ids, np.int32), np.array(call.reply_ids, np.int32)
-        return ScoreAnswer(
-            logprobs=write_floats(await self._engine.score(prompt_ids, reply_ids, call.temperature))
-        )
+        score = await self._engine.score(prompt_ids, reply_ids, call.temperature)
+        return ScoreAnswer(logprobs=write_floats(score.logprobs), policy_version=score.policy_version)
 
     async def update(self, form: UpdateForm) -> ReceiptForm:
         """Serve new weights."""

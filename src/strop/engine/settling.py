@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from strop.engine.contract import Completion, GenerationRequest
+from strop.engine.contract import Completion, GenerationRequest, ReplyScore
+from strop.rollout import IntArray
 
 _CYCLES = 4
 """Turns of the event loop without a new request, after which nobody is about to ask."""
@@ -22,6 +23,15 @@ class Waiting:
 
     request: GenerationRequest
     reply: asyncio.Future[Completion]
+
+
+@dataclass(slots=True, eq=False)
+class WaitingScore:
+    """A reply to score and the coroutine that waits for it."""
+
+    prompt_ids: IntArray
+    reply_ids: IntArray
+    score: asyncio.Future[ReplyScore]
 
 
 async def settle(count_waiting: Callable[[], int]) -> None:

@@ -149,9 +149,10 @@ class ScoreCall(Form):
 
 
 class ScoreAnswer(Form):
-    """Their log-probabilities, in the form of `write_floats`."""
+    """Their log-probabilities, in the form of `write_floats`, and the version that gave them."""
 
     logprobs: str
+    policy_version: int
 
 
 class UpdateForm(Form):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -27,14 +29,24 @@ def score_reply(
 
     A temperature of 0 is scored at 1, as engines report it.
     """
-    unknown = np.zeros(len(reply_ids), dtype=np.float32)
-    reply = PackedReply(
-        token_ids=reply_ids,
-        is_scored=np.ones(len(reply_ids), dtype=np.bool_),
-        engine_logprobs=unknown,
-        advantage=0.0,
-        weight=0.0,
+    return score_replies(model, prompt_ids, [reply_ids], temperature)[0]
+
+
+def score_replies(
+    model: LanguageModel, prompt_ids: IntArray, replies: Sequence[IntArray], temperature: float
+) -> list[FloatArray]:
+    """Score several replies to one prompt, which is fed once. Shapes: (T,) each, like the replies."""
+    packed = tuple(
+        PackedReply(
+            token_ids=reply_ids,
+            is_scored=np.ones(len(reply_ids), dtype=np.bool_),
+            engine_logprobs=np.zeros(len(reply_ids), dtype=np.float32),
+            advantage=0.0,
+            weight=0.0,
+        )
+        for reply_ids in replies
     )
-    batch = PackedBatch.of_groups([PackedGroup(prompt_ids=prompt_ids, replies=(reply,))], model.device)
+    batch = PackedBatch.of_groups([PackedGroup(prompt_ids=prompt_ids, replies=packed)], model.device)
     scores: FloatArray = score_batch(model, batch, temperature or 1.0).cpu().numpy()
-    return scores
+    # Scored tokens stand in the order of the positions that predict them, replies among each other.
+    return [scores[batch.reply_M == index] for index in range(len(replies))]
