@@ -54,6 +54,8 @@ class FinishReason(StrEnum):
     """A stop string was completed. A turn ends before it: at the last token that reaches into the text."""
     LENGTH = "length"
     """The token budget was used up; the text is cut."""
+    CHOSEN = "chosen"
+    """Nothing was sampled: of some given replies it is the one that the policy finds most likely."""
     ABORT = "abort"
     """The engine gave up in between. Never a sample: discarded or run again, never scored."""
 

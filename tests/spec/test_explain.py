@@ -57,8 +57,8 @@ def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
     known = explain("task.num_held_out")
     assert known.default == (
         "arithmetic, reverse-text, reasoning-gym: 100; dummy: 4; gsm8k, math, math500, deepscaler, aime,"
-        " mmlu, mbpp, humaneval, apps, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge, sft-jsonl,"
-        ' rlvr-mixed: "none"'
+        " mmlu, mmlu-choice, mbpp, humaneval, apps, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge,"
+        ' sft-jsonl, rlvr-mixed: "none"'
     )
     assert explain("task.num_held_out", load_spec(run_path)).default == "100"
 

@@ -50,7 +50,7 @@ class DummyEngine:
         found_digest: str | None = None,
         likelihood: Callable[[str, str], float] | None = None,
     ) -> None:
-        """`likelihood` says how likely each token of a reply is, in nats, by the texts of prompt and reply."""
+        """Take the script; `likelihood` of the texts of a prompt and a given reply is each token's, in nats."""
         self._tokenizer = tokenizer
         self._likelihood = likelihood or (lambda prompt, reply: _LOGPROB_NATS)
         self._script = script

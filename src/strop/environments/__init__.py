@@ -6,7 +6,7 @@ rendered again; where that fails, a new sample begins. Failures become outcomes 
 Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 """
 
-from strop.environments.contract import Action, Environment, StepResult
+from strop.environments.contract import Action, Choosing, Environment, StepResult
 from strop.environments.conversation import count_kept_tokens
 from strop.environments.rollout import PromptCache, RolloutPlan, run_group, run_groups, run_rollout
 from strop.environments.scripted import ScriptedEnvironment
@@ -14,6 +14,7 @@ from strop.environments.single_turn import SingleTurn
 
 __all__ = [
     "Action",
+    "Choosing",
     "Environment",
     "PromptCache",
     "RolloutPlan",

@@ -15,7 +15,7 @@ class Action:
     text: str
     """Ends before its terminator or stop string."""
     finish_reason: FinishReason
-    """EOS, STOP_STRING or LENGTH; an aborted reply never becomes an action."""
+    """EOS, STOP_STRING, LENGTH or CHOSEN; an aborted reply never becomes an action."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,16 @@ class PlainlyStopped(Protocol):
     @property
     def base_stop_strings(self) -> tuple[str, ...]:
         """Texts that end a reply there, beside `stop_strings`."""
+        ...
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """What an environment has beside, if the policy may choose among given replies instead of writing one."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The replies to choose from, since `reset`; empty where the policy writes."""
         ...
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
-from strop.environments.contract import Action, Environment, PlainlyStopped
+from strop.environments.choosing import EncodedChoices, choose, encode_choices
+from strop.environments.contract import Action, Choosing, Environment, PlainlyStopped
 from strop.environments.conversation import count_kept_tokens, encode_next_messages, reads_as
 from strop.errors import DataError, EngineError, explain_refusal
 from strop.rollout import (
@@ -59,9 +60,9 @@ class RolloutPlan:
     """Tokens that the model can look at; a prompt without room for a whole reply is not attempted."""
     prompt_format: PromptFormat | str = PromptFormat.AUTO
 
-    def has_room_behind(self, num_prompt_tokens: int) -> bool:
+    def has_room_behind(self, num_prompt_tokens: int, num_reply_tokens: int) -> bool:
         """Whether a whole reply fits behind a prompt."""
-        return self.max_positions is None or num_prompt_tokens + self.max_reply_tokens <= self.max_positions
+        return self.max_positions is None or num_prompt_tokens + num_reply_tokens <= self.max_positions
 
 
 class PromptCache:
@@ -93,6 +94,8 @@ class _Attempt:
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
     num_split_stops: int = 0
     """Replies whose stop string begins inside a token, which is trained as it was sampled."""
+    choice_nats: dict[str, float] = field(default_factory=dict)
+    """Log-probability of each reply that could be chosen, by the name of its metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
     """Whose code runs now, hence who owns a failure."""
 
@@ -104,13 +107,18 @@ class _Attempt:
         text, context_ids = self.prompts.render(tuple(history))
         self.turns.append(Turn(role="prompt", text=text, token_ids=context_ids))
         for turn_index in range(self.environment.max_turns):
-            if not plan.has_room_behind(len(context_ids)):
+            choices = self._encode_choices(context_ids)
+            num_reply_tokens = plan.max_reply_tokens if choices is None else choices.num_reply_tokens
+            if not plan.has_room_behind(len(context_ids), num_reply_tokens):
                 detail = (
-                    f"a prompt of {len(context_ids)} tokens and a reply of {plan.max_reply_tokens} exceed"
+                    f"a prompt of {len(context_ids)} tokens and a reply of {num_reply_tokens} exceed"
                     f" the model's {plan.max_positions} positions"
                 )
                 return Outcome.lost(FailureOwner.TASK, PROMPT_TOO_LONG, detail)
-            completion = await self._generate(context_ids, turn_index)
+            if choices is None:
+                completion = await self._generate(context_ids, turn_index)
+            else:
+                context_ids, completion = choices.context_ids, await self._choose(choices)
             if completion.finish_reason is FinishReason.ABORT:
                 return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
             result = await self.environment.step(
@@ -171,15 +179,36 @@ class _Attempt:
         completion = await self.engine.generate(request)
         self.seconds["generate"] += self.clock() - started_at
         _require_logprobs(completion.logprobs)
-        turn = Turn(
-            role="assistant",
-            text=completion.text,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            policy_version=completion.policy_version,
-            finish_reason=completion.finish_reason,
+        self.turns.append(self._without_stop_string(_spoken(completion)))
+        self.stage_owner = FailureOwner.TASK
+        return completion
+
+    def _encode_choices(self, context_ids: IntArray) -> EncodedChoices | None:
+        """Return the replies to choose from, or None where the policy writes."""
+        choices = self.environment.choices if isinstance(self.environment, Choosing) else ()
+        if not choices:
+            return None
+        prompt = self.turns[-1]
+        earlier_ids = context_ids[: len(context_ids) - len(prompt.token_ids)]
+        found = encode_choices(self.prompts.tokenizer, prompt.text, choices, self.prompts.prompt_format)
+        self.turns[-1] = replace(prompt, token_ids=found.context_ids)
+        return replace(found, context_ids=np.concatenate([earlier_ids, found.context_ids]))
+
+    async def _choose(self, choices: EncodedChoices) -> Completion:
+        """Take the likeliest of the given replies as what the policy said."""
+        self.stage_owner = FailureOwner.ENGINE
+        started_at = self.clock()
+        chosen = await choose(self.engine, choices)
+        self.seconds["generate"] += self.clock() - started_at
+        completion = Completion(
+            token_ids=chosen.token_ids,
+            logprobs=chosen.score.logprobs,
+            text=chosen.text,
+            finish_reason=FinishReason.CHOSEN,
+            policy_version=chosen.score.policy_version,
         )
-        self.turns.append(self._without_stop_string(turn))
+        self.turns.append(_spoken(completion))
+        self.choice_nats = {f"choice_{index}_nats": nats for index, nats in enumerate(chosen.nats)}
         self.stage_owner = FailureOwner.TASK
         return completion
 
@@ -203,8 +232,10 @@ class _Attempt:
         started_at = self.clock()
         outcome = await self.environment.score()
         self.seconds["verify"] += self.clock() - started_at
+        metrics = {**outcome.metrics, **self.choice_nats}
         if self.num_split_stops:
-            metrics = {**outcome.metrics, "split_stops": float(self.num_split_stops)}
+            metrics["split_stops"] = float(self.num_split_stops)
+        if metrics:
             outcome = replace(outcome, metrics=metrics)
         is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
         return replace(outcome, truncated=outcome.truncated or is_cut)
@@ -222,7 +253,9 @@ async def run_rollout(
     """Attempt one example once, and close the environment.
 
     A failure of the engine, the task or its world gives a rollout without a score; its turns up to
-    there are kept. The turns alternate: 'prompt' with the ids that were added, 'assistant' with the
+    there are kept. A chosen reply is recorded as greedy: nothing was drawn.
+
+    The turns alternate: 'prompt' with the ids that were added, 'assistant' with the
     ids that were sampled; all joined are what the engine saw and said, but for tokens of stop strings.
     A `RESTART` in place of a prompt holds everything anew, and what stands before it was not seen with
     what follows (`Rollout.samples`).
@@ -247,8 +280,20 @@ async def run_rollout(
         sample_index=plan.sample_index,
         turns=tuple(attempt.turns),
         outcome=outcome,
-        sampling=plan.sampling,
+        sampling=Sampling(temperature=0.0) if attempt.choice_nats else plan.sampling,
         seconds=attempt.seconds,
+    )
+
+
+def _spoken(completion: Completion) -> Turn:
+    """Return a reply as the turn that it is."""
+    return Turn(
+        role="assistant",
+        text=completion.text,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        policy_version=completion.policy_version,
+        finish_reason=completion.finish_reason,
     )
 
 

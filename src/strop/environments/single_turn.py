@@ -5,7 +5,7 @@ from __future__ import annotations
 from strop.environments.contract import Action, StepResult
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome
-from strop.tasks import Task, limits_of
+from strop.tasks import Task, choices_of, limits_of
 from strop.tasks.judging import InlineJudge, Judge
 
 
@@ -21,6 +21,7 @@ class SingleTurn:
         self._reply: Action | None = None
         self.stop_strings = task.limits.stop_strings
         self.base_stop_strings = task.limits.base_stop_strings
+        self.choices: tuple[str, ...] = ()
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Pose the example; the seed has nothing to decide here."""
@@ -28,6 +29,7 @@ class SingleTurn:
         self._reply = None
         limits = limits_of(self._task, example)
         self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
+        self.choices = choices_of(self._task, example)
         return self._task.render(example)
 
     async def step(self, action: Action) -> StepResult:

@@ -101,10 +101,9 @@ class AimeSpec(EvaluationRows):
     )
 
 
-class MmluSpec(FewShot, TrainingRows):
-    """Multiple-choice questions of 57 subjects; the model writes the letter."""
+class _MmluRows(FewShot):
+    """Which multiple-choice questions."""
 
-    name: Literal["mmlu"] = Field(description="Which task: multiple-choice questions of MMLU.")
     source: str = Field(default="cais/mmlu", min_length=1, description=SOURCE_HELP.format("cais/mmlu"))
     subject: str | None = Field(
         default=None,
@@ -113,6 +112,34 @@ class MmluSpec(FewShot, TrainingRows):
         description="Held-out questions of one subject, for example 'astronomy'; training rows name none."
         " none = all.",
     )
+
+
+class MmluSpec(_MmluRows, TrainingRows):
+    """Multiple-choice questions of 57 subjects; the model writes the letter."""
+
+    name: Literal["mmlu"] = Field(description="Which task: multiple-choice questions of MMLU.")
+
+
+class MmluChoiceSpec(_MmluRows, EvaluationRows):
+    """The same questions, answered by the likeliest letter: nothing is generated, so for evaluation only."""
+
+    name: Literal["mmlu-choice"] = Field(description="Which task: MMLU, scored by log-likelihood.")
+
+    @model_validator(mode="after")
+    def _check_unwritten(self) -> MmluChoiceSpec:
+        given: dict[str, object] = {}
+        if self.thinking == "on":
+            given["task.thinking"] = self.thinking
+        if self.max_reply_tokens is not None:
+            given["task.max_reply_tokens"] = self.max_reply_tokens
+        if given:
+            raise SpecConflict(
+                given,
+                "the model writes no reply: the likeliest of four letters is taken",
+                allowed="thinking off or model_default, and no reply budget",
+                next_step="remove the setting, or use task mmlu, where the model writes",
+            )
+        return self
 
 
 class RlvrMixedSpec(_MathAnswer, TrainingRows):

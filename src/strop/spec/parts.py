@@ -18,6 +18,7 @@ from strop.spec.math_tasks import (
     Gsm8kSpec,
     Math500Spec,
     MathSpec,
+    MmluChoiceSpec,
     MmluSpec,
     RlvrMixedSpec,
 )
@@ -35,6 +36,7 @@ PlainTask = (
     | DeepscalerSpec
     | AimeSpec
     | MmluSpec
+    | MmluChoiceSpec
     | MbppSpec
     | HumanEvalSpec
     | AppsSpec

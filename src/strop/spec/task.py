@@ -20,6 +20,7 @@ from strop.spec.math_tasks import (
     Gsm8kSpec,
     Math500Spec,
     MathSpec,
+    MmluChoiceSpec,
     MmluSpec,
     RlvrMixedSpec,
 )
@@ -34,6 +35,7 @@ RowTaskSpec = (
     | AimeSpec
     | Gsm8kSpec
     | MmluSpec
+    | MmluChoiceSpec
     | RlvrMixedSpec
     | MbppSpec
     | HumanEvalSpec
@@ -81,6 +83,7 @@ __all__ = [
     "MbppSpec",
     "MixturePart",
     "MixtureSpec",
+    "MmluChoiceSpec",
     "MmluSpec",
     "PlainTask",
     "ReasoningGymSpec",

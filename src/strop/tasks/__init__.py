@@ -10,7 +10,7 @@ from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
 from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task
 from strop.tasks.selftest import SelfTestFinding, self_test
-from strop.tasks.traits import Ordered, describe_counts, limits_of, part_of, variant_of
+from strop.tasks.traits import Ordered, choices_of, describe_counts, limits_of, part_of, variant_of
 
 __all__ = [
     "TASK_SUMMARIES",
@@ -21,6 +21,7 @@ __all__ = [
     "TaskLimits",
     "build_task",
     "build_warm_task",
+    "choices_of",
     "describe_counts",
     "limits_of",
     "part_of",

@@ -24,6 +24,7 @@ from strop.tasks.failures import catch_failure
 from strop.tasks.llm_judge.task import LlmJudge
 from strop.tasks.traits import (
     ProgramForm,
+    choices_of,
     counts_of,
     judge_digests_of,
     limits_of,
@@ -142,6 +143,10 @@ class Blend:
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as its own task does."""
         return self._data.task.render(example)
+
+    def choices(self, example: Example) -> tuple[str, ...]:
+        """Return the replies to choose from, where the part with the data has them."""
+        return choices_of(self._data.task, example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return what the example's own task calls right."""

@@ -24,6 +24,7 @@ from strop.store.data_files import locate_named
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.traits import (
     ProgramForm,
+    choices_of,
     counts_of,
     judge_digests_of,
     limits_of,
@@ -113,6 +114,10 @@ class Curriculum:
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the task uses the program of a reply."""
         return program_form_of(self._task, example)
+
+    def choices(self, example: Example) -> tuple[str, ...]:
+        """Return the replies to choose from, where the task has them."""
+        return choices_of(self._task, example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return what the task calls right."""

@@ -21,6 +21,7 @@ from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.traits import (
     Ordered,
     ProgramForm,
+    choices_of,
     counts_of,
     judge_digests_of,
     limits_of,
@@ -124,6 +125,10 @@ class Mixture:
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the part uses the program of a reply."""
         return program_form_of(self._owner(example), example)
+
+    def choices(self, example: Example) -> tuple[str, ...]:
+        """Return the replies to choose from, where the example's part has them."""
+        return choices_of(self._owner(example), example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return what the example's part calls right."""

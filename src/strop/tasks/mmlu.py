@@ -1,19 +1,22 @@
 """Multiple-choice questions in the schema of MMLU: `question`, `subject`, `choices` (4), `answer` (0 to 3).
 
-Generative: the model writes the letter. Scores by log-likelihood differ from these by many points, and
-are another task. Evaluation is on the test split, training on `auxiliary_train`, whose rows name no
-subject.
+Two tasks on the same rows, whose scores differ by many points. `mmlu` is generative: the model writes the
+letter. `mmlu-choice` takes the letter that the model finds likeliest, as the published scores do; nothing is
+generated. Evaluation is on the test split, training (of `mmlu` alone) on `auxiliary_train`, whose rows name
+no subject.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import ClassVar
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.task import MmluSpec
+from strop.spec.task import MmluChoiceSpec, MmluSpec
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
@@ -29,12 +32,10 @@ _PROMPT = (
 _BASE_HEADER = "The following are multiple choice questions (with answers) about {subject}.\n\n"
 _BASE_PROMPT = "{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
 """The form of lm-eval 0.4.13's mmlu, also of its generative variant."""
-_VERIFIER = "first-letter-2"
-_MAX_REPLY_TOKENS = 32
-_STOP_STRINGS = ("\n", "</s>")
 # 'A' may be an article: 'A cell is ...' names no choice.
 _LETTER = re.compile(r"(?<![\w'])(?:[B-D]|A(?! [a-z]))(?![\w'])")
 _LETTER_ALONE = re.compile(r"\(?[A-D]\)?[.:]?")
+_CHOICE_CHANCE = 0.25
 
 
 class Mmlu(RowTask):
@@ -43,7 +44,11 @@ class Mmlu(RowTask):
     `format_ok`: the line is that letter, maybe in brackets or with a period.
     """
 
-    def __init__(self, spec: MmluSpec) -> None:
+    _verifier_name: ClassVar[str] = "first-letter-2"
+    _own_limits: ClassVar[TaskLimits] = TaskLimits(max_reply_tokens=32, base_stop_strings=("\n", "</s>"))
+    _train_files: ClassVar[tuple[str, ...]] = ("all/auxiliary_train-00000-of-00001.parquet",)
+
+    def __init__(self, spec: MmluSpec | MmluChoiceSpec) -> None:
         def why_left_out(row: Row, split: Split) -> str | None:
             if split is Split.TRAIN or spec.subject is None or row.values.get("subject") == spec.subject:
                 return None
@@ -51,25 +56,24 @@ class Mmlu(RowTask):
 
         reading = RowReading(
             layout=DataLayout(
-                train=("all/auxiliary_train-00000-of-00001.parquet",),
+                train=self._train_files,
                 held_out=("all/test-00000-of-00001.parquet",),
                 shots=("all/dev-00000-of-00001.parquet",),
             ),
-            to_example=_to_example,
+            to_example=partial(_to_example, spec.name),
             # Many questions read alike ('Which of these is true?') and differ in their choices.
             question=lambda example: "\n".join([example.fields["question"], *example.fields["choices"]]),
             why_left_out=why_left_out,
             drops_shared=True,
         )
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, base_stop_strings=_STOP_STRINGS)
         super().__init__(
             spec,
             reading,
-            limits,
+            self._own_limits,
             source=spec.source,
             prompt=_PROMPT,
             base_prompt=_BASE_HEADER + _BASE_PROMPT,
-            verifier=_VERIFIER,
+            verifier=self._verifier_name,
         )
         self._num_few_shot = spec.num_few_shot
 
@@ -86,25 +90,30 @@ class Mmlu(RowTask):
     @cached_property
     def _shots_by_subject(self) -> dict[str, list[Example]]:
         by_subject: dict[str, list[Example]] = {}
-        if not self._num_few_shot:
-            return by_subject
-        for shot in self._splits.shots:
+        for shot in self.shots if self._num_few_shot else ():
             by_subject.setdefault(shot.fields["subject"], []).append(shot)
         return by_subject
 
     @cached_property
+    def shots(self) -> tuple[Example, ...]:
+        """The solved examples of the data, in its order, whether or not the prompts show them.
+
+        Raises: DataError if the source has none.
+        """
+        rows = read_shot_rows(self._source, self._reading.layout)
+        return tuple(map(self._reading.to_example, rows))
+
+    @cached_property
     def _splits(self) -> SplitExamples:
         splits = self._read_splits()
-        if not self._num_few_shot:
-            return splits
-        rows = read_shot_rows(self._source, self._reading.layout)
-        return replace(splits, shots=tuple(_to_example(row) for row in rows))
+        return replace(splits, shots=self.shots) if self._num_few_shot else splits
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the first letter of the first line with the right one."""
+        gold = _require_answer(example)
         line = (judged_text(text) or "").strip().partition("\n")[0].strip()
         letter = _LETTER.search(line)
-        is_correct = letter is not None and letter.group() == example.answer
+        is_correct = letter is not None and letter.group() == gold
         return Outcome(
             parts={"correct": float(is_correct)},
             is_correct=is_correct,
@@ -119,13 +128,63 @@ class Mmlu(RowTask):
         return letter, f"{letter}. {choice}", f" ({letter})", f"The answer is {letter}."
 
 
+class MmluChoice(Mmlu):
+    """Right if the letter that the model finds likeliest behind the prompt is the right one.
+
+    `format_ok`: the reply is one of the letters, as every chosen one is. For evaluation only.
+    """
+
+    _verifier_name = "likeliest-letter-1"
+    _own_limits = TaskLimits(max_reply_tokens=4, chance=_CHOICE_CHANCE)
+    _train_files = ()
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the questions of the test split; there is nothing to train on.
+
+        Raises: DataError like any task of rows.
+        """
+        return () if split is Split.TRAIN else super().examples(split)
+
+    def choices(self, example: Example) -> tuple[str, ...]:
+        """Return the four letters."""
+        return tuple(_LETTERS)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Compare the whole reply with the right letter."""
+        gold, letter = _require_answer(example), text.strip()
+        is_letter, is_correct = letter in tuple(_LETTERS), letter == gold
+        return Outcome(
+            parts={"correct": float(is_correct)},
+            is_correct=is_correct,
+            format_ok=is_letter,
+            extracted=letter if is_letter else None,
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the letter alone: nothing else can be chosen."""
+        return (_require_answer(example),)
+
+
 def _choices(example: Example) -> dict[str, str]:
     """Return what the prompts name of a question."""
     a, b, c, d = example.fields["choices"]
     return {"question": example.fields["question"].strip(), "a": a, "b": b, "c": c, "d": d}
 
 
-def _to_example(row: Row) -> Example:
+def _require_answer(example: Example) -> str:
+    """Return the right letter; without one nothing can be judged."""
+    if not example.answer or example.answer not in _LETTERS:
+        raise DataError(
+            explain_refusal(
+                f"example {example.example_id} of {example.task} has the answer {example.answer!r}",
+                allowed=f"one of the letters {', '.join(_LETTERS)}",
+                next_step="make examples by the task's `examples`",
+            )
+        )
+    return example.answer
+
+
+def _to_example(task: str, row: Row) -> Example:
     (question,) = require_texts(row, "question")
     choices, answer = row.values.get("choices"), row.values.get("answer")
     if not (
@@ -146,4 +205,4 @@ def _to_example(row: Row) -> Example:
         "subject": str(row.values.get("subject") or ""),
         "choices": [str(choice) for choice in choices],
     }
-    return make_example("mmlu", fields, _LETTERS[answer])
+    return make_example(task, fields, _LETTERS[answer])

@@ -26,6 +26,7 @@ from strop.spec.task import (
     MathSpec,
     MbppSpec,
     MixtureSpec,
+    MmluChoiceSpec,
     MmluSpec,
     ReasoningGymSpec,
     ReverseTextSpec,
@@ -55,7 +56,7 @@ from strop.tasks.mathematics.hendrycks_math import HendrycksMath
 from strop.tasks.mathematics.math500 import Math500
 from strop.tasks.mathematics.symbolic import warm_up
 from strop.tasks.mixture import Mixture
-from strop.tasks.mmlu import Mmlu
+from strop.tasks.mmlu import Mmlu, MmluChoice
 from strop.tasks.rlvr_mixed import RlvrMixed
 from strop.tasks.sft_jsonl import SftJsonl
 
@@ -71,6 +72,7 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "deepscaler": "40,000 competition problems to train on (extra: tasks).",
         "aime": "AIME of 2024, 2025, or 2022 to 2024, for evaluation; whole numbers.",
         "mmlu": "Multiple choice of 57 subjects; the model writes the letter.",
+        "mmlu-choice": "MMLU by log-likelihood: the likeliest letter counts; evaluation only.",
         "mbpp": "Short Python functions with tests, run in a sandbox.",
         "humaneval": "Python functions to complete, run in a sandbox; for evaluation only.",
         "apps": "Programming contests: programs and functions, run in a sandbox.",
@@ -108,6 +110,7 @@ _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
         DeepscalerSpec: Deepscaler,
         AimeSpec: Aime,
         MmluSpec: Mmlu,
+        MmluChoiceSpec: MmluChoice,
         MbppSpec: Mbpp,
         HumanEvalSpec: HumanEval,
         AppsSpec: Apps,

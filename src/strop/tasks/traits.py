@@ -85,6 +85,20 @@ def program_form_of(task: Task, example: Example) -> ProgramForm | None:
 
 
 @runtime_checkable
+class Choices(Protocol):
+    """What a task has beside, if the policy chooses among given replies by their likelihood."""
+
+    def choices(self, example: Example) -> tuple[str, ...]:
+        """Return the replies as `verify` takes them, none the beginning of another; () if one is written."""
+        ...
+
+
+def choices_of(task: Task, example: Example) -> tuple[str, ...]:
+    """Return the replies that are chosen from; empty where the policy writes one."""
+    return task.choices(example) if isinstance(task, Choices) else ()
+
+
+@runtime_checkable
 class ModelJudged(Protocol):
     """What a task has beside, if a model may judge its replies."""
 

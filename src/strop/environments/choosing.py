@@ -1,0 +1,103 @@
+"""Choosing among given replies by their likelihood: what is scored, and which one it is.
+
+The reply is the choice whose log-probability, summed over its tokens, is the highest; of equal ones the
+first. Nothing is sampled, so temperature and seed play no part, and nothing ends or cuts the reply.
+
+Prompt and choice are encoded together and divided where their ids part, as lm-eval 0.4.13 does it. In plain
+text a space stands between them, in a chat nothing. Where a choice joins the last tokens of the prompt,
+lm-eval scores ids that no text has; here the prompt gives these tokens up to every choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from strop.engine import Engine, ReplyScore
+from strop.errors import DataError, explain_refusal
+from strop.rollout import IntArray
+from strop.tasks.prompt import PromptFormat
+from strop.tokenizer import Tokenizer
+
+_SCORED_AT = 1.0
+"""Temperature of the log-probabilities."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncodedChoices:
+    """The choices of one prompt, as the engine is asked to score them."""
+
+    context_ids: IntArray
+    """What stands before each: the prompt, but for tokens that a choice would join."""
+    replies: tuple[IntArray, ...]
+
+    texts: tuple[str, ...]
+
+    @property
+    def num_reply_tokens(self) -> int:
+        """Tokens of the longest choice."""
+        return max(map(len, self.replies))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Choice:
+    """What the policy chose."""
+
+    text: str
+    token_ids: IntArray
+    score: ReplyScore
+    nats: tuple[float, ...]
+    """Log-probability of every choice, summed over its tokens."""
+
+
+def encode_choices(
+    tokenizer: Tokenizer, prompt: str, choices: Sequence[str], prompt_format: PromptFormat
+) -> EncodedChoices:
+    """Encode a prompt with each choice behind it; `prompt_format` is resolved.
+
+    Raises: DataError if there is one choice only, or one is empty or begins another.
+    """
+    before = " " if prompt_format is PromptFormat.BASE else ""
+    whole = [tokenizer.encode(prompt + before + choice) for choice in choices]
+    prompt_ids = tokenizer.encode(prompt)
+    num_context = min(_count_shared(prompt_ids, ids) for ids in whole)
+    replies = tuple(ids[num_context:] for ids in whole)
+    is_apart = all(
+        _count_shared(one, other) < len(one)
+        for index, one in enumerate(replies)
+        for place, other in enumerate(replies)
+        if place != index
+    )
+    if len(choices) < 2 or not all(choices) or not is_apart or not num_context:
+        raise DataError(
+            explain_refusal(
+                f"the choices {[*choices]} behind a prompt of {len(prompt_ids)} tokens",
+                allowed="two choices or more behind a prompt, none of them empty or the beginning of another:"
+                " that one would always be the likelier",
+                next_step="correct the choices that the task gives",
+            )
+        )
+    return EncodedChoices(context_ids=prompt_ids[:num_context], replies=replies, texts=tuple(choices))
+
+
+async def choose(engine: Engine, encoded: EncodedChoices) -> Choice:
+    """Have every choice scored at once, and take the likeliest.
+
+    Raises: as the engine does.
+    """
+    scores = await asyncio.gather(
+        *(engine.score(encoded.context_ids, reply_ids, _SCORED_AT) for reply_ids in encoded.replies)
+    )
+    nats = tuple(float(score.logprobs.sum(dtype=np.float64)) for score in scores)
+    index = int(np.argmax(nats))
+    return Choice(text=encoded.texts[index], token_ids=encoded.replies[index], score=scores[index], nats=nats)
+
+
+def _count_shared(left: IntArray, right: IntArray) -> int:
+    """Return how many ids two sequences have in common from the first."""
+    length = min(len(left), len(right))
+    differing = np.flatnonzero(left[:length] != right[:length])
+    return int(differing[0]) if len(differing) else length
