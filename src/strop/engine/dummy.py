@@ -50,7 +50,7 @@ class DummyEngine:
         found_digest: str | None = None,
         likelihood: Callable[[str, str], float] | None = None,
     ) -> None:
-        """Take the script; `likelihood` of the texts of a prompt and a given reply is each token's, in nats."""
+        """Take the script. `likelihood` of a prompt and a given reply, as texts, is each token's, in nats."""
         self._tokenizer = tokenizer
         self._likelihood = likelihood or (lambda prompt, reply: _LOGPROB_NATS)
         self._script = script

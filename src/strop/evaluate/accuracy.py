@@ -29,6 +29,7 @@ from strop.rollout import Example, Rollout, Sampling, Split
 from strop.tasks import (
     PromptFormat,
     Task,
+    choices_of,
     limits_of,
     part_of,
     render_prompt,
@@ -60,7 +61,7 @@ class EvalSettings:
     num_examples: int | None = None
     """Examples used, from the first; of a mixture in turn from each part. None: all."""
     num_samples: int | None = None
-    """Sampled rollouts per example, beside the greedy one. None: greedy only."""
+    """Sampled rollouts per example, beside the greedy one. None: greedy only, as where replies are chosen."""
     max_reply_tokens: int | None = None
     """Reply budget. None: the task's own; more than that is refused. A part of a mixture with a smaller
     one of its own keeps that."""
@@ -291,7 +292,17 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
                 next_step="leave the number out, or raise it",
             )
         )
-    return _in_turn(task, available)[:wanted]
+    examples = _in_turn(task, available)[:wanted]
+    if settings.num_samples is not None and any(choices_of(task, example) for example in examples):
+        raise ConfigError(
+            explain_refusal(
+                f"{settings.num_samples} sampled rollouts per example of task {task.name}, whose replies are"
+                " chosen by their likelihood: all would be equal",
+                allowed="one attempt per example, which no temperature changes; pass@k needs sampled replies",
+                next_step="leave --num-samples and --pass-at out; in a run file, eval.num_samples = 'none'",
+            )
+        )
+    return examples
 
 
 def _in_turn(task: Task, examples: Sequence[Example]) -> Sequence[Example]:

@@ -9,6 +9,7 @@ from strop.rollout import Example, Split
 from strop.spec.task import MixtureSpec, TaskSpec
 from strop.store.data_files import only_local_data
 from strop.tasks import Task, build_task
+from strop.tasks.traits import require_written
 
 
 def read_task_offline(section: TaskSpec) -> tuple[Task, tuple[str, ...]]:
@@ -38,9 +39,10 @@ def _read_offline(section: TaskSpec) -> tuple[Task, tuple[str, ...]]:
 def training_examples_here(task: Task) -> Sequence[Example]:
     """Return the training examples of a run that trains on its own replies to them.
 
-    Raises: DataError if the task is for evaluation only.
+    Raises: DataError if the task is for evaluation only; ConfigError if its replies are chosen.
     """
     with only_local_data():
+        require_written(task)
         found = task.examples(Split.TRAIN)
     if not found:
         raise DataError(

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from strop.rollout import Example, Outcome
+from strop.errors import ConfigError, explain_refusal
+from strop.rollout import Example, Outcome, Split
 from strop.tasks.contract import Task, TaskLimits
 
 
@@ -96,6 +97,23 @@ class Choices(Protocol):
 def choices_of(task: Task, example: Example) -> tuple[str, ...]:
     """Return the replies that are chosen from; empty where the policy writes one."""
     return task.choices(example) if isinstance(task, Choices) else ()
+
+
+def require_written(task: Task) -> None:
+    """Refuse to train on replies that are chosen: nothing of them is sampled, so nothing can be reinforced.
+
+    Raises: ConfigError; DataError like `examples`.
+    """
+    asked = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
+    if any(choices_of(task, example) for example in asked):
+        raise ConfigError(
+            explain_refusal(
+                f"training on task {task.name}, whose replies are chosen by their likelihood: the model"
+                " samples nothing that could be reinforced",
+                allowed="such a task in `strop eval`, or as the task of a run with train.terms = 'sft'",
+                next_step="train on a task whose replies the model writes",
+            )
+        )
 
 
 @runtime_checkable

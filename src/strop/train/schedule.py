@@ -19,6 +19,7 @@ from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Ordered, Task
+from strop.tasks.traits import require_written
 from strop.train.demonstrations import Demonstration, Demonstrations, require_enough
 
 Item = TypeVar("Item")
@@ -95,10 +96,11 @@ class ExampleSchedule(Generic[Item]):
 def schedule_examples(spec: RunSpec, task: Task) -> ExampleSchedule[Example] | None:
     """Return which examples are attempted when, or None in a run that only imitates.
 
-    Raises: DataError if there are fewer examples than a step takes.
+    Raises: DataError if there are fewer examples than a step takes; ConfigError if their replies are chosen.
     """
     if not spec.train.has_rl:
         return None
+    require_written(task)
     wanted = spec.train.prompts_per_step
     return ExampleSchedule(
         task.examples(Split.TRAIN),

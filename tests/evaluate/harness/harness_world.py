@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strop.evaluate.harness import LM_EVAL, PROTOCOLS, HarnessJob
+from strop.evaluate.harness import GENERATING, LM_EVAL, PROTOCOLS, HarnessJob
 from strop.evaluate.harness.result import HarnessOutput, read_output
 from strop.evaluate.harness.staging import (
     harness_command,
@@ -229,7 +229,7 @@ def run_recorded(folder: Path, model_path: Path, python: Path) -> dict[tuple[str
     data = write_data(folder / "data")
     staged: dict[tuple[str, int], tuple[HarnessJob, Path, list[str]]] = {}
     runs = []
-    for name, protocol in PROTOCOLS.items():
+    for name, protocol in GENERATING.items():
         for num_fewshot in sorted({protocol.num_fewshot, 0}):
             job = make_job(name, data, model_path)
             job = replace(job, protocol=replace(protocol, num_fewshot=num_fewshot))

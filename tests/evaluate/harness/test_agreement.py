@@ -21,7 +21,7 @@ import pytest
 
 from strop.cli import main
 from strop.engine import Completion, GenerationRequest
-from strop.evaluate.harness import LM_EVAL, PROTOCOLS
+from strop.evaluate.harness import GENERATING, LM_EVAL, PROTOCOLS
 from strop.launch.inference import open_model, read_asking, serve_model
 from strop.rollout import Example, FinishReason, Sampling, Split
 from strop.tasks import build_task
@@ -79,7 +79,7 @@ def task_judge(run: RecordedRun, **settings: str) -> Callable[[Example, str], bo
     return lambda example, reply: task.verify(example, reply).is_correct is True
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("name", GENERATING)
 def test_p2_prompts_without_shown_examples_are_ours_byte_for_byte(
     name: str, runs: Mapping[tuple[str, int], RecordedRun]
 ) -> None:
@@ -89,7 +89,7 @@ def test_p2_prompts_without_shown_examples_are_ours_byte_for_byte(
     }
 
 
-@pytest.mark.parametrize("name", [name for name, protocol in PROTOCOLS.items() if protocol.num_fewshot])
+@pytest.mark.parametrize("name", [name for name, protocol in GENERATING.items() if protocol.num_fewshot])
 def test_p2_shown_examples_stand_before_our_prompt(
     name: str, runs: Mapping[tuple[str, int], RecordedRun]
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, DataError, EngineError, StoreError
 from strop.evaluate.harness import (
+    GENERATING,
     LM_EVAL,
     PROTOCOLS,
     HarnessEnvironment,
@@ -132,7 +133,7 @@ def test_too_few_examples_to_show_are_refused(tmp_path: Path) -> None:
         stage_rows(job, tmp_path)
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("name", GENERATING)
 def test_every_protocol_stages_rows_and_task_files(name: str, tmp_path: Path) -> None:
     package = tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "lm_eval"
     package.mkdir(parents=True)
@@ -237,8 +238,10 @@ def test_a_model_that_would_have_its_prompts_cut_is_refused(tmp_path: Path) -> N
 
 
 def test_a_task_that_is_not_pinned_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"with task mmlu\. Allowed: gsm8k, gsm8k_cot, .*ifeval\. Next: "):
-        find_protocol("mmlu")
+    with pytest.raises(
+        ConfigError, match=r"with task mmlu_generative\. Allowed: gsm8k, gsm8k_cot, .*ifeval\. Next: "
+    ):
+        find_protocol("mmlu_generative")
 
 
 def test_a_harness_that_fails_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Scores that others can repeat: a foreign harness beside strop, on the examples of strop's own tasks."""
 
 from strop.evaluate.harness.environment import LM_EVAL, HarnessEnvironment, ensure_environment
-from strop.evaluate.harness.protocols import PROTOCOLS, HarnessProtocol, find_protocol
+from strop.evaluate.harness.protocols import GENERATING, PROTOCOLS, HarnessProtocol, find_protocol
 from strop.evaluate.harness.result import HarnessJob, HarnessMetric, HarnessPart, HarnessResult
 from strop.evaluate.harness.run import run_harness
 from strop.evaluate.harness.staging import (
@@ -11,6 +11,7 @@ from strop.evaluate.harness.staging import (
 )
 
 __all__ = [
+    "GENERATING",
     "LM_EVAL",
     "PROTOCOLS",
     "HarnessEnvironment",

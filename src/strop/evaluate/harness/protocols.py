@@ -5,8 +5,7 @@ number of examples shown, and a budget that cuts no solution. The rows are those
 harness's own columns. `prompt` is how the harness writes the problem; a run whose logged prompts do not
 end so is not believed. Source of the forms: the task files under lm_eval/tasks (MIT).
 
-Left out: mmlu_generative, whose five shown examples are of the `dev` split, which our task does not read;
-log-likelihood tasks.
+Left out: mmlu_generative, which is no published score.
 """
 
 from __future__ import annotations
@@ -35,7 +34,12 @@ class HarnessProtocol:
     num_fewshot: int
     draws_shown: bool = False
     """Whether the shown examples are drawn from the training split; else the task file has them."""
+    shows_own_split: bool = False
+    """Whether they are the first ones of a split of their own, `dev`, which our task has as `shots`."""
+    chooses: bool = False
+    """Whether the harness takes the likeliest of given replies: nothing is generated."""
     max_reply_tokens: int
+    """Budget of a reply; where one is chosen, tokens that it may have."""
     row: Callable[[Example], Mapping[str, Any]]
     """A row as the harness's task reads it.
 
@@ -46,6 +50,11 @@ class HarnessProtocol:
     """Name of the task in a group that an example belongs to. None: there is one task."""
     runs_code: bool = False
     """Whether the harness runs what the model wrote, outside of any sandbox."""
+
+    @property
+    def stages_shown(self) -> bool:
+        """Whether the shown examples come from our data."""
+        return self.draws_shown or self.shows_own_split
 
 
 def _gsm8k_row(example: Example) -> Mapping[str, Any]:
@@ -120,6 +129,34 @@ def _math_part(group: str) -> Callable[[Example], str]:
     return part_of
 
 
+def _mmlu_row(example: Example) -> Mapping[str, Any]:
+    fields = example.fields
+    return {
+        "question": fields["question"],
+        "subject": fields["subject"],
+        "choices": fields["choices"],
+        "answer": "ABCD".index(example.answer or ""),
+    }
+
+
+def _mmlu_prompt(example: Example) -> str:
+    a, b, c, d = example.fields["choices"]
+    return f"{example.fields['question'].strip()}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
+
+
+def _mmlu_part(example: Example) -> str:
+    subject = example.fields["subject"]
+    if subject not in _MMLU_SUBJECTS:
+        raise DataError(
+            explain_refusal(
+                f"example {example.example_id} of mmlu is of the subject {subject!r}",
+                allowed=", ".join(_MMLU_SUBJECTS),
+                next_step="correct the column `subject` of the data",
+            )
+        )
+    return f"mmlu_{subject}"
+
+
 def _math_files(group: str) -> Mapping[str, str]:
     return {f"{group}_{name}": f"{group}/{group}_{name}.yaml" for name in _SUBJECTS.values()}
 
@@ -137,6 +174,23 @@ _SUBJECTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The column `type` of MATH, and how the harness shortens it."""
+_MMLU_SUBJECTS = (
+    *("abstract_algebra", "anatomy", "astronomy", "business_ethics", "clinical_knowledge"),
+    *("college_biology", "college_chemistry", "college_computer_science", "college_mathematics"),
+    *("college_medicine", "college_physics", "computer_security", "conceptual_physics", "econometrics"),
+    *("electrical_engineering", "elementary_mathematics", "formal_logic", "global_facts"),
+    *("high_school_biology", "high_school_chemistry", "high_school_computer_science"),
+    *("high_school_european_history", "high_school_geography", "high_school_government_and_politics"),
+    *("high_school_macroeconomics", "high_school_mathematics", "high_school_microeconomics"),
+    *("high_school_physics", "high_school_psychology", "high_school_statistics", "high_school_us_history"),
+    *("high_school_world_history", "human_aging", "human_sexuality", "international_law", "jurisprudence"),
+    *("logical_fallacies", "machine_learning", "management", "marketing", "medical_genetics"),
+    *("miscellaneous", "moral_disputes", "moral_scenarios", "nutrition", "philosophy", "prehistory"),
+    *("professional_accounting", "professional_law", "professional_medicine", "professional_psychology"),
+    *("public_relations", "security_studies", "sociology", "us_foreign_policy", "virology"),
+    "world_religions",
+)
+"""The column `subject` of MMLU."""
 _IFEVAL_ARGUMENTS = (
     *("capital_frequency", "capital_relation", "end_phrase", "first_word", "forbidden_words", "frequency"),
     *("keyword", "keywords", "language", "let_frequency", "let_relation", "letter", "nth_paragraph"),
@@ -251,11 +305,32 @@ def _checked_protocols() -> tuple[HarnessProtocol, ...]:
     )
 
 
-PROTOCOLS: Mapping[str, HarnessProtocol] = MappingProxyType(
+def _choosing_protocols() -> tuple[HarnessProtocol, ...]:
+    return (
+        HarnessProtocol(
+            task="mmlu",
+            files={f"mmlu_{name}": f"mmlu/default/mmlu_{name}.yaml" for name in _MMLU_SUBJECTS},
+            own_task="mmlu-choice",
+            num_fewshot=5,
+            shows_own_split=True,
+            chooses=True,
+            max_reply_tokens=4,
+            row=_mmlu_row,
+            prompt=_mmlu_prompt,
+            part_of=_mmlu_part,
+        ),
+    )
+
+
+GENERATING: Mapping[str, HarnessProtocol] = MappingProxyType(
     {
         protocol.task: protocol
         for protocol in (*_number_protocols(), *_formula_protocols(), *_checked_protocols())
     }
+)
+"""Those whose replies the model writes, by the harness's name."""
+PROTOCOLS: Mapping[str, HarnessProtocol] = MappingProxyType(
+    {**GENERATING, **{protocol.task: protocol for protocol in _choosing_protocols()}}
 )
 """By the harness's name."""
 

@@ -109,7 +109,8 @@ class _Said:
     name: str
     version: str
     num_fewshot: int
-    max_reply_tokens: int
+    max_reply_tokens: int | None
+    """None where nothing is generated."""
     stops: tuple[str, ...]
     seed: int
     part: HarnessPart
@@ -128,7 +129,8 @@ def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_diges
         found = json.loads(results_path.read_bytes())
         said = [_read_task(found, out_dir, name) for name in names]
         rows = {example_id: row for one in said for example_id, row in one.rows.items()}
-        replies = [str(row["resps"][0][0]) for row in rows.values()]
+        # Of likelihoods nothing is cut.
+        replies = [] if job.protocol.chooses else [str(row["resps"][0][0]) for row in rows.values()]
         prompts = {
             example_id: str(row["arguments"]["gen_args_0"]["arg_0"]) for example_id, row in rows.items()
         }
@@ -155,7 +157,7 @@ def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_diges
         seed=SEED,
         metrics=metrics,
         parts={one.name: one.part for one in said} if job.protocol.part_of else {},
-        truncated_frac=num_cut / len(replies),
+        truncated_frac=num_cut / max(len(replies), 1),
     )
     return HarnessOutput(
         result=result,
@@ -168,7 +170,7 @@ def _read_task(found: Mapping[str, Any], out_dir: Path, name: str) -> _Said:
     (samples_path,) = out_dir.glob(f"*/samples_{name}_*.jsonl")
     samples = samples_path.read_bytes()
     numbers = found["results"][name]
-    settings = found["configs"][name]["generation_kwargs"]
+    settings = found["configs"][name].get("generation_kwargs") or {}
     metrics = {
         key: HarnessMetric(value=value, stderr=_read_stderr(numbers, key))
         for key, value in numbers.items()
@@ -179,8 +181,8 @@ def _read_task(found: Mapping[str, Any], out_dir: Path, name: str) -> _Said:
         name=name.removeprefix(LOCAL_PREFIX),
         version=str(found["versions"][name]),
         num_fewshot=int(found["n-shot"][name]),
-        max_reply_tokens=int(settings["max_gen_toks"]),
-        stops=tuple(settings["until"]),
+        max_reply_tokens=settings.get("max_gen_toks"),
+        stops=tuple(settings.get("until", ())),
         seed=int(found["config"]["fewshot_seed"]),
         part=HarnessPart(num_examples=num_examples, metrics=metrics),
         samples=samples,
@@ -193,7 +195,8 @@ def _require_pinned(job: HarnessJob, said: Sequence[_Said], prompts: Mapping[str
 
     Raises: CorruptRecord.
     """
-    pinned = (job.protocol.num_fewshot, job.protocol.max_reply_tokens, SEED)
+    budget = None if job.protocol.chooses else job.protocol.max_reply_tokens
+    pinned = (job.protocol.num_fewshot, budget, SEED)
     for one in said:
         ran = (one.num_fewshot, one.max_reply_tokens, one.seed)
         if ran != pinned or one.part.num_examples != len(one.rows) or not one.part.metrics:

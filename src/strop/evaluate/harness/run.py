@@ -4,7 +4,7 @@ The protocol is pinned: the harness's own prompt, few-shot examples, stops and f
 and a budget that cuts no solution. The rows are those of our task, so what the harness scores can be
 told apart by example id. Nothing is fetched: the process is offline.
 
-Tried: lm_eval 0.4.13 with the `hf` model on CPU. Not covered: log-likelihood tasks, other engines.
+Tried: lm_eval 0.4.13 with the `hf` model on CPU. Not covered: other engines.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from strop.errors import CheckRefused, ConfigError, DataError, explain_refusal
 from strop.evaluate.harness.protocols import HarnessProtocol
 from strop.evaluate.harness.result import LOCAL_PREFIX, SEED, HarnessJob
 from strop.rollout import Example, Split
+from strop.tasks.mmlu import Mmlu
 
 _PUNKT_IDS = frozenset({"length_constraints:number_sentences", "change_case:capital_word_frequency"})
 _CLOSED_PORT = "http://127.0.0.1:9"
@@ -73,20 +74,29 @@ def stage_rows(job: HarnessJob, work_dir: Path) -> str:
     """
     protocol = job.protocol
     held_out = split_parts(protocol, job.examples)
-    shown = split_parts(protocol, list(job.task.examples(Split.TRAIN))) if protocol.draws_shown else {}
+    shown_split = "dev" if protocol.shows_own_split else "train"
+    shown = split_parts(protocol, _list_shown(job))
     digest = hashlib.sha256()
     for part, examples in held_out.items():
         folder = work_dir / "rows" / part
         folder.mkdir(parents=True, exist_ok=True)
-        for name, members in (("train", shown.get(part, [])), ("test", examples)):
+        for name, members in ((shown_split, shown.get(part, [])), ("test", examples)):
             rows = [{**protocol.row(example), "example_id": example.example_id} for example in members]
             data = "".join(json.dumps(row) + "\n" for row in rows).encode()
             digest.update(data + b"\0")
-            if name == "train" and protocol.draws_shown and len(rows) < protocol.num_fewshot:
+            if name == shown_split and protocol.stages_shown and len(rows) < protocol.num_fewshot:
                 raise _too_few_shown(protocol, part, len(rows))
             if rows:
                 (folder / f"{name}.jsonl").write_bytes(data)
     return digest.hexdigest()[:16]
+
+
+def _list_shown(job: HarnessJob) -> list[Example]:
+    """Return the solved examples that the harness takes from our data; none where its task file has them."""
+    if job.protocol.shows_own_split:
+        assert isinstance(job.task, Mmlu)
+        return list(job.task.shots)
+    return list(job.task.examples(Split.TRAIN)) if job.protocol.draws_shown else []
 
 
 def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir: Path) -> list[str]:
@@ -110,7 +120,8 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
             "test_split": "test",
         }
         if not protocol.draws_shown:
-            content |= {"training_split": None, "fewshot_split": None}
+            content |= {"training_split": None}
+            content |= {"fewshot_split": "dev" if protocol.shows_own_split else None}
         (tasks_dir / f"{part}.yaml").write_text(json.dumps(content, indent=1))
     return [local_name(part) for part in parts]
 
@@ -132,7 +143,8 @@ def harness_command(job: HarnessJob, work_dir: Path, python: Path) -> list[str]:
     words = ["--model", "hf", "--model_args", json.dumps(model)]
     words += ["--tasks", ",".join(tasks), "--include_path", str(work_dir / "tasks")]
     words += ["--num_fewshot", str(protocol.num_fewshot), "--seed", str(SEED)]
-    words += ["--gen_kwargs", f"temperature=0,max_gen_toks={protocol.max_reply_tokens}"]
+    if not protocol.chooses:
+        words += ["--gen_kwargs", f"temperature=0,max_gen_toks={protocol.max_reply_tokens}"]
     words += ["--output_path", str(work_dir / "out"), "--log_samples", "--batch_size", "8"]
     if protocol.runs_code:
         words += ["--confirm_run_unsafe_code"]
@@ -216,7 +228,8 @@ def too_few_positions(job: HarnessJob, prompt: str) -> CheckRefused:
 def _too_few_shown(protocol: HarnessProtocol, part: str, num_rows: int) -> DataError:
     return DataError(
         explain_refusal(
-            f"{part} shows {protocol.num_fewshot} solved examples, and the training split has {num_rows}",
+            f"{part} shows {protocol.num_fewshot} solved examples, and the"
+            f" {'dev' if protocol.shows_own_split else 'training'} split has {num_rows}",
             allowed=f"{protocol.num_fewshot} or more",
             next_step="name the whole data set in task.source, and leave task.num_train out",
         )
