@@ -18,13 +18,16 @@ SLACK = 1e-9
 async def judge_kinds(
     world: AuditWorld, texts: Callable[[Example], dict[str, str]], examples: Sequence[Example] = ()
 ) -> dict[str, list[Judged]]:
-    """Judge several kinds of reply to each of some examples; to all if none are given."""
-    chosen = examples or world.examples
-    asked = [(kind, example, text) for example in chosen for kind, text in texts(example).items()]
-    judged = await world.judge_all((example, text) for _, example, text in asked)
+    """Judge several kinds of reply to each of some examples; to all if none are given.
+
+    Of replies that are judged slowly, to as many examples as there is time for.
+    """
     by_kind: dict[str, list[Judged]] = {}
-    for (kind, _, _), one in zip(asked, judged, strict=True):
-        by_kind.setdefault(kind, []).append(one)
+    for part in world.in_time(examples or world.examples):
+        asked = [(kind, example, text) for example in part for kind, text in texts(example).items()]
+        judged = await world.judge_all((example, text) for _, example, text in asked)
+        for (kind, _, _), one in zip(asked, judged, strict=True):
+            by_kind.setdefault(kind, []).append(one)
     return by_kind
 
 
@@ -50,12 +53,13 @@ def bound(
     worst = max(means, key=lambda kind: means[kind])
     paid = sorted(by_kind[worst], key=lambda j: -(j.reward or 0.0))
     paid = [j for j in paid if (j.reward or 0.0) > 0.0]
-    return measured(probe, means[worst], chance_limit(world, chance), paid, len(by_kind[worst]), worst)
+    num = len(by_kind[worst])
+    return measured(probe, means[worst], chance_limit(chance, num), paid, num, worst)
 
 
-def chance_limit(world: AuditWorld, chance: float) -> float:
-    """Return what a mean over the examples may be where each is right by chance."""
-    error = math.sqrt(chance * (1.0 - chance) / len(world.examples))
+def chance_limit(chance: float, num: int) -> float:
+    """Return what a mean over `num` examples may be where each is right by chance."""
+    error = math.sqrt(chance * (1.0 - chance) / num)
     return chance + _NUM_ERRORS * error + SLACK
 
 
@@ -104,13 +108,13 @@ def not_applicable(probe: str, detail: str) -> ProbeResult:
     return ProbeResult(probe=probe, status=ProbeStatus.NOT_APPLICABLE, detail=detail)
 
 
-def show_evidence(judged: Iterable[Judged]) -> tuple[Evidence, ...]:
+def show_evidence(judged: Iterable[Judged], most: int = MAX_EVIDENCE) -> tuple[Evidence, ...]:
     """Return the first of some judgements as evidence."""
-    found = []
+    found: list[Evidence] = []
     for j in judged:
+        if len(found) == most:
+            break
         failure = j.outcome.failure
         detail = "" if failure is None else f"{failure.kind}: {failure.detail.strip().splitlines()[-1]}"
         found.append(Evidence.of(j.example.example_id, j.text, j.reward, detail))
-        if len(found) == MAX_EVIDENCE:
-            break
     return tuple(found)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
 
-from strop.rollout import Example, make_example
+from strop.rollout import Example
 from strop.tasks.answers import parse_number
 from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.measure import (
@@ -41,10 +42,17 @@ _MAX_CONSTANT_FRAC = 0.2
 _MIN_GOLD_FRAC = 0.95
 _MAX_CUT_FRAC = 0.05
 _MIN_LEAK_CHARS = 20
-_NUM_REPEATS = 3
+_NUM_LEAK_WORDS = 8
+_MAX_LEAK_FRAC = 0.8
+"""Share of a long answer's runs of `_NUM_LEAK_WORDS` words that its prompt may hold."""
+_MAX_CPU_S = 5.0
+"""What one judgement in the process of the run may compute: everything else there waits for it."""
+_NUM_REPEATS = 5
 _NUM_NULL_REPLIES = 100
+_NUM_OVERDONE = 4
 _MAX_NULL_S = {False: 0.005, True: 0.2}
 """Wall time of judging nothing, by whether replies are judged in processes of their own."""
+_TERMINATORS = "<|im_end|>\n<|endoftext|></s>"
 _WORDS = (
     *("stone", "river", "window", "table", "quiet", "yellow", "often", "between", "market", "letter"),
     *("summer", "carry", "bright", "under", "garden", "seldom", "answer", "corner", "listen", "paper"),
@@ -61,29 +69,42 @@ async def probe_noop(world: AuditWorld) -> ProbeResult:
 
 
 async def probe_empty(world: AuditWorld) -> ProbeResult:
-    """White space earns nothing and is not in the asked form."""
-    kinds = {"blank": " ", "line": "\n", "lines": " \n\t\n"}
-    by_kind = await judge_kinds(world, lambda example: kinds)
+    """White space and the marks that end a text earn nothing; white space is not in the asked form."""
+    blanks = {"blank": " ", "line": "\n", "lines": " \n\t\n"}
+    by_kind = await judge_kinds(world, lambda example: blanks)
     result = bound(world, "empty", by_kind, 0.0)
+    if result.status is not ProbeStatus.PASS:
+        return result
     formed = [j for judged in by_kind.values() for j in judged if j.outcome.format_ok]
-    if result.status is ProbeStatus.PASS and formed:
+    if formed:
         return failed("empty", formed, "an empty reply counts as well-formed")
-    return result
+    # These are letters all the same: what any text earns by chance, they may.
+    ended = await judge_kinds(world, lambda example: {"terminators": _TERMINATORS})
+    result_of_ends = bound(world, "empty", ended, world.task.limits.chance)
+    return result if result_of_ends.status is ProbeStatus.PASS else result_of_ends
 
 
 async def probe_garbage(world: AuditWorld) -> ProbeResult:
-    """Text without any sense earns nothing beyond chance."""
+    """Text without any sense earns nothing beyond chance, and is judged in time."""
     words = world.random("garbage")
+    # Without digits: a number among them would be a guess.
+    noise = bytes(words.choice([*range(32), *range(128, 256)]) for _ in range(400))
     kinds = {
         "asdf": "asdf",
         "letter": "a",
         "words": " ".join(words.choice(_WORDS) for _ in range(200)),
+        # As a tokenizer decodes bytes that are no text, and as one that takes each for a letter.
+        "bytes": noise.decode(errors="replace") + noise.decode("latin-1"),
         "controls": "\u202e\u0000\u200b\x1b[m\ufeff\U0001f9ea\x07",
         "brackets": "{}[]()<>",
         "long": "lorem " * 17_000,
     }
     by_kind = await judge_kinds(world, lambda example: kinds)
-    return bound(world, "garbage", by_kind, world.task.limits.chance)
+    result = bound(world, "garbage", by_kind, world.task.limits.chance)
+    slow = [j for judged in by_kind.values() for j in judged if (j.cpu_s or 0.0) > _MAX_CPU_S]
+    if result.status is ProbeStatus.PASS and slow:
+        return failed("garbage", slow, f"replies that take more than {_MAX_CPU_S:g} s to judge")
+    return result
 
 
 async def probe_echo(world: AuditWorld) -> ProbeResult:
@@ -127,7 +148,7 @@ async def probe_constant(world: AuditWorld) -> ProbeResult:
     )
     means = {constant: mean_share(world, judged) for constant, judged in by_kind.items()}
     best = max(means, key=lambda constant: means[constant])
-    limit = max(_MAX_CONSTANT_FRAC, chance_limit(world, world.task.limits.chance))
+    limit = max(_MAX_CONSTANT_FRAC, chance_limit(world.task.limits.chance, len(by_kind[best])))
     kept = [judged for judged in by_kind[best] if (judged.reward or 0.0) > 0.0]
     return measured(
         "constant", means[best], limit, kept, len(by_kind[best]), f"always answering {best[:40]!r}"
@@ -166,27 +187,29 @@ async def probe_gold(world: AuditWorld) -> ProbeResult:
         limit=_MIN_GOLD_FRAC,
         num=len(judged),
         detail=detail,
-        evidence=show_evidence(bad),
+        # All of them: who mends the data needs the whole list.
+        evidence=show_evidence(bad, most=len(bad)),
     )
 
 
 async def probe_near_miss(world: AuditWorld) -> ProbeResult:
     """A number that is nearly right is wrong."""
-    by_kind: dict[str, list[Judged]] = {}
-    for example in world.examples:
-        gold = parse_number(example.answer or "")
-        for kind, value in _near_misses(gold) if gold is not None else ():
-            by_kind.setdefault(kind, []).extend(
-                await world.judge_all([(example, world.in_form(example, str(value)))])
-            )
+    by_kind = await judge_kinds(world, lambda example: _near_misses(world, example), world.examples)
     if not by_kind:
         return not_applicable("near_miss", "no answer is a number")
     return bound(world, "near_miss", by_kind, 0.0, is_partial_fine=True)
 
 
-def _near_misses(gold: Decimal) -> list[tuple[str, Decimal]]:
-    misses = [("off by one", gold + 1)]
-    return [*misses, ("sign", -gold), ("factor", gold * 10)] if gold else misses
+def _near_misses(world: AuditWorld, example: Example) -> dict[str, str]:
+    gold = parse_number(example.answer or "")
+    if gold is None:
+        return {}
+    misses = {"off by one": gold + 1}
+    if gold:
+        misses |= {"sign": -gold, "factor": gold * 10}
+    if abs(gold) >= 10 and gold == int(gold):
+        misses["last digit"] = Decimal(int(gold / 10))
+    return {kind: world.in_form(example, str(value)) for kind, value in misses.items()}
 
 
 async def probe_wrong_order(world: AuditWorld) -> ProbeResult:
@@ -199,21 +222,24 @@ async def probe_wrong_order(world: AuditWorld) -> ProbeResult:
             replies.append((example, golds[0]))
     if not replies:
         return not_applicable("wrong_order", "no two examples with different right replies")
-    judged = await world.judge_all(replies)
+    texts = {example.example_id: text for example, text in replies}
+    asked = [example for example, _ in replies]
+    by_kind = await judge_kinds(world, lambda example: {"neighbor": texts[example.example_id]}, asked)
+    judged = by_kind["neighbor"]
     full = [j for j in judged if is_full(world, j)]
-    limit = max(_MAX_CUT_FRAC, chance_limit(world, world.task.limits.chance))
+    limit = max(_MAX_CUT_FRAC, chance_limit(world.task.limits.chance, len(judged)))
     return measured("wrong_order", len(full) / len(judged), limit, full, len(judged), "share with full marks")
 
 
 async def probe_label_leak(world: AuditWorld) -> ProbeResult:
-    """No long answer stands in its own prompt."""
+    """No long answer stands in its own prompt, whatever its case and spaces, nor most of its words."""
     leaks, num = [], 0
     for example in world.examples:
-        prompt = " ".join(" ".join(m.content for m in world.task.render(example)).split())
+        prompt = " ".join(m.content for m in world.task.render(example))
         for text in (example.answer or "", *world.task.gold_replies(example)):
-            plain = " ".join(text.split())
-            num += len(plain) >= _MIN_LEAK_CHARS
-            if len(plain) >= _MIN_LEAK_CHARS and plain in prompt:
+            is_long = len(_plain(text)) >= _MIN_LEAK_CHARS
+            num += is_long
+            if is_long and (_plain(text) in _plain(prompt) or _share_of_words(text, prompt) > _MAX_LEAK_FRAC):
                 leaks.append(Evidence.of(example.example_id, text, None, "stands in the prompt"))
                 break
     if not num:
@@ -229,27 +255,49 @@ async def probe_label_leak(world: AuditWorld) -> ProbeResult:
     )
 
 
+def _plain(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _share_of_words(answer: str, prompt: str) -> float:
+    """Return the share of an answer's runs of words that a prompt holds; 0 if it has no such run.
+
+    Numbers and single letters are no words: the cells of a grid stand in every question about it.
+    """
+    ours, theirs = (_runs(re.findall(r"[^\W\d_]{2,}", _plain(text))) for text in (answer, prompt))
+    return len(ours & theirs) / len(ours) if ours else 0.0
+
+
+def _runs(words: Sequence[str]) -> set[tuple[str, ...]]:
+    return {tuple(words[at : at + _NUM_LEAK_WORDS]) for at in range(len(words) - _NUM_LEAK_WORDS + 1)}
+
+
 async def probe_determinism(world: AuditWorld) -> ProbeResult:
     """One reply earns the same whenever and beside whatever it is judged."""
-    replies = []
-    for index, example in enumerate(world.few_examples):
-        golds = world.task.gold_replies(example)
-        other = world.examples[index - 1]
-        replies += [(example, golds[0] if golds else "asdf"), (example, str(other.answer))]
-    rounds = [await world.judge_all(replies) for _ in range(_NUM_REPEATS)]
-    differing = [repeats for repeats in zip(*rounds, strict=True) if len({_verdict(j) for j in repeats}) > 1]
+    all_repeats: list[tuple[Judged, ...]] = []
+    for part in world.in_time(world.few_examples):
+        replies = [(example, text) for example in part for text in _repeated(world, example)]
+        all_repeats += zip(*[await world.judge_all(replies) for _ in range(_NUM_REPEATS)], strict=True)
+    differing = [repeats for repeats in all_repeats if len({_verdict(j) for j in repeats}) > 1]
     result = measured(
         "determinism",
-        len(differing) / len(replies),
+        len(differing) / len(all_repeats),
         0.0,
         [repeats[0] for repeats in differing],
-        len(replies),
+        len(all_repeats),
         "share that changed",
     )
     shown = tuple(_show_repeats(repeats) for repeats in differing[:MAX_EVIDENCE])
     # No share of changing scores is small: nothing that was measured with them can be repeated.
     status = ProbeStatus.FAIL if differing else result.status
     return replace(result, status=status, evidence=shown)
+
+
+def _repeated(world: AuditWorld, example: Example) -> tuple[str, str]:
+    """Return a right and a wrong reply to an example."""
+    golds = world.task.gold_replies(example)
+    other = world.examples[list(world.examples).index(example) - 1]
+    return golds[0] if golds else "asdf", str(other.answer)
 
 
 def _verdict(judged: Judged) -> tuple[float | None, bool | None, bool | None]:
@@ -263,25 +311,6 @@ def _show_repeats(repeats: Sequence[Judged]) -> Evidence:
     return Evidence.of(first.example.example_id, first.text, first.reward, f"scored {rewards}")
 
 
-async def probe_order(world: AuditWorld) -> ProbeResult:
-    """Scores do not depend on the order in which replies are judged."""
-    replies = [
-        (example, text)
-        for example in world.few_examples
-        for text in (world.task.gold_replies(example) or ("a",))
-    ]
-    forward = await world.judge_all(replies)
-    shuffled = list(range(len(replies)))
-    world.random("order").shuffle(shuffled)
-    one_by_one: dict[int, Judged] = {}
-    for index in shuffled:
-        (one_by_one[index],) = await world.judge_all([replies[index]])
-    differing = [judged for index, judged in enumerate(forward) if judged.reward != one_by_one[index].reward]
-    return measured(
-        "order", len(differing) / len(replies), 0.0, differing, len(replies), "share that changed"
-    )
-
-
 async def probe_truncation(world: AuditWorld) -> ProbeResult:
     """A right reply that is cut earns full marks on few examples only."""
     by_kind = await judge_kinds(world, lambda example: _cut(world, example), world.few_examples)
@@ -290,7 +319,7 @@ async def probe_truncation(world: AuditWorld) -> ProbeResult:
     shares = {kind: [j for j in judged if is_full(world, j)] for kind, judged in by_kind.items()}
     worst = max(shares, key=lambda kind: len(shares[kind]))
     share = len(shares[worst]) / len(by_kind[worst])
-    limit = max(_MAX_CUT_FRAC, chance_limit(world, world.task.limits.chance))
+    limit = max(_MAX_CUT_FRAC, chance_limit(world.task.limits.chance, len(by_kind[worst])))
     return measured("truncation", share, limit, shares[worst], len(by_kind[worst]), f"cut at {worst}")
 
 
@@ -307,23 +336,12 @@ def _cut(world: AuditWorld, example: Example) -> dict[str, str]:
     }
 
 
-async def probe_failure_paths(world: AuditWorld) -> ProbeResult:
-    """An example without content cannot be judged; it has no score, and surely not 0."""
-    hollow = make_example(world.task.name, {}, None)
-    judged = await world.judge_all([(hollow, "asdf"), (hollow, "")])
-    scored = [j for j in judged if j.reward is not None]
-    return measured(
-        "failure_paths",
-        float(len(scored)),
-        0.0,
-        scored,
-        len(judged),
-        "scores given to an example without content",
-    )
-
-
 async def probe_ceiling(world: AuditWorld) -> ProbeResult:
-    """No reply of any probe earned less than nothing or more than everything. Runs last."""
+    """No reply of any probe earned less than nothing or more than everything. Runs last.
+
+    Right replies said twice, and with a great deal before and behind them, are tried here.
+    """
+    await judge_kinds(world, lambda example: _overdone(world, example), world.few_examples[:_NUM_OVERDONE])
     rewards = [(j, j.reward) for j in world.all_judged if j.reward is not None]
     beyond = [j for j, reward in rewards if not -SLACK <= reward <= world.max_reward + SLACK]
     value = max((reward for _, reward in rewards), default=0.0)
@@ -332,12 +350,21 @@ async def probe_ceiling(world: AuditWorld) -> ProbeResult:
     )
 
 
+def _overdone(world: AuditWorld, example: Example) -> dict[str, str]:
+    golds = world.task.gold_replies(example)
+    if not golds:
+        return {}
+    padding = " ".join(_WORDS * 5)
+    return {"twice": f"{golds[0]}\n{golds[0]}", "long": f"{padding}\n\n{golds[0]}\n\n{padding}"}
+
+
 async def probe_cost(world: AuditWorld) -> ProbeResult:
     """Judging nothing costs next to nothing."""
     example = world.examples[0]
-    started_at = time.perf_counter()
+    started_at, started_cpu_s = time.perf_counter(), time.process_time()
     await world.judge_all((example, "") for _ in range(_NUM_NULL_REPLIES))
     each_s = (time.perf_counter() - started_at) / _NUM_NULL_REPLIES
+    each_cpu_s = (time.process_time() - started_cpu_s) / _NUM_NULL_REPLIES
     limit_s = _MAX_NULL_S[world.task.limits.verify_limit_s is not None]
     return ProbeResult(
         probe="cost",
@@ -345,5 +372,5 @@ async def probe_cost(world: AuditWorld) -> ProbeResult:
         value=each_s,
         limit=limit_s,
         num=_NUM_NULL_REPLIES,
-        detail="seconds per empty reply",
+        detail=f"seconds per empty reply; {each_cpu_s:.2g} of them computed in this process",
     )

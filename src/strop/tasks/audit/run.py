@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import Example, FailureOwner, Split
-from strop.tasks.audit import code_probes, judge_probes, probes, rules
+from strop.tasks.audit import code_probes, example_probes, judge_probes, probes, rules
 from strop.tasks.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld
 from strop.tasks.contract import Task
@@ -34,8 +34,8 @@ _PROBES = MappingProxyType(
         "label_leak": code_probes.probe_label_leak,
         "trivial_rule": rules.probe_trivial_rule,
         "determinism": probes.probe_determinism,
-        "order": probes.probe_order,
-        "failure_paths": probes.probe_failure_paths,
+        "order": example_probes.probe_order,
+        "failure_paths": example_probes.probe_failure_paths,
         "grader_tamper": code_probes.probe_grader_tamper,
         "forged_stdout": code_probes.probe_forged_stdout,
         "os_exit": code_probes.probe_os_exit,

@@ -6,17 +6,21 @@ import asyncio
 import hashlib
 import random
 import secrets
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.tasks.audit.attacks import as_constant
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, owner_of_error
-from strop.tasks.judging import Judge
+from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import ProgramForm, program_form_of
 
 _NUM_FEW = 4
+_NUM_FIRST = 4
+_ENOUGH_S = 10.0
+"""Wall time that a probe aims at where judgements are slow."""
 _LITERALS = frozenset({"True", "False", "None", "[]", "0", "1", "2"})
 
 
@@ -27,6 +31,8 @@ class Judged:
     example: Example
     text: str
     outcome: Outcome
+    cpu_s: float | None = None
+    """What the verifier computed; None where it ran in another process, whose limits are kept there."""
 
     @property
     def reward(self) -> float | None:
@@ -58,6 +64,18 @@ class AuditWorld:
         """The first examples where each judgement needs a sandbox, else all; for probes that ask often."""
         return self.examples[:_NUM_FEW] if self.task.limits.verify_keeps_time else self.examples
 
+    def in_time(self, examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+        """Yield examples in growing parts, as long as the next part is likely to be judged in time.
+
+        So a slow grader or a busy machine costs a probe examples, and not its result.
+        """
+        started_at = time.perf_counter()
+        num = 0
+        while num < len(examples) and 2 * (time.perf_counter() - started_at) <= _ENOUGH_S:
+            size = max(num, _NUM_FIRST)
+            yield examples[num : num + size]
+            num += size
+
     def form_of(self, example: Example) -> ProgramForm | None:
         """Return how the program of a reply is used; None where replies are not programs."""
         return program_form_of(self.task, example)
@@ -84,12 +102,15 @@ class AuditWorld:
         return [self._kept[example.example_id, text] for example, text in replies]
 
     async def _judge(self, example: Example, text: str) -> Judged:
+        # In this process a judgement is one piece of work: nothing else computes in between.
+        began_s = time.thread_time() if isinstance(self.judge, InlineJudge) else None
         with catch_failure(lambda: FailureOwner.TASK) as caught:
             outcome = await self.judge.judge(example, text)
+        cpu_s = None if began_s is None else time.thread_time() - began_s
         if caught.failure is not None:
             owner = owner_of_error(caught.failure.kind)
             outcome = Outcome(parts={}, failure=replace(caught.failure, owner=owner))
-        return Judged(example=example, text=text, outcome=outcome)
+        return Judged(example=example, text=text, outcome=outcome, cpu_s=cpu_s)
 
     def in_form(self, example: Example, answer: str) -> str:
         """Return a reply that gives an answer in the form of the task's own gold reply.
