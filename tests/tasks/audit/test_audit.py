@@ -280,6 +280,8 @@ def test_a_sound_task_passes_every_probe() -> None:
         "isolation",
         "stale_submission",
         "lost_sandbox",
+        "network",
+        "noop_edit",
     )
     fine = dict.fromkeys(PROBE_IDS, "pass")
     fine |= dict.fromkeys(["near_miss", "label_leak", "judge_injection", *of_programs], "n/a")

@@ -30,6 +30,7 @@ from strop.tasks.audit import (
 )
 from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.hosts import find_files, find_processes, wait_for_end
+from strop.tasks.audit.leaks import leak_breaches
 from strop.tasks.code.extraction import compiles, defines, extract_python
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.judging import open_judge
@@ -48,7 +49,7 @@ from tests.fixtures.unsafe_graders import (
 
 CODE_PROBES = (
     *("label_leak", "grader_tamper", "forged_stdout", "os_exit", "isolation", "stale_submission"),
-    "lost_sandbox",
+    *("lost_sandbox", "network", "noop_edit"),
 )
 needs_bubblewrap = pytest.mark.usefixtures("bubblewrap")
 
@@ -122,7 +123,7 @@ EVERY_ATTACK = {
 }
 EVERY_BREACH = {
     **attacks.TAMPER_BREACHES,
-    **attacks.leak_breaches("a text of the tests", "/tmp/canary"),
+    **leak_breaches("a text of the tests", "/tmp/canary"),
     "always": attacks.ALWAYS,
     "reads": attacks.read_breach(0.5),
 }

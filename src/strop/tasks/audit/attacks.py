@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import indent
 from types import MappingProxyType
 
@@ -192,6 +192,28 @@ def breached():
             pass
     return False
 """,
+    "links and rights of the grader's files can be changed": """
+def breached():
+    import os, sys
+    own = {os.getcwd(), os.path.dirname(os.path.abspath(globals().get("__file__") or "x"))}
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    for path in {*files, sys.executable} - {None, "", globals().get("__file__")}:
+        link = os.path.join(os.path.dirname(path), "MARKER.link")
+        try:
+            os.chmod(path, os.stat(path).st_mode & 0o7777)
+            return True
+        except OSError:
+            pass
+        try:
+            # Whoever can make a link beside a file can also put one in its place.
+            if os.path.dirname(path) not in own:
+                os.symlink(path, link)
+                os.unlink(link)
+                return True
+        except OSError:
+            pass
+    return False
+""",
     "the clock can be set": """
 def breached():
     import time
@@ -240,43 +262,53 @@ FORGERIES: Mapping[str, Attack] = MappingProxyType(
 )
 """Wrong programs that say they passed."""
 
+_NAMED = """
+import os
+try:
+    with open("/proc/self/comm", "w") as file:
+        file.write("MARKER")
+except OSError:
+    pass
+"""
 _LINGER = f"""
 import os, signal, time
 def linger():
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    with open("/proc/self/comm", "w") as file:
-        file.write("MARKER")
     os.closerange(0, 256)
     time.sleep({LINGER_S})
     os._exit(0)
 """
+_EXITS = {
+    "os._exit": Attack(at_load="os._exit(0)"),
+    "os._exit in the call": Attack(in_call="os._exit(0)"),
+    "quit": Attack(in_call="quit()"),
+    "sys.exit": Attack(at_load="import sys\nsys.exit(0)"),
+    "SystemExit in the call": Attack(in_call="raise SystemExit(0)"),
+    "exit handler": Attack(at_load="import atexit, os\natexit.register(os._exit, 0)"),
+    "exception hook": Attack(at_load="import os, sys\nsys.excepthook = lambda *a: os._exit(0)"),
+    "the parent exits": Attack(at_load="if os.fork(): os._exit(0)"),
+    "closed descriptors": Attack(at_load="os.closerange(0, 256)"),
+    "closed descriptors in the call": Attack(in_call="os.closerange(0, 256)\nos._exit(0)"),
+    "the parent exits in the call": Attack(in_call="if os.fork(): os._exit(0)\nreturn None"),
+    "killed group": Attack(at_load="os.killpg(0, 9)", is_deadly=True),
+    "killed parent": Attack(at_load="os.kill(os.getppid(), 9)", is_deadly=True),
+    "left behind": Attack(at_load=f"{_LINGER}if not os.fork():\n    if os.fork(): os._exit(0)\n    linger()"),
+    "endless loop": Attack(in_call="while True: pass", is_slow=True),
+    "memory": Attack(
+        in_call="kept = []\nfor _ in range(100): kept.append(bytearray(b'x' * 10**7))\nreturn None",
+        is_slow=True,
+    ),
+    "processes": Attack(
+        at_load=f"{_LINGER}for _ in range(200):\n    try:\n        if not os.fork(): linger()\n"
+        "    except OSError: break",
+        is_slow=True,
+    ),
+}
 EXITS: Mapping[str, Attack] = MappingProxyType(
-    {
-        "os._exit": Attack(at_load="import os\nos._exit(0)"),
-        "os._exit in the call": Attack(at_load="import os", in_call="os._exit(0)"),
-        "sys.exit": Attack(at_load="import sys\nsys.exit(0)"),
-        "SystemExit in the call": Attack(in_call="raise SystemExit(0)"),
-        "exit handler": Attack(at_load="import atexit, os\natexit.register(os._exit, 0)"),
-        "exception hook": Attack(at_load="import os, sys\nsys.excepthook = lambda *a: os._exit(0)"),
-        "the parent exits": Attack(at_load="import os\nif os.fork(): os._exit(0)"),
-        "closed descriptors": Attack(at_load="import os\nos.closerange(0, 256)"),
-        "killed parent": Attack(at_load="import os\nos.kill(os.getppid(), 9)", is_deadly=True),
-        "left behind": Attack(
-            at_load=f"{_LINGER}if not os.fork():\n    if os.fork(): os._exit(0)\n    linger()"
-        ),
-        "endless loop": Attack(in_call="while True: pass", is_slow=True),
-        "memory": Attack(
-            in_call="kept = []\nfor _ in range(100): kept.append(bytearray(b'x' * 10**7))\nreturn None",
-            is_slow=True,
-        ),
-        "processes": Attack(
-            at_load=f"{_LINGER}for _ in range(200):\n    try:\n        if not os.fork(): linger()\n"
-            "    except OSError: break",
-            is_slow=True,
-        ),
-    }
+    # Each has a name, so that it is found if it outlives its judgement.
+    {kind: replace(attack, at_load=_NAMED + attack.at_load) for kind, attack in _EXITS.items()}
 )
 """Wrong programs that end, hang or exhaust what judges them."""
 
@@ -382,68 +414,3 @@ for place in PLACES:
 """,
         in_call="return ''" if name is None else f"return kept[{name!r}](*args, **keywords)",
     )
-
-
-def leak_breaches(hidden: str, canary_path: str) -> Mapping[str, str]:
-    """Return checks that find a hidden text, unless it is empty, and a private file of this machine."""
-    private = {
-        "a private file can be read": f"""
-def breached():
-    try:
-        with open({canary_path!r}) as file:
-            return "MARKER" in file.read()
-    except OSError:
-        return False
-""",
-    }
-    if not hidden:
-        return private
-    half = len(hidden) // 2
-    return {
-        **private,
-        "hidden tests can be read": f"""
-def breached():
-    import gc, os, sys
-    first, second = {hidden[:half]!r}, {hidden[half:]!r}
-    def holds(text):
-        at = text.find(first)
-        while at >= 0:
-            if text[at + len(first) : at + len(first) + len(second)] == second:
-                return True
-            at = text.find(first, at + 1)
-        return False
-    texts = [found for found in gc.get_objects() if isinstance(found, str)]
-    for found in gc.get_objects():
-        values = found.values() if type(found) is dict else found if type(found) in (list, tuple) else ()
-        texts += [value for value in list(values) if type(value) is str]
-    frame = sys._getframe().f_back
-    while frame:
-        texts += [value for value in list(frame.f_globals.values()) + list(frame.f_locals.values())
-                  if type(value) is str]
-        frame = frame.f_back
-    if any(holds(text) for text in texts):
-        return True
-    paths = [os.path.join(folder, name) for folder in {{os.getcwd(), "/tmp"}} for name in os.listdir(folder)]
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        paths += ["/proc/" + pid + "/cmdline", "/proc/" + pid + "/environ"]
-        try:
-            with open("/proc/" + pid + "/maps") as maps, open("/proc/" + pid + "/mem", "rb") as memory:
-                for line in maps if int(pid) != os.getpid() else ():
-                    start, end = (int(word, 16) for word in line.split()[0].split("-"))
-                    if "rw" in line and end - start < 1 << 25:
-                        memory.seek(start)
-                        if holds(memory.read(end - start).decode("latin-1")):
-                            return True
-        except (OSError, ValueError):
-            pass
-    for path in paths:
-        try:
-            if os.path.isfile(path) and path != globals().get("__file__"):
-                with open(path, "rb") as file:
-                    if holds(file.read(1 << 20).decode("utf-8", "replace")):
-                        return True
-        except OSError:
-            pass
-    return False
-""",
-    }

@@ -11,7 +11,7 @@ from strop.rollout import Example, make_example
 from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.measure import is_full, measured
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult
-from strop.tasks.audit.world import AuditWorld
+from strop.tasks.audit.world import AuditWorld, Judged
 
 _NUM_BARE = 4
 _PART_WORDS = ("test", "constraint", "instruction", "criteri")
@@ -29,7 +29,7 @@ async def probe_order(world: AuditWorld) -> ProbeResult:
         for index in shuffled:
             (alone,) = await world.judge_all([replies[index]])
             num += 1
-            if alone.reward != forward[index].reward:
+            if _differ(alone, forward[index]):
                 differing.append(forward[index])
         permuted = [
             (first, (other, first.text))
@@ -39,8 +39,12 @@ async def probe_order(world: AuditWorld) -> ProbeResult:
         judged = await world.judge_all(reply for _, reply in permuted)
         num += len(judged)
         pairs = zip(permuted, judged, strict=True)
-        differing += [one for (first, _), one in pairs if one.reward != first.reward]
+        differing += [one for (first, _), one in pairs if _differ(one, first)]
     return measured("order", len(differing) / num, 0.0, differing, num, "share that changed")
+
+
+def _differ(one: Judged, other: Judged) -> bool:
+    return one.reward != other.reward and not (one.is_late or other.is_late)
 
 
 def _replies(world: AuditWorld, example: Example) -> Sequence[str]:
@@ -89,9 +93,9 @@ async def probe_failure_paths(world: AuditWorld) -> ProbeResult:
     judged = await world.judge_all([(hollow, "asdf"), (hollow, "")])
     scored = [one for one in judged if one.reward is not None]
     bare = [
-        (example, golds[0], name, without)
+        (example, text, name, without)
         for example in world.few_examples[:_NUM_BARE]
-        if (golds := world.task.gold_replies(example))
+        for text in world.task.gold_replies(example)[:1]
         for name, without in _without_a_part(example).items()
     ]
     whole = await world.judge_once([(example, text) for example, text, _, _ in bare])
@@ -118,5 +122,3 @@ def _without_a_part(example: Example) -> Mapping[str, Example]:
         for key in example.fields
     }
     return bare if example.answer is None else {**bare, "no answer": replace(example, answer=None)}
-
-

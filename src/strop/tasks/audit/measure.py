@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from strop.rollout import Example
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
 
 _NUM_ERRORS = 3.0
+MAX_LATE_FRAC = 0.05
+"""Share of replies that may go without a verdict because their time was up."""
 MINOR_FRAC = 0.02
 """Up to here, what should earn nothing is a warning: some graders give a hundredth to every reply."""
 SLACK = 1e-9
@@ -41,11 +44,14 @@ def bound(
 ) -> ProbeResult:
     """Compare the kind that earns most with what chance may give; every reply must be judged.
 
-    `is_partial_fine` counts full marks only.
+    `is_partial_fine` counts full marks only. A few replies that are not judged in time are a warning: how
+    many they are depends on what else this machine does.
     """
-    unscored = [j for judged in by_kind.values() for j in judged if j.reward is None]
-    if unscored:
-        return failed(probe, unscored, "replies that could not be judged")
+    everything = [j for judged in by_kind.values() for j in judged]
+    late = [j for j in everything if j.is_late]
+    unscored = [j for j in everything if j.reward is None and not j.is_late]
+    if unscored or len(late) > MAX_LATE_FRAC * len(everything):
+        return failed(probe, unscored or late, "replies that could not be judged")
     if is_partial_fine:
         means = {kind: len([j for j in js if is_full(world, j)]) / len(js) for kind, js in by_kind.items()}
     else:
@@ -54,7 +60,17 @@ def bound(
     paid = sorted(by_kind[worst], key=lambda j: -(j.reward or 0.0))
     paid = [j for j in paid if (j.reward or 0.0) > 0.0]
     num = len(by_kind[worst])
-    return measured(probe, means[worst], chance_limit(chance, num), paid, num, worst)
+    result = measured(probe, means[worst], chance_limit(chance, num), paid, num, worst)
+    return warn_of_late(result, late)
+
+
+def warn_of_late(result: ProbeResult, late: Sequence[Judged]) -> ProbeResult:
+    """Return a result that says how many replies were not judged in time."""
+    if not late:
+        return result
+    status = ProbeStatus.WARN if result.status is ProbeStatus.PASS else result.status
+    detail = f"{result.detail}; {len(late)} not judged in time"
+    return replace(result, status=status, detail=detail, evidence=result.evidence or show_evidence(late))
 
 
 def chance_limit(chance: float, num: int) -> float:

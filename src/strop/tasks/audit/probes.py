@@ -18,6 +18,7 @@ from strop.rollout import Example
 from strop.tasks.answers import parse_number
 from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.measure import (
+    MAX_LATE_FRAC,
     MINOR_FRAC,
     SLACK,
     bound,
@@ -29,6 +30,7 @@ from strop.tasks.audit.measure import (
     measured,
     not_applicable,
     show_evidence,
+    warn_of_late,
 )
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
@@ -175,12 +177,15 @@ async def probe_gold(world: AuditWorld) -> ProbeResult:
         for text in world.task.gold_replies(example)[: None if index < num_few else 1]
     ]
     judged = await world.judge_all(golds)
-    bad = [j for j in judged if not is_full(world, j)]
+    late = [j for j in judged if j.is_late]
+    bad = [j for j in judged if not is_full(world, j) and not j.is_late]
+    if len(late) > MAX_LATE_FRAC * len(judged):
+        bad += late
     bad_ids = {j.example.example_id for j in bad}
     without = excess_goldless(world.task, world.examples)
     share = 1.0 - (len(bad_ids) + len(without)) / len(world.examples)
     detail = f"{len(without)} examples without any right reply" if without else "share with full marks"
-    return ProbeResult(
+    result = ProbeResult(
         probe="gold",
         status=ProbeStatus.PASS if share >= _MIN_GOLD_FRAC else ProbeStatus.FAIL,
         value=share,
@@ -190,6 +195,7 @@ async def probe_gold(world: AuditWorld) -> ProbeResult:
         # All of them: who mends the data needs the whole list.
         evidence=show_evidence(bad, most=len(bad)),
     )
+    return warn_of_late(result, late)
 
 
 async def probe_near_miss(world: AuditWorld) -> ProbeResult:
@@ -278,7 +284,9 @@ async def probe_determinism(world: AuditWorld) -> ProbeResult:
     for part in world.in_time(world.few_examples):
         replies = [(example, text) for example in part for text in _repeated(world, example)]
         all_repeats += zip(*[await world.judge_all(replies) for _ in range(_NUM_REPEATS)], strict=True)
-    differing = [repeats for repeats in all_repeats if len({_verdict(j) for j in repeats}) > 1]
+    differing = [
+        repeats for repeats in all_repeats if len({_verdict(j) for j in repeats if not j.is_late}) > 1
+    ]
     result = measured(
         "determinism",
         len(differing) / len(all_repeats),
@@ -290,7 +298,8 @@ async def probe_determinism(world: AuditWorld) -> ProbeResult:
     shown = tuple(_show_repeats(repeats) for repeats in differing[:MAX_EVIDENCE])
     # No share of changing scores is small: nothing that was measured with them can be repeated.
     status = ProbeStatus.FAIL if differing else result.status
-    return replace(result, status=status, evidence=shown)
+    result = replace(result, status=status, evidence=shown)
+    return warn_of_late(result, [j for repeats in all_repeats for j in repeats if j.is_late])
 
 
 def _repeated(world: AuditWorld, example: Example) -> tuple[str, str]:

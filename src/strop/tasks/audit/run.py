@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import Example, FailureOwner, Split
-from strop.tasks.audit import code_probes, example_probes, judge_probes, probes, rules
+from strop.tasks.audit import code_probes, edits, example_probes, judge_probes, network, probes, rules
 from strop.tasks.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import InlineJudge, Judge
 
-_PROBE_LIMIT_S = MappingProxyType({False: 60.0, True: 240.0})
+_PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
 """Wall time of one probe, by whether judgements need a sandbox."""
 
 _PROBES = MappingProxyType(
@@ -40,6 +40,8 @@ _PROBES = MappingProxyType(
         "forged_stdout": code_probes.probe_forged_stdout,
         "os_exit": code_probes.probe_os_exit,
         "isolation": code_probes.probe_isolation,
+        "network": network.probe_network,
+        "noop_edit": edits.probe_noop_edit,
         "stale_submission": code_probes.probe_stale_submission,
         "lost_sandbox": code_probes.probe_lost_sandbox,
         "truncation": probes.probe_truncation,

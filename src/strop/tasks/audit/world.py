@@ -17,6 +17,7 @@ from strop.tasks.failures import catch_failure, owner_of_error
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import ProgramForm, program_form_of
 
+_LATE = "verifier_timeout"
 _NUM_FEW = 4
 _NUM_FIRST = 4
 _ENOUGH_S = 10.0
@@ -38,6 +39,11 @@ class Judged:
     def reward(self) -> float | None:
         """None where it could not be judged."""
         return self.outcome.reward
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it has no score because its verifier was ended at its limit."""
+        return self.outcome.failure is not None and self.outcome.failure.kind == _LATE
 
 
 @dataclass(kw_only=True, slots=True)
