@@ -78,7 +78,9 @@ def _reverse(key: str, value: Any) -> Any:
         tests = json.loads(value)
     except (ValueError, RecursionError):
         return None
-    lists = {name: tests.get(name) for name in ("inputs", "outputs")} if isinstance(tests, dict) else {}
+    lists: dict[str, Any] = {}
+    if isinstance(tests, dict):
+        lists = {name: tests.get(name) for name in ("inputs", "outputs")}
     if not lists or not all(isinstance(found, list) and len(found) > 1 for found in lists.values()):
         return None
     return json.dumps({**tests, **{name: found[::-1] for name, found in lists.items()}})
