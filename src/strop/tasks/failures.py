@@ -14,11 +14,12 @@ from strop.errors import ConfigError, Interrupted, RunStopped, WeightMismatch
 from strop.rollout import Failure, FailureOwner
 
 _MAX_DETAIL_CHARS = 4000
-_OF_THE_MACHINE = frozenset({"SandboxError", "SandboxRefused", "SandboxLost"})
+_OF_THE_MACHINE = frozenset({"SandboxError", "SandboxRefused", "SandboxLost", "closed"})
+"""Classes of exceptions, and what a pool of workers says of a call that it was closed under."""
 
 
 def owner_of_error(kind: str) -> FailureOwner:
-    """Return who is responsible for an exception of this class in a verifier: the machine, or the task."""
+    """Return who is responsible for a failure of this kind in a verifier: the machine, or the task."""
     return FailureOwner.INFRA if kind in _OF_THE_MACHINE else FailureOwner.TASK
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused
+from strop.rollout import FailureOwner
+from strop.tasks.failures import owner_of_error
 from strop.tasks.judging import CallFailure, WorkerPool, pool, worker
 from strop.tasks.judging.nursery import Handler
 
@@ -326,6 +328,39 @@ def test_a_handler_that_cannot_be_built_is_refused_with_its_cause() -> None:
             await workers.call({})
         finally:
             await workers.close()
+
+    with pytest.raises(CheckRefused, match="no data set here"):
+        asyncio.run(run())
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    """Incident: calls went on in a pool that was closed, and started processes that nobody ended."""
+
+    async def run() -> tuple[list[Any], Any, WorkerPool]:
+        workers = WorkerPool(make_handler, num_workers=2, limit_s=60.0)
+        nursery = parent_of((await workers.call({}))["pid"])
+        # Two sleep, and the third waits for its turn.
+        calls = [asyncio.ensure_future(workers.call({"sleep": 60, "number": n})) for n in range(3)]
+        await asyncio.sleep(0.2)
+        await asyncio.wait_for(workers.close(), timeout=10)
+        assert not is_alive(nursery)
+        return [call.result() for call in calls], await workers.call({}), workers
+
+    replies, late, workers = asyncio.run(run())
+    assert [reply.kind for reply in (*replies, late)] == ["closed"] * 4
+    assert (workers.counts["crash"], workers.counts["retry"]) == (0, 0)
+    assert owner_of_error("closed") is FailureOwner.INFRA
+
+
+def test_closing_ends_the_starts_of_others_where_one_failed() -> None:
+    async def run() -> None:
+        workers = WorkerPool(refuse_to_build, num_workers=4, limit_s=1.0)
+        calls = [asyncio.ensure_future(workers.call({})) for _ in range(4)]
+        try:
+            await asyncio.gather(*calls)
+        finally:
+            await workers.close()
+            assert all(call.done() for call in calls)
 
     with pytest.raises(CheckRefused, match="no data set here"):
         asyncio.run(run())

@@ -38,6 +38,7 @@ MAX_SLOW = 16
 """Calls that may be aside at once, where nothing else is said; beyond them, others wait."""
 _BUILD_LIMIT_S = 600.0
 _RETRY_FACTOR = 4.0
+CLOSED = "closed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +46,12 @@ class CallFailure:
     """Why a call has no result, after it was tried a second time in a fresh process."""
 
     kind: str
-    """'timeout', 'crash', or the class of the exception that was raised."""
+    """'timeout', 'crash', 'closed', or the class of the exception that was raised."""
     detail: str
+
+
+class _PoolClosed(Exception):
+    """Raised where a call would go on in a pool that was closed under it; it ends as a `CallFailure`."""
 
 
 class WorkerPool:
@@ -77,6 +82,10 @@ class WorkerPool:
         self._starts: set[asyncio.Task[Worker]] = set()
         self._nonces = itertools.count()
         self._idle: list[Worker] = []
+        self._busy: set[Worker] = set()
+        self._is_closed = False
+        self._num_under_way = 0
+        self._none_under_way = asyncio.Event()
         self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.counts: Counter[str] = Counter()
         """How often: 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
@@ -88,6 +97,29 @@ class WorkerPool:
         Raises: CheckRefused if the handler cannot be built.
         """
         self.counts["call"] += 1
+        self._num_under_way += 1
+        try:
+            return await self._try_twice(payload)
+        except _PoolClosed:
+            return CallFailure(kind=CLOSED, detail="the pool was closed before there was a result")
+        finally:
+            self._num_under_way -= 1
+            if not self._num_under_way:
+                self._none_under_way.set()
+
+    async def close(self) -> None:
+        """End every process; what is under way, and what is called later, fails. May be called twice."""
+        self._is_closed = True
+        for worker in self._busy:
+            worker.close()
+        # A call that was cancelled may have left a start behind.
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        if self._num_under_way:
+            self._none_under_way.clear()
+            await self._none_under_way.wait()
+        await self._end_nursery()
+
+    async def _try_twice(self, payload: Any) -> Any:
         reply = await self._try(payload, self._limit_s)
         if not isinstance(reply, CallFailure):
             return reply
@@ -95,21 +127,24 @@ class WorkerPool:
         factor = _RETRY_FACTOR if reply.kind == "timeout" else 1.0
         return await self._try(payload, self._limit_s * factor, is_retry=True)
 
-    async def close(self) -> None:
-        """End every process. May be called twice."""
-        # A call that was cancelled may have left a start behind.
-        await asyncio.gather(*self._starts, return_exceptions=True)
-        await self._end_nursery()
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise _PoolClosed
 
     async def _try(self, payload: Any, limit_s: float, *, is_retry: bool = False) -> Any:
+        self._require_open()
         place = await self._places.take()
         try:
+            self._require_open()
             worker = await self._take_worker(is_fresh=is_retry)
             is_usable = False
+            self._busy.add(worker)
             try:
+                self._require_open()
                 reply = await self._ask(worker, payload, limit_s, place)
                 is_usable = not isinstance(reply, CallFailure)
             finally:
+                self._busy.discard(worker)
                 # A call that was cancelled leaves its worker in the middle of something.
                 if is_usable and not worker.is_spent and len(self._idle) < self._num_workers:
                     self._idle.append(worker)
@@ -129,6 +164,7 @@ class WorkerPool:
                 return CallFailure(kind="timeout", detail=f"no verdict after {limit_s:g} s")
             reply = answer.result()
         except (OSError, CorruptRecord) as error:
+            self._require_open()
             self.counts["crash"] += 1
             return CallFailure(kind="crash", detail=f"the verifier's process ended ({error})")
         if reply.get("nonce") != nonce:
@@ -179,6 +215,7 @@ class WorkerPool:
 
     async def _start_worker(self) -> Worker:
         async with self._starting:
+            self._require_open()
             try:
                 pid, connection = await asyncio.to_thread(_fork, await self._require_control())
             except (OSError, struct.error):
