@@ -79,7 +79,7 @@ def write_data(folder: Path) -> Path:
         "dev": [row(subject, number) for subject, number in numbers if number < NUM_SHOWN],
         "test": [row(subject, number) for subject, number in numbers if number >= NUM_SHOWN],
     }
-    # More than are asked: twelve and thirteen facts, five of each shown, and five asked in both forms below.
+    # Of 25 facts, ten are shown and fifteen asked, five of them again with their choices the other way round.
     rows["test"] += [
         {**item, "choices": item["choices"][::-1], "answer": 3 - item["answer"]} for item in rows["test"][:5]
     ]
