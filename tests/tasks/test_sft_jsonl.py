@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import DataError
-from strop.rollout import Message, Split, make_example
+from strop.rollout import Split, make_example
 from strop.spec import SftJsonlSpec
 from strop.tasks import Task, build_task
 from strop.tasks.traits import Counted
@@ -41,7 +41,7 @@ def task_of(
 def test_rows_are_posed_and_judged(tmp_path: Path) -> None:
     task = task_of(tmp_path)
     example = task.examples(Split.TRAIN)[0]
-    assert task.render(example) == (Message(role="user", content="What is 2 + 2?"),)
+    assert [(said.role, said.content) for said in task.render(example)] == [("user", "What is 2 + 2?")]
     assert [(task.verify(example, text).reward) for text in ("It is 4.", "5", "", "<think>4")] == [1, 0, 0, 0]
     assert [(task.verify(example, text).format_ok) for text in ("5", "none")] == [True, False]
     assert run_self_test(task, task.examples(Split.TRAIN)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,25 @@ def test_a_task_made_of_others_leaves_thinking_to_its_parts(name: str) -> None:
     (message,) = task.render(task.examples(Split.HELD_OUT)[0])
     assert isinstance(message, PosedMessage)
     assert message.thinking is Thinking.ON
+
+
+@pytest.mark.parametrize("name", ["llm-judge", "sft-jsonl"])
+def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name: str, tmp_path: Path) -> None:
+    """Incident: the reply had room to think, and the model was told nothing."""
+    talk = [("user", "Hello"), ("assistant", "Hi"), ("user", "And?"), ("assistant", "And so on.")]
+    rows = [
+        {"messages": [{"role": role, "content": content} for role, content in talk], "gold": "on"},
+        {"prompt": "How?", "completion": "So.", "gold": "So."},
+    ]
+    if name == "llm-judge":
+        rows = [{"prompt": "Who?"}, {"prompt": "How?"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"task.name={name}", f"task.source={tmp_path}/rows.jsonl", "task.thinking=on"]
+    own = "task.answer=text" if name == "sft-jsonl" else "task.judge_url=http://127.0.0.1:1/v1"
+    judge = ["task.judge_model=scripted", "task.judge_revision=v1"] if name == "llm-judge" else []
+    task = build_task(load_spec(None, ["name=x", *words, own, *judge]).spec.task)
+    for split in Split:
+        for example in task.examples(split):
+            last = task.render(example)[-1]
+            assert isinstance(last, PosedMessage)
+            assert (last.role, last.thinking) == ("user", Thinking.ON)

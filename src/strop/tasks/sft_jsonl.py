@@ -20,6 +20,7 @@ from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.tasks.mathematics.gsm8k_answers import find_number_text
 from strop.tasks.mathematics.normal_form import normal_form
+from strop.tasks.prompt import PosedMessage, Thinking
 from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples
@@ -55,7 +56,9 @@ class SftJsonl(RowTask):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the messages before the demonstrated reply."""
-        return tuple(Message(role=role, content=content) for role, content in example.fields["messages"])
+        *before, (role, content) = example.fields["messages"]
+        last = PosedMessage(role=role, content=content, thinking=Thinking(self._spec.thinking))
+        return (*(Message(role=role, content=content) for role, content in before), last)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the answer of a reply with gold.

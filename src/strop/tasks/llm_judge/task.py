@@ -24,6 +24,7 @@ from strop.tasks.llm_judge.client import (
 from strop.tasks.llm_judge.desk import CallDesk, DeskRules
 from strop.tasks.llm_judge.rubric import CONTRACT, Rubric, read_rubric
 from strop.tasks.llm_judge.verdict import Judgement, read_judgement
+from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
 from strop.tasks.thinking import text_after_thinking
@@ -95,7 +96,7 @@ class LlmJudge:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the prompt as it stands in the row."""
-        return (Message(role="user", content=str(example.fields["prompt"])),)
+        return pose(str(example.fields["prompt"]), thinking=self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Have the judge score a reply.
