@@ -103,6 +103,7 @@ def test_dat_1_a_held_out_example_cannot_be_ordered_into_training(tmp_path: Path
         (["[1]"], "line 1 of order file .* is a list"),
         ([entry(0), {"id": "x"}], "line 2 of order file .* is {'id': 'x'}"),
         ([entry(0), entry(1, 1.5)], "line 2 of order file .*1.5"),
+        ([entry(0), entry(1, True)], "line 2 of order file .*True"),
         ([entry(0), entry(0)], f"line 2 of order file .* is example {TRAIN[0].example_id} a second time"),
         ([], "and no example before it"),
         ([{"task": "arithmetic"}], "and no example before it"),
@@ -111,6 +112,12 @@ def test_dat_1_a_held_out_example_cannot_be_ordered_into_training(tmp_path: Path
 def test_a_malformed_order_file_is_refused(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         ordered(tmp_path, lines).examples(Split.TRAIN)
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    # A text may hold U+2028 as it is, which splits lines elsewhere.
+    lines = [json.dumps({**entry(0), "note": "a\u2028b"}, ensure_ascii=False), entry(1)]
+    assert list(ordered(tmp_path, lines).examples(Split.TRAIN)) == TRAIN[:2]
 
 
 def test_an_order_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -166,7 +166,8 @@ def read_order_file(path: Path) -> list[OrderEntry]:
     Raises: DataError if it cannot be read, a line is malformed, or an id stands there twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: a text of JSON may hold other line ends, such as U+2028.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             explain_refusal(
@@ -201,7 +202,9 @@ def _read_line(path: Path, number: int, line: str) -> OrderEntry | None:
     if number == 1 and "example_id" not in values and "task" in values:
         return None
     example_id, solved_frac = values.get("example_id"), values.get("solved_frac")
+    # True is a number to Python.
     is_share = isinstance(solved_frac, int | float) and 0.0 <= solved_frac <= 1.0
+    is_share = is_share and not isinstance(solved_frac, bool)
     if not isinstance(example_id, str) or not (solved_frac is None or is_share):
         raise _malformed(path, number, f"{values}")
     return OrderEntry(example_id=example_id, solved_frac=None if solved_frac is None else float(solved_frac))
