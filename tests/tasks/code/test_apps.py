@@ -151,9 +151,13 @@ def test_tests_with_numbers_of_many_digits_are_read(tmp_path: Path) -> None:
         {**SUM, "input_output": json.dumps({"inputs": ["1"], "outputs": []})},
         {**SWAP, "input_output": json.dumps({"fn_name": "swap", "inputs": [1, 2], "outputs": [1, 2]})},
         {**SUM, "solutions": "[1]"},
-        {**SUM, "starter_code": 5},
     ],
 )
-def test_malformed_rows_are_refused(tmp_path: Path, broken: dict[str, Any]) -> None:
+def test_malformed_tests_and_solutions_are_refused(tmp_path: Path, broken: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"train.jsonl, row 2: .* not in the schema of APPS"):
         apps(tmp_path, [SWAP | {"question": "Other."}, broken]).examples(Split.TRAIN)
+
+
+def test_a_column_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"train.jsonl, row 1 has a starter_code of type int"):
+        apps(tmp_path, [{**SUM, "starter_code": 5}]).examples(Split.TRAIN)

@@ -186,6 +186,7 @@ def test_limits(tmp_path: Path) -> None:
         ({**DOUBLE, "code": ""}, "code"),
         ({**DOUBLE, "code": "def double("}, r"defines \[\]"),
         ({**DOUBLE, "text": None}, "text"),
+        ({**DOUBLE, "test_setup_code": ["import math"]}, "test_setup_code of type list"),
     ],
 )
 def test_malformed_rows_are_refused_by_their_place(

@@ -16,7 +16,7 @@ from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.reading import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.rows.reading import RowReading, SplitExamples, optional_text, read_examples, require_texts
 from strop.tasks.rows.row_task import RowTask
 from strop.tasks.traits import ProgramForm
 
@@ -142,9 +142,9 @@ class Apps(RowTask):
 
 def _to_example(row: Row) -> Example:
     (question,) = require_texts(row, "question")
-    input_output = _text(row, "input_output")
+    input_output = optional_text(row, "input_output")
     tests = _parse(row, "input_output", input_output, {})
-    solutions = _parse(row, "solutions", _text(row, "solutions"), [])
+    solutions = _parse(row, "solutions", optional_text(row, "solutions"), [])
     if not isinstance(tests, dict):
         raise _malformed(row, "input_output", "a table")
     inputs, outputs, fn_name = tests.get("inputs", []), tests.get("outputs", []), tests.get("fn_name")
@@ -161,21 +161,13 @@ def _to_example(row: Row) -> Example:
         raise _malformed(row, "input_output or solutions", "lists that belong together")
     fields = {
         "question": question,
-        "starter_code": _text(row, "starter_code"),
-        "difficulty": _text(row, "difficulty"),
+        "starter_code": optional_text(row, "starter_code"),
+        "difficulty": optional_text(row, "difficulty"),
         "fn_name": fn_name,
         "num_tests": len(inputs),
         "input_output": input_output,
     }
     return make_example("apps", fields, solutions[0] if solutions else None)
-
-
-def _text(row: Row, column: str) -> str:
-    """Return a column that may be missing or empty."""
-    value = row.values.get(column)
-    if value is not None and not isinstance(value, str):
-        raise _malformed(row, column, "a text")
-    return value or ""
 
 
 def _parse(row: Row, column: str, text: str, empty: Any) -> Any:

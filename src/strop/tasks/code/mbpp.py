@@ -20,7 +20,7 @@ from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, fence, judged_outco
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
 from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
-from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
+from strop.tasks.rows.reading import RowReading, SplitExamples, optional_text, require_texts, wrong_type
 from strop.tasks.rows.row_task import RowTask
 from strop.tasks.thinking import judged_text
 from strop.tasks.traits import ProgramForm
@@ -156,7 +156,7 @@ def _without_hidden_tests(example: Example) -> Example:
 def _to_example(row: Row) -> Example:
     text, answer = require_texts(row, "text", "code")
     tests, hidden = _texts(row, "test_list"), _texts(row, "challenge_test_list")
-    setup = str(row.values.get("test_setup_code") or "")
+    setup = optional_text(row, "test_setup_code")
     code = answer.replace("\r\n", "\n")
     defined = module_names(code)
     defined -= module_names("\n".join(import_lines(code)))
@@ -190,13 +190,7 @@ def _texts(row: Row, column: str) -> list[str]:
     values = row.values.get(column)
     values = [] if values is None else values
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise DataError(
-            explain_refusal(
-                f"{row.place} has a {column} of type {type(values).__name__}",
-                allowed="a list of texts",
-                next_step="mend or remove the row",
-            )
-        )
+        raise wrong_type(row, column, "a list of texts")
     return [value.replace("\r\n", "\n") for value in values]
 
 

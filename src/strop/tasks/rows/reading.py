@@ -122,6 +122,28 @@ def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
     return texts
 
 
+def optional_text(row: Row, column: str) -> str:
+    """Return the value of a column that may be missing; '' then.
+
+    Raises: DataError naming the row, if it is no text.
+    """
+    value = row.values.get(column)
+    if value is not None and not isinstance(value, str):
+        raise wrong_type(row, column, "a text, or nothing")
+    return value or ""
+
+
+def wrong_type(row: Row, column: str, allowed: str) -> DataError:
+    """Return the refusal of a row whose column holds another kind of value."""
+    return DataError(
+        explain_refusal(
+            f"{row.place} has a {column} of type {type(row.values.get(column)).__name__}",
+            allowed=allowed,
+            next_step="mend or remove the row",
+        )
+    )
+
+
 def _kept(reading: RowReading, rows: Sequence[Row], split: Split, left_out: Counter[str]) -> list[Row]:
     """Return the rows that are examples, and count the others by reason."""
     kept: list[Row] = []
