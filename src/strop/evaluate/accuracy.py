@@ -105,7 +105,8 @@ def plan_evaluation(
     not solved.
 
     Raises: CheckRefused if examples called held-out are among the trained ones; ConfigError if the
-        settings ask for more examples, tokens or fewer than there are.
+        settings ask for other numbers of examples, samples or tokens than there can be, or for a threshold
+        that no reward meets.
     """
     budget = _resolve_budget(task, settings)
     examples = _choose_examples(task, settings)

@@ -108,11 +108,6 @@ class Checkers:
     def __len__(self) -> int:
         return len(self._checkers)
 
-    @property
-    def ids_with_edit(self) -> frozenset[str]:
-        """The instructions for which a reply that follows them can be written."""
-        return frozenset(self._edits)
-
     def check(self, *instruction_ids: str, needs_substance: bool = False) -> Callable[[Check], Check]:
         """Register a checker. `needs_substance`: leaving something out would be enough for it."""
 

@@ -19,7 +19,6 @@ from typing import Literal
 from strop.tasks.answers import NUMBER_PATTERN, last_number_text, parse_number
 from strop.tasks.mathematics.answers import find_boxes
 
-AnswerMode = Literal["auto", "strict", "hash", "flex"]
 HarnessMode = Literal["strict", "hash", "flex"]
 
 MARKED = re.compile(rf"####\s*({NUMBER_PATTERN})")

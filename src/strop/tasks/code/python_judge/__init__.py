@@ -3,7 +3,7 @@
 `judge_python` starts a fresh sandbox and in it a runner, which reads the job, keeps the tests to itself
 and talks with the program, in a process of its own, in plain values only. Exiting, printing, patching
 built-ins and objects that equal everything earn nothing, because nothing of that runs in the runner.
-Not here: finding the code in a reply (`tasks.code_text`), and what contains the program (`sandbox`).
+Not here: finding the code in a reply (`tasks.code.extraction`), and what contains the program (`sandbox`).
 """
 
 from strop.tasks.code.python_judge.job import JudgeJob, JudgeMode, JudgeVerdict
