@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from strop.evaluate.harness import HarnessMetric, HarnessPart, HarnessResult
-from strop.evaluate.references import compare_with_references, find_model_name
+from strop.evaluate.references import compare_own_result, compare_with_references, find_model_name
 from strop.rollout import Split
+from tests.evaluate.stored_results import make_result as make_own_result
 
 MODEL = "Qwen/Qwen3-1.7B-Base"
 
@@ -121,3 +123,27 @@ def test_a_task_of_a_group_is_compared_by_itself() -> None:
 
 def test_another_model_has_no_references() -> None:
     assert compare_with_references("another/model", make_result()) == []
+
+
+def test_a_score_of_our_own_task_is_never_compared_and_none_is_no_score() -> None:
+    scored = make_own_result({"a": 1.0, "b": 0.5}, task="gsm8k", max_reply_tokens=1024)
+    found = compare_own_result(MODEL, scored)
+    # 100 * (1 + 0.5) / 2.
+    assert {comparison.value_pct for comparison in found} == {75.0}
+    assert {comparison.delta_points for comparison in found} == {None}
+    assert "strop's own prompt and verifier" in found[0].differing[0]
+    unscored = make_own_result({"a": None, "b": None}, task="gsm8k")
+    assert compare_own_result(MODEL, unscored) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"value_pct": None, "stderr_pct": None}, "the published range: "),
+        ({"stderr_pct": None}, "the published 73.09 %: "),
+    ],
+)
+def test_what_was_not_published_is_not_made_up(changes: dict[str, Any], said: str) -> None:
+    comparison = compare_with_references(MODEL, make_result(seed=1))[0]
+    baseline = comparison.baseline.model_copy(update=changes)
+    assert said in replace(comparison, baseline=baseline).describe()

@@ -39,7 +39,9 @@ class ReferenceComparison:
 
     def describe(self) -> str:
         """Say it in one line."""
-        published = f"{self.baseline.value_pct:.2f} % ± {self.baseline.stderr_pct or 0.0:.2f}"
+        published = "range" if self.baseline.value_pct is None else f"{self.baseline.value_pct:.2f} %"
+        if self.baseline.stderr_pct is not None:
+            published += f" ± {self.baseline.stderr_pct:.2f}"
         name = f"{self.baseline.harness_task} {self.baseline.metric}"
         if self.delta_points is None:
             return f"{name}: not compared with the published {published}: {'; '.join(self.differing)}"
@@ -68,8 +70,13 @@ def compare_with_references(model: str, result: HarnessResult) -> list[Reference
 
 
 def compare_own_result(model: str, result: EvalResult) -> list[ReferenceComparison]:
-    """Compare a score of strop's own task with the model's references; their protocols always differ."""
-    value_pct = 100 * (result.greedy.accuracy or 0.0)
+    """Compare a score of strop's own task with the model's references; their protocols always differ.
+
+    Nothing where no greedy reply was judged.
+    """
+    if result.greedy.accuracy is None:
+        return []
+    value_pct = 100 * result.greedy.accuracy
     found = [baseline for baseline in _references(model) if baseline.task == result.task]
     # The parts of a group say nothing that the group does not.
     shortest = min((len(baseline.harness_task or "") for baseline in found), default=0)
