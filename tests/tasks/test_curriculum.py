@@ -14,7 +14,7 @@ from strop.spec import load_spec
 from strop.spec.task import ArithmeticSpec
 from strop.tasks import Ordered, build_task
 from strop.tasks.curriculum import Curriculum
-from strop.tasks.traits import verify_quick
+from strop.tasks.traits import describe_counts, verify_quick
 from strop.train.schedule import ExampleSchedule
 
 SUMS = ArithmeticSpec(min_value=1, max_value=4, num_held_out=4)
@@ -75,6 +75,7 @@ def test_only_examples_of_the_asked_difficulty_are_trained_on(tmp_path: Path) ->
     lines = [entry(0, 0.0), entry(1, 0.125), entry(2, 0.5), entry(3, 0.875), entry(4, 1.0)]
     task = ordered(tmp_path, lines, min_solved_frac=0.125, max_solved_frac=0.875)
     assert list(task.examples(Split.TRAIN)) == [TRAIN[1], TRAIN[2], TRAIN[3]]
+    assert describe_counts(task) == "of the order file, outside the bounds: 2"
 
 
 def test_dat_1_an_id_that_matches_no_example_is_refused_with_its_nearest(tmp_path: Path) -> None:
@@ -85,9 +86,10 @@ def test_dat_1_an_id_that_matches_no_example_is_refused_with_its_nearest(tmp_pat
         ordered(tmp_path, lines).examples(Split.TRAIN)
     assert f"1 of 3 ids in {tmp_path / 'order.jsonl'} are no training examples" in str(caught.value)
     assert f"{misspelt} (nearest: {TRAIN[3].example_id})" in str(caught.value)
-    # Allowed by number, and then it is left out.
+    # Allowed by number, and then it is left out and counted.
     allowed = ordered(tmp_path, lines, max_unmatched_ids=1)
     assert list(allowed.examples(Split.TRAIN)) == [TRAIN[0], TRAIN[1]]
+    assert describe_counts(allowed) == "of the order file, without an example: 1"
 
 
 def test_dat_1_a_held_out_example_cannot_be_ordered_into_training(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from strop.rollout import Split
 from strop.spec.task import BlendSpec, MbppSpec, MixtureSpec
 from strop.tasks import Task, build_task, traits
 
@@ -45,7 +46,11 @@ def wrap(kind: str, folder: Path) -> Task:
         return build_task(MixtureSpec(name="mixture", parts={"code": part}))
     if kind == "blend":
         return build_task(BlendSpec(name="blend", parts={"code": part}))
-    return build_task(MbppSpec(name="mbpp", source=str(folder), order_file="order.jsonl"))
+    spec = MbppSpec(name="mbpp", source=str(folder))
+    order = folder.with_suffix(".jsonl")
+    # The file is read to see whether the task counts what is left out.
+    order.write_text(json.dumps({"example_id": build_task(spec).examples(Split.TRAIN)[0].example_id}))
+    return build_task(spec.model_copy(update={"order_file": str(order)}))
 
 
 @pytest.mark.parametrize("kind", ["mixture", "blend", "curriculum"])

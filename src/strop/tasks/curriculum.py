@@ -83,8 +83,8 @@ class Curriculum:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Those of the task that is ordered."""
-        return counts_of(self._task)
+        """Those of the task that is ordered, and how many lines of the file are left out; reads both."""
+        return {**counts_of(self._task), **self._choice[1]}
 
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits that the task gives the example."""
@@ -127,13 +127,19 @@ class Curriculum:
         """Return the positions of an epoch: every epoch goes through the file from its first line."""
         return range(len(self._train))
 
-    @cached_property
+    @property
     def _train(self) -> tuple[Example, ...]:
+        return self._choice[0]
+
+    @cached_property
+    def _choice(self) -> tuple[tuple[Example, ...], dict[str, int]]:
+        """The examples that are trained on, and how many lines of the file are not, by reason."""
         spec = self._spec
         entries = read_order_file(locate_named(spec.order_file or ""))
         by_id = {example.example_id: example for example in self._task.examples(Split.TRAIN)}
         _refuse_unmatched(spec, entries, by_id)
-        kept = [entry for entry in entries if entry.example_id in by_id and self._is_within(entry)]
+        known = [entry for entry in entries if entry.example_id in by_id]
+        kept = [entry for entry in known if self._is_within(entry)]
         if not kept:
             raise DataError(
                 explain_refusal(
@@ -143,7 +149,11 @@ class Curriculum:
                     next_step="widen task.min_solved_frac and task.max_solved_frac",
                 )
             )
-        return tuple(by_id[entry.example_id] for entry in kept)
+        left_out = {
+            "of the order file, without an example": len(entries) - len(known),
+            "of the order file, outside the bounds": len(known) - len(kept),
+        }
+        return tuple(by_id[entry.example_id] for entry in kept), left_out
 
     def _is_within(self, entry: OrderEntry) -> bool:
         spec = self._spec
