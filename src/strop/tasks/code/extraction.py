@@ -43,10 +43,9 @@ def extract_python(text: str, *, entry_point: str | None = None, first_def_only:
     `entry_point` is the tested name, which decides between several finds. `first_def_only` drops all
     top-level code behind its definition. What is returned need not compile.
     """
-    answer = text_after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
-    if answer is None or len(answer) > MAX_CODE_CHARS:
+    answer = _answer(text)
+    if answer is None:
         return None
-    answer = answer.partition(_DONE)[0].rpartition(_BEGIN)[2]
     best, best_rank = None, -1
     for find in _finds(answer, entry_point):
         code = _clean(find)
@@ -58,6 +57,14 @@ def extract_python(text: str, *, entry_point: str | None = None, first_def_only:
     if best is None or not best.strip():
         return None
     return _up_to_definition(best, entry_point) if first_def_only and entry_point else best
+
+
+def _answer(text: str) -> str | None:
+    """Return what of a reply is looked at for code; None where its thinking has no end, or it is too long."""
+    answer = text_after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
+    if answer is None or len(answer) > MAX_CODE_CHARS:
+        return None
+    return answer.partition(_DONE)[0].rpartition(_BEGIN)[2]
 
 
 def compiles(code: str) -> bool:
@@ -215,10 +222,9 @@ def extract_body(text: str, head: str, entry_point: str) -> str | None:
 
     `head` ends in the function's signature and docstring. A body that lost its indentation gets one.
     """
-    answer = text_after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
-    if answer is None or len(answer) > MAX_CODE_CHARS:
+    answer = _answer(text)
+    if answer is None:
         return None
-    answer = answer.partition(_DONE)[0].rpartition(_BEGIN)[2]
     blocks = [*_blocks(answer)]
     pieces = [block.code for block in blocks if block.is_closed or block.tag]
     pieces.append(answer[: blocks[0].starts_at] if blocks else answer)

@@ -197,7 +197,6 @@ class Session:
         self._link: Link | None = None
         self._load_error: LoadFailed | None = None
         self._has_run = False
-        self.has_loaded = False
         self.is_orphaned = False
         """Whether the candidate ended the nursery, which nothing else ends before this process does."""
         self.objects: dict[str, Remote] = {}
@@ -221,7 +220,6 @@ class Session:
             if caught.error is not None:
                 self._load_error = LoadFailed(describe(caught.error))
                 raise self._load_error
-            self.has_loaded = True
         self._link.until = until
         return self._link
 

@@ -55,17 +55,11 @@ def judge(nursery: Any, job: dict[str, Any]) -> dict[str, Any]:
     session.drop()
     if session.is_orphaned:
         results = [(ERRORED, "the program ended what its processes come from") for _ in results]
-    first = next(((index, why) for index, (status, why) in enumerate(results) if status != PASSED), None)
     counts: dict[str, int] = {}
     for status, _ in results:
         counts[status] = counts.get(status, 0) + 1
-    return {
-        "counts": counts,
-        "total": len(results),
-        "has_loaded": session.has_loaded,
-        "first_index": None if first is None else first[0],
-        "cause": "" if first is None else first[1],
-    }
+    cause = next((why for status, why in results if status != PASSED), "")
+    return {"counts": counts, "total": len(results), "cause": cause}
 
 
 def _read_all(descriptor: int) -> bytes:
