@@ -239,7 +239,7 @@ def test_a_model_that_would_have_its_prompts_cut_is_refused(tmp_path: Path) -> N
 
 def test_a_task_that_is_not_pinned_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"with task mmlu_generative\. Allowed: gsm8k, gsm8k_cot, .*ifeval\. Next: "
+        ConfigError, match=r"with task mmlu_generative\. Allowed: gsm8k, gsm8k_cot, .*ifeval, mmlu\. Next: "
     ):
         find_protocol("mmlu_generative")
 
