@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strop.errors import ConfigError, DataError
-from strop.launch.local_data import training_examples_here
+from strop.launch.local_data import require_trainable_here
 from strop.rollout import Split, make_example
 from strop.spec import MmluChoiceSpec, MmluSpec, load_spec
 from strop.spec.task import BlendSpec, MixtureSpec
@@ -103,10 +103,12 @@ def test_training_is_refused(folder: Path) -> None:
         r"^training on task mmlu-choice, whose replies are chosen by their likelihood: the model samples"
         r" nothing .* Allowed: such a task in `strop eval`.* Next: train on a task whose replies"
     )
+    imitating = load_spec(None, [*words, "train.terms=sft", "sft.source=rows.jsonl"]).spec
+    for asked in (spec, imitating):
+        with pytest.raises(ConfigError, match=message):
+            schedule_examples(asked, task)
     with pytest.raises(ConfigError, match=message):
-        schedule_examples(spec, task)
-    with pytest.raises(ConfigError, match=message):
-        training_examples_here(task)
+        require_trainable_here(task)
     assert task.examples(Split.TRAIN) == ()
 
 
@@ -126,4 +128,4 @@ def test_in_another_task_the_letters_stay_and_training_is_refused(kind: str, fol
     # An order file names training examples, and there are none.
     refusal = DataError if kind == "curriculum" else ConfigError
     with pytest.raises(refusal, match=r"are no training examples|whose replies are chosen"):
-        training_examples_here(task)
+        require_trainable_here(task)

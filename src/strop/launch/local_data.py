@@ -36,13 +36,18 @@ def _read_offline(section: TaskSpec) -> tuple[Task, tuple[str, ...]]:
     return task, tuple(missing)
 
 
+def require_trainable_here(task: Task) -> None:
+    """Refuse a task that no run can have. Raises: ConfigError like `require_written`."""
+    with only_local_data():
+        require_written(task)
+
+
 def training_examples_here(task: Task) -> Sequence[Example]:
     """Return the training examples of a run that trains on its own replies to them.
 
-    Raises: DataError if the task is for evaluation only; ConfigError if its replies are chosen.
+    Raises: DataError if the task is for evaluation only.
     """
     with only_local_data():
-        require_written(task)
         found = task.examples(Split.TRAIN)
     if not found:
         raise DataError(

@@ -26,7 +26,7 @@ from strop.launch.estimate import (
     list_assumptions,
     split_memory,
 )
-from strop.launch.local_data import read_task_offline, training_examples_here
+from strop.launch.local_data import read_task_offline, require_trainable_here, training_examples_here
 from strop.launch.locate import find_model
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize, read_model_size
 from strop.rollout import Example, Split
@@ -226,6 +226,7 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
             f" {' and '.join(missing)}, or task.source names a local copy"
         )
     else:
+        require_trainable_here(task)
         train = training_examples_here(task) if spec.train.has_rl else None
         held_out = task.examples(Split.HELD_OUT)
     demonstrations = _find_demonstrations(spec, task, model_path)

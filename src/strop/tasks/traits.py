@@ -102,6 +102,7 @@ def choices_of(task: Task, example: Example) -> tuple[str, ...]:
 def require_written(task: Task) -> None:
     """Refuse to train on replies that are chosen: nothing of them is sampled, so nothing can be reinforced.
 
+    Held-out examples of that kind are evaluated beside others that are trained on, as in a mixture.
     Raises: ConfigError; DataError like `examples`.
     """
     asked = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
@@ -110,7 +111,7 @@ def require_written(task: Task) -> None:
             explain_refusal(
                 f"training on task {task.name}, whose replies are chosen by their likelihood: the model"
                 " samples nothing that could be reinforced",
-                allowed="such a task in `strop eval`, or as the task of a run with train.terms = 'sft'",
+                allowed="such a task in `strop eval`, or as a part of a mixture, for its held-out examples",
                 next_step="train on a task whose replies the model writes",
             )
         )

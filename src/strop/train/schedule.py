@@ -98,9 +98,9 @@ def schedule_examples(spec: RunSpec, task: Task) -> ExampleSchedule[Example] | N
 
     Raises: DataError if there are fewer examples than a step takes; ConfigError if their replies are chosen.
     """
+    require_written(task)
     if not spec.train.has_rl:
         return None
-    require_written(task)
     wanted = spec.train.prompts_per_step
     return ExampleSchedule(
         task.examples(Split.TRAIN),
