@@ -29,7 +29,13 @@ from strop.tasks.audit import (
 )
 from strop.tasks.judging import open_judge
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
-from tests.fixtures.unsafe_graders import BelievesOutput, RunsWhatWasThere, SharesItsNames, SoundGrader
+from tests.fixtures.unsafe_graders import (
+    BelievesOutput,
+    PaysAnyChange,
+    RunsWhatWasThere,
+    SharesItsNames,
+    SoundGrader,
+)
 
 needs_bubblewrap = pytest.mark.usefixtures("bubblewrap")
 
@@ -126,6 +132,39 @@ def test_rew_4_a_permissive_or_answerless_task_is_red_and_trains_nothing(
     assert f"{probe} fail" in why
 
 
+def accept(tmp_path: Path, model_dir: Path, more: str) -> Composition:
+    accepted = "weights: random; verifier: here the audit is meant; " + more
+    return Composition(
+        tiny_spec(train={"accept": accepted}), model_dir, new_run(tmp_path), task=PaysForAnEcho()
+    )
+
+
+def test_rew_4_what_is_accepted_by_name_and_reason_is_trained_and_recorded(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    version = PaysForAnEcho().version
+    made = accept(tmp_path, tiny_model_dir, f"audit.echo@{version[:12]}: an echo is what is asked for here")
+    made.run()
+    kept = json.loads((made.run_dir.path / "audit.json").read_text())
+    (acceptance,) = kept["accepted"]
+    assert (kept["verdict"], kept["accepted_verdict"]) == ("red", "green")
+    assert (acceptance["probe"], acceptance["reason"]) == ("echo", "an echo is what is asked for here")
+    assert (acceptance["task_version"], bool(acceptance["user"])) == (version, True)
+    assert abs(acceptance["accepted_at"] - time.time()) < 600.0
+
+
+def test_rew_4_what_was_accepted_for_another_version_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = accept(tmp_path, tiny_model_dir, "audit.echo@0123456789ab: it was fine then")
+    with pytest.raises(CheckRefused) as caught:
+        made.run()
+    shown = f"train.accept = 'audit.echo@{PaysForAnEcho().version[:12]}: reason' goes on"
+    assert shown in str(caught.value)
+    assert "accepted for another version of the task, and not for this one: echo@0123456789ab" in str(
+        caught.value
+    )
+    assert made.notes.starts == []
+
+
 def test_a_sound_task_is_green_and_no_probe_warns() -> None:
     report = audit(Sums())
     assert (failed(report), report.verdict) == ({}, Verdict.GREEN)
@@ -178,7 +217,7 @@ def test_rew_5_a_score_that_changes_is_red_and_both_scores_are_shown(make: Calla
     (result,) = report.probes
     assert (result.status, report.verdict) == (ProbeStatus.FAIL, Verdict.RED)
     shown = [entry.detail.removeprefix("scored ").split(" then ") for entry in result.evidence]
-    assert all(len(scores) == 3 and len(set(scores)) > 1 for scores in shown)
+    assert all(len(scores) == 5 and len(set(scores)) > 1 for scores in shown)
 
 
 def test_rew_5_a_task_whose_scores_change_trains_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -256,6 +295,18 @@ def test_rew_12_a_leftover_submission_earns_nothing() -> None:
         (result,) = audit(task, "stale_submission", num_examples=1).probes
         found[type(task)] = result.status
     assert found == {RunsWhatWasThere: ProbeStatus.FAIL, SoundGrader: ProbeStatus.PASS}
+
+
+@needs_bubblewrap
+def test_rew_12_a_change_of_nothing_earns_nothing() -> None:
+    """Incident: any non-empty diff paid full reward."""
+    report = audit(PaysAnyChange(), "noop_edit", num_examples=1)
+    assert (set(failed(report)), report.verdict) == ({"noop_edit"}, Verdict.RED)
+    detail = failed(report)["noop_edit"].detail
+    assert "the code shown, and a comment" in detail
+    # The code as it was given is no change, and was not paid.
+    assert "unchanged" not in detail
+    assert failed(audit(SoundGrader(), "noop_edit", num_examples=1)) == {}
 
 
 @needs_bubblewrap

@@ -13,7 +13,14 @@ from strop.launch.inference import read_asking
 from strop.rollout import Split
 from strop.spec.task import TaskSpec
 from strop.tasks import TASK_SUMMARIES, build_task, build_warm_task
-from strop.tasks.audit import AuditReport, AuditSettings, run_audit, stored_audit_path, write_audit
+from strop.tasks.audit import (
+    AuditReport,
+    AuditSettings,
+    examples_to_attack,
+    run_audit,
+    stored_audit_path,
+    write_audit,
+)
 from strop.tasks.code.humaneval import PACKAGE_SOURCE
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge, open_judge
@@ -81,7 +88,7 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
         judge = open_judge(task, partial(build_warm_task, spec))
         try:
             # Making problems may take longer than a probe may; that is no probe's time.
-            for example in (task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT))[:1]:
+            for example in examples_to_attack(task)[:1]:
                 if not isinstance(judge, InlineJudge):
                     await judge.judge(example, "")
             return await run_audit(task, settings, judge)

@@ -43,10 +43,10 @@ class TrainSpec(Section):
     )
     accept: str | None = Field(
         default=None,
-        pattern=r"^\s*[a-z_.]+\s*:\s*\S[^;]*(;\s*[a-z_.]+\s*:\s*\S[^;]*)*$",
+        pattern=r"^\s*[a-z_.]+(@\w+)?\s*:\s*\S[^;]*(;\s*[a-z_.]+(@\w+)?\s*:\s*\S[^;]*)*$",
         description="Checks of the gate whose refusal is accepted, each with a reason, as"
-        " 'NAME: reason; NAME: reason'. 'audit.PROBE' accepts what one probe of the audit found. none = every"
-        " check must pass.",
+        " 'NAME: reason; NAME: reason'. 'audit.PROBE' accepts what one probe of the audit found,"
+        " 'audit.PROBE@VERSION' as long as the task's version begins so. none = every check must pass.",
     )
 
     @property

@@ -21,7 +21,7 @@ from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
 from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.row_task import RowTask, gold_of
 from strop.tasks.thinking import judged_text
 
 _LETTERS = "ABCD"
@@ -110,7 +110,7 @@ class Mmlu(RowTask):
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the first letter of the first line with the right one."""
-        gold = _require_answer(example)
+        gold = gold_of(example)
         line = (judged_text(text) or "").strip().partition("\n")[0].strip()
         letter = _LETTER.search(line)
         is_correct = letter is not None and letter.group() == gold
@@ -151,7 +151,7 @@ class MmluChoice(Mmlu):
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the whole reply with the right letter."""
-        gold, letter = _require_answer(example), text.strip()
+        gold, letter = gold_of(example), text.strip()
         is_letter, is_correct = letter in tuple(_LETTERS), letter == gold
         return Outcome(
             parts={"correct": float(is_correct)},
@@ -162,26 +162,13 @@ class MmluChoice(Mmlu):
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the letter alone: nothing else can be chosen."""
-        return (_require_answer(example),)
+        return (gold_of(example),)
 
 
 def _choices(example: Example) -> dict[str, str]:
     """Return what the prompts name of a question."""
     a, b, c, d = example.fields["choices"]
     return {"question": example.fields["question"].strip(), "a": a, "b": b, "c": c, "d": d}
-
-
-def _require_answer(example: Example) -> str:
-    """Return the right letter; without one nothing can be judged."""
-    if not example.answer:
-        raise DataError(
-            explain_refusal(
-                f"example {example.example_id} of {example.task} has no answer",
-                allowed=f"one of the letters {', '.join(_LETTERS)}",
-                next_step="make examples by the task's `examples`",
-            )
-        )
-    return example.answer
 
 
 def _to_example(task: str, row: Row) -> Example:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -49,6 +49,8 @@ from strop.tasks.audit import (
     QUICK_PROBES,
     AuditSettings,
     Verdict,
+    accept_probes,
+    describe_acceptance,
     find_audit,
     run_audit,
     write_audit,
@@ -155,7 +157,7 @@ def read_accepted(text: str | None) -> dict[str, str]:
     accepted = {name.strip(): reason.strip() for name, reason in pairs}
     known = [check.__name__.removeprefix("check_") for check in _ALL_CHECKS]
     known += [f"{_AUDIT}.{probe}" for probe in PROBE_IDS]
-    unknown = sorted(accepted.keys() - set(known))
+    unknown = sorted(name for name in accepted if _without_version(name) not in known)
     if unknown:
         raise ConfigError(
             explain_refusal(
@@ -165,6 +167,11 @@ def read_accepted(text: str | None) -> dict[str, str]:
             )
         )
     return accepted
+
+
+def _without_version(name: str) -> str:
+    """Return the name of a check; that of a probe without the version of the task it is accepted for."""
+    return name.partition("@")[0] if name.startswith(f"{_AUDIT}.") else name
 
 
 async def _probe(gate: GateInput) -> list[Group]:
@@ -259,17 +266,12 @@ async def check_audit(gate: GateInput, accepted: Mapping[str, str]) -> GateCheck
             num_examples=_NUM_SELFTEST_EXAMPLES, seed=gate.spec.seed, probes=QUICK_PROBES
         )
         report = await run_audit(task, settings, gate.judge)
+    prefix = f"{_AUDIT}."
+    reasons = {name.removeprefix(prefix): why for name, why in accepted.items() if name.startswith(prefix)}
+    report = accept_probes(report, reasons)
     write_audit(report, gate.run_path / "audit.json")
-    kept = [result for result in report.probes if f"{_AUDIT}.{result.probe}" not in accepted]
-    verdict = replace(report, probes=tuple(kept)).verdict
-    shown = "; ".join(result.describe() for result in report.broken())
-    waived = [result.probe for result in report.broken() if result not in kept]
-    detail = f"{verdict}: {shown or f'{len(report.probes)} probes found nothing'}"
-    if waived:
-        detail += f"; accepted: {', '.join(waived)}"
-    if verdict is Verdict.RED:
-        detail += f"; `strop audit {task.name}` shows each; train.accept = 'audit.PROBE: reason' goes on"
-    return GateCheck(name=_AUDIT, is_passed=verdict is not Verdict.RED, detail=detail)
+    is_passed = report.accepted_verdict is not Verdict.RED
+    return GateCheck(name=_AUDIT, is_passed=is_passed, detail=describe_acceptance(report, reasons))
 
 
 async def check_judges(gate: GateInput) -> GateCheck:

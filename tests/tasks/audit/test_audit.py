@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError, CorruptRecord, DataError
-from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
 from strop.spec.task import ArithmeticSpec, ReverseTextSpec, TaskSpec
 from strop.tasks import build_task
 from strop.tasks.audit import (
@@ -23,8 +24,10 @@ from strop.tasks.audit import (
     ProbeStatus,
     Verdict,
     find_audit,
+    probes,
     run_audit,
     stored_audit_path,
+    world,
     write_audit,
 )
 from strop.tasks.contract import Task, TaskLimits
@@ -231,6 +234,92 @@ class EqualsAColumn(Capitals):
         return make_example(self.name, {"question": f"Item {index} is {kind}: which?", "kind": kind}, kind)
 
 
+class PaysForBytes(Capitals):
+    """Counts what no font shows."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        outcome = super().verify(example, text)
+        is_odd = "\ufffd" in text or text == "\x85"
+        return replace(outcome, parts={"correct": float(is_odd or bool(outcome.is_correct))})
+
+
+class PaysForAnEnd(Capitals):
+    """Takes the marks that end a text for an answer."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        outcome = super().verify(example, text)
+        is_end = text.strip().startswith("<|")
+        return replace(outcome, parts={"correct": float(is_end or bool(outcome.is_correct))})
+
+
+class LosesADigit(DropsTheSign):
+    """A strict pattern without a final period lost the last digit."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        found, answer = self.found(text) or "", example.answer or "-"
+        is_correct = found in {answer, answer[:-1]}
+        return Outcome(parts={"correct": float(is_correct)}, format_ok=bool(found))
+
+
+class PaysForEachTime(Capitals):
+    """Every occurrence of the answer counts."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        outcome = super().verify(example, text.strip().splitlines()[0] if text.strip() else text)
+        num = text.count(f"answer: {example.answer}")
+        return replace(outcome, parts={"correct": float(num)}, is_correct=num > 0)
+
+
+class ShowsItsAnswerLoudly(Capitals):
+    def example(self, index: int) -> Example:
+        answer = f"the word of number {index} is long enough"
+        return make_example(self.name, {"question": f"Hint:  {answer.upper()}\nWhich?"}, answer)
+
+
+class ShowsMostOfItsAnswer(Capitals):
+    """Its words stand in the question, with other marks between them."""
+
+    def example(self, index: int) -> Example:
+        words = "seven quiet rivers carry yellow paper boats under every old stone bridge at night"
+        return make_example(
+            self.name,
+            {"question": f"Story {index}: {words.replace(' ', ', ')}. Tell it."},
+            f"{words} ({index})",
+        )
+
+
+class CallsItWrongWithoutItsKey(Capitals):
+    """REW-1: a column that was lost in reading made everything wrong."""
+
+    def example(self, index: int) -> Example:
+        example = super().example(index)
+        return make_example(self.name, {**example.fields, "key": example.answer}, example.answer)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        known = replace(example, answer=str(example.fields.get("key", "")))
+        return super().verify(known, text)
+
+
+class StopsAtTheFirstTest(Capitals):
+    """REW-5: early bail-out, so the order of the tests decided."""
+
+    def example(self, index: int) -> Example:
+        example = super().example(index)
+        tests = ["a", "r", example.answer]
+        return make_example(self.name, {**example.fields, "tests": tests}, example.answer)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return (f"answer: {example.answer}",)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        num = 0
+        for part in example.fields["tests"]:
+            if part not in text:
+                break
+            num += 1
+        return Outcome(parts={"correct": num / 3}, format_ok=bool(text.strip()))
+
+
 class CannotRender(Capitals):
     def render(self, example: Example) -> tuple[Message, ...]:
         raise KeyError("problem")
@@ -258,6 +347,14 @@ FAULTS: dict[type[Capitals], dict[str, str]] = {
     CountsItsCalls: {"determinism": "fail"},
     FollowsFromAWord: {"trivial_rule": "fail"},
     EqualsAColumn: {"trivial_rule": "fail"},
+    PaysForBytes: {"garbage": "fail"},
+    PaysForAnEnd: {"empty": "fail"},
+    LosesADigit: {"near_miss": "fail"},
+    PaysForEachTime: {"ceiling": "fail", "gold": "pass"},
+    ShowsItsAnswerLoudly: {"label_leak": "fail"},
+    ShowsMostOfItsAnswer: {"label_leak": "fail"},
+    CallsItWrongWithoutItsKey: {"failure_paths": "fail"},
+    StopsAtTheFirstTest: {"order": "fail"},
     CannotRender: {"echo": "error", "label_leak": "error"},
 }
 
@@ -314,6 +411,80 @@ def test_examples_without_gold_count_beyond_the_share_that_the_task_declares(
 def test_rew_4_each_fault_is_found_by_its_probe(faulty: type[Capitals]) -> None:
     found = statuses(audit(faulty()))
     assert {probe: found[probe] for probe in FAULTS[faulty]} == FAULTS[faulty]
+
+
+def find(report: AuditReport, probe: str) -> ProbeResult:
+    (found,) = [result for result in report.probes if result.probe == probe]
+    return found
+
+
+def test_the_field_whose_loss_makes_a_right_reply_wrong_is_named() -> None:
+    result = find(audit(CallsItWrongWithoutItsKey(), probes=("failure_paths",)), "failure_paths")
+    # It scores what has no content at all too.
+    assert [entry.detail for entry in result.evidence] == ["no content", *["no key"] * 4]
+    assert {entry.reward for entry in result.evidence} == {0.0}
+
+
+def test_every_right_reply_that_is_not_paid_is_listed() -> None:
+    result = find(audit(RefusesItsGold()), "gold")
+    assert (result.num, len(result.evidence)) == (32, 32)
+
+
+class Computes(Capitals):
+    """Takes long for long replies, in the process of the run."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        until = time.thread_time() + (0.02 if len(text) > 10**5 else 0.0)
+        while time.thread_time() < until:
+            pass
+        return super().verify(example, text)
+
+
+def test_a_verifier_that_computes_for_long_beside_the_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(audit(Computes(), num_examples=4, probes=("garbage",)), "garbage").status is ProbeStatus.PASS
+    monkeypatch.setattr(probes, "_MAX_CPU_S", 0.01)
+    result = find(audit(Computes(), num_examples=4, probes=("garbage",)), "garbage")
+    assert (result.status, result.value) == (ProbeStatus.FAIL, 4.0)
+    assert result.detail == "replies that take more than 0.01 s to judge"
+
+
+def test_a_slow_grader_costs_examples_and_not_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_ENOUGH_S", 0.0)
+    report = audit(PaysForALetter(), probes=("garbage", "constant", "determinism"))
+    shown = [(result.probe, result.status.value, result.num) for result in report.probes]
+    # Four examples are always asked, and two where each reply is repeated. Each has two replies there.
+    assert shown == [("garbage", "fail", 4), ("constant", "pass", 4), ("determinism", "pass", 4)]
+
+
+class SometimesLate:
+    """A judge whose verifier is ended at its limit once in so many judgements."""
+
+    def __init__(self, task: Task, every: int) -> None:
+        self.task = task
+        self.every = every
+        self.num = 0
+
+    async def judge(self, example: Example, text: str) -> Outcome:
+        self.num += 1
+        if self.num % self.every == 0:
+            return Outcome.lost(FailureOwner.TASK, "verifier_timeout", "no verdict after 20 s")
+        return self.task.verify(example, text)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("every", "status"), [(10**6, "pass"), (40, "warn"), (10, "fail")])
+def test_replies_that_are_late_are_told_apart_from_wrong_ones(every: int, status: str) -> None:
+    """One in forty is what a busy machine does; one in ten is a verifier that hangs."""
+    task = Capitals()
+    settings = AuditSettings(probes=("garbage", "gold"), num_examples=40)
+    report = asyncio.run(run_audit(task, settings, SometimesLate(task, every)))
+    assert {result.status.value for result in report.probes} == {status}
+    late = asyncio.run(
+        run_audit(task, replace(settings, probes=("determinism", "order")), SometimesLate(task, 40))
+    )
+    assert ProbeStatus.FAIL not in {result.status for result in late.probes}
 
 
 def test_evidence_names_the_example_and_shows_the_reply() -> None:
@@ -406,7 +577,7 @@ def test_a_stored_audit_is_found_by_the_tasks_version(
     assert find_audit("capitals", "2") is None
 
 
-@pytest.mark.parametrize("change", [{"verdict": "green"}, {"probes": []}, {"schema": 2}, {"chance": None}])
+@pytest.mark.parametrize("change", [{"verdict": "green"}, {"probes": []}, {"schema": 3}, {"chance": None}])
 def test_a_changed_audit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:

@@ -31,6 +31,7 @@ from strop.tasks.audit import (
 from strop.tasks.audit.attacks import as_lookup
 from strop.tasks.audit.hosts import find_files, find_processes, wait_for_end
 from strop.tasks.audit.leaks import leak_breaches
+from strop.tasks.audit.network import HostDoors, network_breaches, open_doors
 from strop.tasks.code.extraction import compiles, defines, extract_python
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.judging import open_judge
@@ -39,6 +40,7 @@ from tests.fixtures.unsafe_graders import (
     BelievesOutput,
     BelievesTheExit,
     CountsALossAsWrong,
+    ReachesTheNetwork,
     RunsBesideTheRun,
     RunsWhatWasThere,
     SharesAFolder,
@@ -81,6 +83,7 @@ HOLES: dict[str, tuple[Callable[[Path], Task], set[str]]] = {
     "runs what was there": (lambda path: RunsWhatWasThere(), {"stale_submission"}),
     "counts a loss as wrong": (lambda path: CountsALossAsWrong(), {"lost_sandbox"}),
     "shows its tests": (lambda path: ShowsItsTests(), {"label_leak"}),
+    "reaches the network": (lambda path: ReachesTheNetwork(), {"network"}),
 }
 
 
@@ -98,6 +101,15 @@ def test_sec_2_an_unsafe_grader_is_red(hole: str, tmp_path: Path) -> None:
     make, probes = HOLES[hole]
     report = audit(make(tmp_path), *probes, num_examples=1)
     assert (failed(report), report.verdict) == (probes, Verdict.RED)
+
+
+@needs_bubblewrap
+def test_a_program_with_the_network_of_this_machine_is_found_by_every_door() -> None:
+    (result,) = audit(ReachesTheNetwork(), "network", num_examples=1).probes
+    found = result.detail.removeprefix("ways out of the sandbox: ").split(", ")
+    assert {"loopback of this machine (127.0.0.1)", "abstract sockets of this machine"} <= set(found)
+    # Its files are its own all the same.
+    assert "socket files of this machine" not in found
 
 
 @needs_bubblewrap
@@ -123,6 +135,9 @@ EVERY_ATTACK = {
 }
 EVERY_BREACH = {
     **attacks.TAMPER_BREACHES,
+    **network_breaches(
+        HostDoors(loopback_ports={"127.0.0.1": 9, "::1": 9}, abstract_name="sa0net", socket_path="/tmp/door")
+    ),
     **leak_breaches("a text of the tests", "/tmp/canary"),
     "always": attacks.ALWAYS,
     "reads": attacks.read_breach(0.5),
@@ -143,6 +158,22 @@ def test_every_attack_reaches_its_grader_whole(kind: str, entry_point: str | Non
     assert code.strip() == reply.removeprefix("```python\n").removesuffix("\n```").strip()
     assert defines(code, "f") if entry_point else compiles(code)
     assert attacks.MARKER not in code
+
+
+def test_the_doors_of_this_machine_are_open_to_whom_nothing_keeps_away() -> None:
+    """Each check of the network finds its door from a plain process: none is empty."""
+    with open_doors(f"sa{os.getpid():x}net") as doors:
+        checks = network_breaches(doors)
+        assert len(checks) == 6
+        # The last two ask for the world beyond this machine, which it may not have itself.
+        for kind, check in list(checks.items())[:4]:
+            names: dict[str, Any] = {}
+            exec(check, names)
+            assert names["breached"]() is True, kind
+    for kind, check in list(checks.items())[:3]:
+        names = {}
+        exec(check, names)
+        assert names["breached"]() is False, kind
 
 
 @needs_bubblewrap

@@ -6,19 +6,24 @@ red task trains nothing unless the run file accepts the probe by name and reason
 Not here: whether one verifier is right on one example (`tasks.selftest`, part of every run's gate).
 """
 
-from strop.tasks.audit.report import AuditReport, Evidence, ProbeResult, ProbeStatus, Verdict
-from strop.tasks.audit.run import PROBE_IDS, QUICK_PROBES, AuditSettings, run_audit
+from strop.tasks.audit.acceptance import accept_probes, describe_acceptance
+from strop.tasks.audit.report import Acceptance, AuditReport, Evidence, ProbeResult, ProbeStatus, Verdict
+from strop.tasks.audit.run import PROBE_IDS, QUICK_PROBES, AuditSettings, examples_to_attack, run_audit
 from strop.tasks.audit.stored import find_audit, stored_audit_path, write_audit
 
 __all__ = [
     "PROBE_IDS",
     "QUICK_PROBES",
+    "Acceptance",
     "AuditReport",
     "AuditSettings",
     "Evidence",
     "ProbeResult",
     "ProbeStatus",
     "Verdict",
+    "accept_probes",
+    "describe_acceptance",
+    "examples_to_attack",
     "find_audit",
     "run_audit",
     "stored_audit_path",

@@ -48,12 +48,14 @@ def _differ(one: Judged, other: Judged) -> bool:
 
 
 def _replies(world: AuditWorld, example: Example) -> Sequence[str]:
-    """Return right replies, or a wrong one where none is known; and a program that passes one test."""
+    """Return right replies, or a wrong one where none is known; with parts also some that pass a few."""
     golds = tuple(world.task.gold_replies(example)) or ("a",)
     form = world.form_of(example)
+    prompt = "\n".join(message.content for message in world.task.render(example))
+    if permute_parts(example) is not None:
+        golds = tuple(dict.fromkeys((*golds, "a", prompt)))
     if form is None:
         return golds
-    prompt = "\n".join(message.content for message in world.task.render(example))
     shown = [line for line in prompt.splitlines() if line.strip().startswith("assert ")]
     lookup = as_lookup(form, "\n".join(shown[:1]))
     return golds if lookup is None else (*golds, lookup)
@@ -78,12 +80,13 @@ def _reverse(key: str, value: Any) -> Any:
         tests = json.loads(value)
     except (ValueError, RecursionError):
         return None
-    lists: dict[str, Any] = {}
-    if isinstance(tests, dict):
-        lists = {name: tests.get(name) for name in ("inputs", "outputs")}
-    if not lists or not all(isinstance(found, list) and len(found) > 1 for found in lists.values()):
+    if not isinstance(tests, dict):
         return None
-    return json.dumps({**tests, **{name: found[::-1] for name, found in lists.items()}})
+    lists = {name: tests[name] for name in ("inputs", "outputs") if isinstance(tests.get(name), list)}
+    if len(lists) < 2 or min(map(len, lists.values())) < 2:
+        return None
+    reversed_lists = {name: found[::-1] for name, found in lists.items()}
+    return json.dumps({**tests, **reversed_lists})
 
 
 async def probe_failure_paths(world: AuditWorld) -> ProbeResult:
@@ -93,7 +96,6 @@ async def probe_failure_paths(world: AuditWorld) -> ProbeResult:
     """
     hollow = make_example(world.task.name, {}, None)
     judged = await world.judge_all([(hollow, "asdf"), (hollow, "")])
-    scored = [one for one in judged if one.reward is not None]
     bare = [
         (example, text, name, without)
         for example in world.few_examples[:_NUM_BARE]
@@ -102,19 +104,17 @@ async def probe_failure_paths(world: AuditWorld) -> ProbeResult:
     ]
     whole = await world.judge_once([(example, text) for example, text, _, _ in bare])
     lacking = await world.judge_all((without, text) for _, text, _, without in bare)
-    wrong = [
+    wrong = [("no content", one) for one in judged if one.reward is not None]
+    wrong += [
         (name, one)
         for (_, _, name, _), one, before in zip(bare, lacking, whole, strict=True)
         if one.reward is not None and is_full(world, before) and not is_full(world, one)
     ]
-    scored += [one for _, one in wrong]
     num = len(judged) + len(lacking)
     detail = "scores given without what they rest on"
-    result = measured("failure_paths", float(len(scored)), 0.0, scored, num, detail)
-    if not wrong or len(wrong) < len(scored):
-        return result
+    result = measured("failure_paths", float(len(wrong)), 0.0, (), num, detail)
     evidence = [Evidence.of(one.example.example_id, one.text, one.reward, name) for name, one in wrong]
-    return replace(result, evidence=tuple(evidence[:MAX_EVIDENCE]))
+    return replace(result, evidence=tuple(evidence[-MAX_EVIDENCE:]))
 
 
 def _without_a_part(example: Example) -> Mapping[str, Example]:

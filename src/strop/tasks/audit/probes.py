@@ -150,11 +150,11 @@ async def probe_constant(world: AuditWorld) -> ProbeResult:
     )
     means = {constant: mean_share(world, judged) for constant, judged in by_kind.items()}
     best = max(means, key=lambda constant: means[constant])
-    limit = max(_MAX_CONSTANT_FRAC, chance_limit(world.task.limits.chance, len(by_kind[best])))
+    num = len(by_kind[best])
+    # The answer to one example is right on that one, however few are asked.
+    limit = max(_MAX_CONSTANT_FRAC, 1.0 / num, chance_limit(world.task.limits.chance, num))
     kept = [judged for judged in by_kind[best] if (judged.reward or 0.0) > 0.0]
-    return measured(
-        "constant", means[best], limit, kept, len(by_kind[best]), f"always answering {best[:40]!r}"
-    )
+    return measured("constant", means[best], limit, kept, num, f"always answering {best[:40]!r}")
 
 
 def _constants(world: AuditWorld, example: Example, constants: Iterable[str]) -> dict[str, str]:
@@ -281,7 +281,7 @@ def _runs(words: Sequence[str]) -> set[tuple[str, ...]]:
 async def probe_determinism(world: AuditWorld) -> ProbeResult:
     """One reply earns the same whenever and beside whatever it is judged."""
     all_repeats: list[tuple[Judged, ...]] = []
-    for part in world.in_time(world.few_examples):
+    for part in world.in_time(world.few_examples, num_first=2):
         replies = [(example, text) for example in part for text in _repeated(world, example)]
         all_repeats += zip(*[await world.judge_all(replies) for _ in range(_NUM_REPEATS)], strict=True)
     differing = [

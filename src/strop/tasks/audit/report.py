@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
+"""Raised with every change of what a report holds or of what probes ask, so that older ones are made anew."""
 _MAX_WARNINGS = 2
 _MILD = frozenset({"constant", "cost"})
 """Probes whose failure is a matter of degree: they make a report amber, not red."""
@@ -87,28 +88,49 @@ class ProbeResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Acceptance:
+    """What somebody accepted of an audit; it holds for this version of the task alone."""
+
+    probe: str
+    reason: str
+    user: str
+    accepted_at: float
+    """Unix seconds."""
+    task_version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AuditReport:
     """One audit of one task."""
 
     task: str
     task_version: str
+    variant: str | None = None
+    """Which of the tasks of this name it is."""
+    isolation: str | None = None
+    """The lowest sandbox level that a judged program ran at; None where no program ran."""
     seed: int
     num_examples: int
     max_reward: float
     chance: float
     """Share of full marks that the task declares to be had by chance."""
+    started_at: float
+    """Unix seconds."""
     seconds: float
     probes: tuple[ProbeResult, ...]
+    accepted: tuple[Acceptance, ...] = ()
+    """By the run whose directory this report lies in."""
 
     @property
     def verdict(self) -> Verdict:
         """Red, amber or green; it follows from the probes alone."""
-        broken = {result.probe for result in self.probes if result.status is ProbeStatus.FAIL}
-        has_errors = any(result.status is ProbeStatus.ERROR for result in self.probes)
-        num_warnings = sum(result.status is ProbeStatus.WARN for result in self.probes)
-        if has_errors or broken - _MILD:
-            return Verdict.RED
-        return Verdict.AMBER if broken or num_warnings > _MAX_WARNINGS else Verdict.GREEN
+        return _judge_probes(self.probes)
+
+    @property
+    def accepted_verdict(self) -> Verdict:
+        """The verdict without the probes that were accepted."""
+        names = {acceptance.probe for acceptance in self.accepted}
+        return _judge_probes([result for result in self.probes if result.probe not in names])
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -129,7 +151,17 @@ class AuditReport:
             **asdict(self),
             "counts": dict(self.counts),
             "verdict": self.verdict.value,
+            "accepted_verdict": self.accepted_verdict.value,
         }
         text = json.dumps(values, sort_keys=True)
         values = json.loads(text)  # As read back: lists, no tuples.
         return {**values, "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
+def _judge_probes(probes: Sequence[ProbeResult]) -> Verdict:
+    broken = {result.probe for result in probes if result.status is ProbeStatus.FAIL}
+    has_errors = any(result.status is ProbeStatus.ERROR for result in probes)
+    num_warnings = sum(result.status is ProbeStatus.WARN for result in probes)
+    if has_errors or broken - _MILD:
+        return Verdict.RED
+    return Verdict.AMBER if broken or num_warnings > _MAX_WARNINGS else Verdict.GREEN

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from strop.rollout import Example
 from strop.tasks.audit.measure import is_full, measured, not_applicable
 from strop.tasks.audit.report import ProbeResult
-from strop.tasks.audit.world import AuditWorld
+from strop.tasks.audit.world import AuditWorld, Judged
 
 _MIN_EXAMPLES = 8
 _MAX_RULE_FRAC = 0.95
@@ -48,9 +48,11 @@ async def probe_trivial_rule(world: AuditWorld) -> ProbeResult:
     if rule is None:
         return measured("trivial_rule", 0.0, _MAX_RULE_FRAC, (), 0, "no rule was ever right")
     asked = list(zip(labelled, features, strict=True))[1::2]
-    judged = await world.judge_all(
-        (example, world.in_form(example, rule.answer(found))) for (example, _), found in asked
-    )
+    judged: list[Judged] = []
+    for part in world.in_time(asked):
+        judged += await world.judge_all(
+            (example, world.in_form(example, rule.answer(found))) for (example, _), found in part
+        )
     kept = [one for one in judged if is_full(world, one)]
     # Where one answer is nearly always right, the probe of constants says so.
     most_common = Counter(answers[1::2]).most_common(1)[0][1] / len(asked)

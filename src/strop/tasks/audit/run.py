@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -17,6 +18,7 @@ from strop.tasks.audit.world import AuditWorld
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import InlineJudge, Judge
+from strop.tasks.traits import variant_of
 
 _PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
 """Wall time of one probe, by whether judgements need a sandbox."""
@@ -91,7 +93,7 @@ async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = N
                 next_step="correct the name",
             )
         )
-    started_at = time.perf_counter()
+    started_at, began_at = time.time(), time.perf_counter()
     world = AuditWorld(
         task=task,
         judge=judge or InlineJudge(task),
@@ -102,18 +104,21 @@ async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = N
     return AuditReport(
         task=task.name,
         task_version=task.version,
+        variant=variant_of(task),
+        isolation=world.lowest_isolation,
         seed=settings.seed,
         num_examples=len(world.examples),
         max_reward=task.limits.max_reward,
         chance=task.limits.chance,
-        seconds=time.perf_counter() - started_at,
+        started_at=started_at,
+        seconds=time.perf_counter() - began_at,
         probes=tuple(results),
     )
 
 
 def _choose(task: Task, settings: AuditSettings) -> list[Example]:
     """Draw examples of the training split, or of the held-out one where there is no other."""
-    found = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
+    found = examples_to_attack(task)
     if not len(found):
         raise DataError(
             explain_refusal(
@@ -125,6 +130,18 @@ def _choose(task: Task, settings: AuditSettings) -> list[Example]:
     wanted = min(settings.num_examples, len(found))
     chosen = random.Random(settings.seed).sample(range(len(found)), wanted)
     return [found[index] for index in sorted(chosen)]
+
+
+def examples_to_attack(task: Task) -> Sequence[Example]:
+    """Return the training examples, or the held-out ones of a task that is for evaluation only.
+
+    Raises: DataError if the data is missing, empty or malformed.
+    """
+    with suppress(DataError):
+        if found := task.examples(Split.TRAIN):
+            return found
+    # Whatever is wrong with the data is wrong with this split too.
+    return task.examples(Split.HELD_OUT)
 
 
 async def _run_probe(world: AuditWorld, name: str) -> ProbeResult:

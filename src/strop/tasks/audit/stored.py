@@ -9,12 +9,15 @@ from typing import Any
 
 from strop.errors import CorruptRecord, explain_refusal
 from strop.store import user_cache_dir, write_bytes_atomically
-from strop.tasks.audit.report import AuditReport, Evidence, ProbeResult, ProbeStatus
+from strop.tasks.audit.report import SCHEMA, Acceptance, AuditReport, Evidence, ProbeResult, ProbeStatus
 
 
 def stored_audit_path(task: str, task_version: str) -> Path:
-    """Return where the newest audit of a task is kept for the runs of this user."""
-    return user_cache_dir() / "audits" / f"{task}-{task_version}.json"
+    """Return where the newest audit of a task is kept for the runs of this user.
+
+    Audits of other probes than those of today are not there: a task is then as good as not audited.
+    """
+    return user_cache_dir() / "audits" / f"{task}-{task_version}-{SCHEMA}.json"
 
 
 def write_audit(report: AuditReport, path: Path) -> None:
@@ -59,7 +62,9 @@ def _parse(path: Path, data: bytes) -> AuditReport:
 
 def _to_report(values: Mapping[str, Any]) -> AuditReport:
     fields = {name: values[name] for name in AuditReport.__slots__}
-    return AuditReport(**{**fields, "probes": tuple(_to_probe(probe) for probe in values["probes"])})
+    accepted = tuple(Acceptance(**entry) for entry in values["accepted"])
+    probes = tuple(_to_probe(probe) for probe in values["probes"])
+    return AuditReport(**{**fields, "probes": probes, "accepted": accepted})
 
 
 def _to_probe(values: Mapping[str, Any]) -> ProbeResult:

@@ -9,14 +9,17 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from strop.rollout import Example, FailureOwner, Outcome
+from strop.sandbox.contract import IsolationLevel
 from strop.tasks.audit.attacks import as_constant
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, owner_of_error
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import ProgramForm, program_form_of
 
+_T = TypeVar("_T")
 _LATE = "verifier_timeout"
 _NUM_FEW = 4
 _NUM_FIRST = 4
@@ -70,15 +73,21 @@ class AuditWorld:
         """The first examples where each judgement needs a sandbox, else all; for probes that ask often."""
         return self.examples[:_NUM_FEW] if self.task.limits.verify_keeps_time else self.examples
 
-    def in_time(self, examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+    @property
+    def lowest_isolation(self) -> str | None:
+        """The weakest sandbox that a judged program ran in; None where none did."""
+        words = {judged.outcome.isolation for judged in self.all_judged} - {None}
+        return min(words, key=lambda word: IsolationLevel[str(word).upper()], default=None)
+
+    def in_time(self, examples: Sequence[_T], *, num_first: int = _NUM_FIRST) -> Iterator[Sequence[_T]]:
         """Yield examples in growing parts, as long as the next part is likely to be judged in time.
 
         So a slow grader or a busy machine costs a probe examples, and not its result.
         """
         started_at = time.perf_counter()
         num = 0
-        while num < len(examples) and 2 * (time.perf_counter() - started_at) <= _ENOUGH_S:
-            size = max(num, _NUM_FIRST)
+        while num < len(examples) and (not num or 2 * (time.perf_counter() - started_at) <= _ENOUGH_S):
+            size = max(num, num_first)
             yield examples[num : num + size]
             num += size
 

@@ -19,7 +19,7 @@ from strop.tasks.mathematics.boxed_math import problem_text
 from strop.tasks.mathematics.normal_form import normal_form, without_name
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, require_texts
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.row_task import RowTask, gold_of
 from strop.tasks.thinking import judged_text
 
 _PROMPT = (
@@ -71,10 +71,11 @@ class Aime(RowTask):
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare whole numbers."""
+        gold = gold_of(example)
         judged = judged_text(text, _MARKERS)
         extracted = None if judged is None else _find(judged)
         value = None if extracted is None else _to_integer(extracted)
-        is_correct = value is not None and str(value) == example.answer
+        is_correct = value is not None and str(value) == gold
         return Outcome(
             parts={"correct": float(is_correct)},
             is_correct=is_correct,

@@ -16,7 +16,7 @@ from strop.tasks.mathematics.equivalence import Strictness, answers_equal, equal
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.layout import Row
 from strop.tasks.rows.reading import RowReading
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.row_task import RowTask, gold_of
 from strop.tasks.thinking import judged_text
 
 _PROMPT = "{problem}\n\nReason step by step, and give the final answer in \\boxed{{}}."
@@ -63,11 +63,9 @@ class BoxedMath(RowTask):
         Raises: ConfigError if math-verify is needed and not installed; whatever it raises on the gold
             answer.
         """
-        found = _find(text)
+        gold, found = gold_of(example), _find(text)
         is_correct = (
-            found is not None
-            and self._may_count(found)
-            and answers_equal(example.answer or "", found.text, self._strictness)
+            found is not None and self._may_count(found) and answers_equal(gold, found.text, self._strictness)
         )
         return _outcome(found, is_correct=is_correct)
 
@@ -75,11 +73,11 @@ class BoxedMath(RowTask):
         """Compare spellings and numbers; None where only symbols can tell, or the reply is very long."""
         if len(text) > _MAX_QUICK_CHARS:
             return None
-        found = _find(text)
+        gold, found = gold_of(example), _find(text)
         if found is None or not self._may_count(found):
             return _outcome(found, is_correct=False)
         is_short = len(found.text) <= _MAX_QUICK_ANSWER_CHARS
-        is_correct = equal_at_once(example.answer or "", found.text, self._strictness) if is_short else None
+        is_correct = equal_at_once(gold, found.text, self._strictness) if is_short else None
         return None if is_correct is None else _outcome(found, is_correct=is_correct)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from strop.tasks.mathematics.gsm8k_answers import (
 )
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples, require_texts
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.row_task import RowTask, gold_of
 from strop.tasks.thinking import judged_text
 
 _MAX_REPLY_TOKENS = 1024
@@ -66,9 +66,10 @@ class Gsm8k(RowTask):
             gold = harness_gold(mode, example.fields["solution"])
             is_correct = found is not None and harness_clean(found) == gold
             return _outcome(is_correct, found is not None, found)
+        gold_number = parse_number(gold_of(example))
         judged = judged_text(text, _MARKERS) or ""
         found = find_number_text(judged)
-        is_correct = found is not None and parse_number(found) == parse_number(example.answer or "")
+        is_correct = found is not None and parse_number(found) == gold_number
         return _outcome(is_correct, MARKED.search(judged) is not None, found)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:

@@ -131,3 +131,19 @@ class RowTask(ABC):
         return read_examples(
             self._reading, self._source, num_train=spec.num_train, num_held_out=spec.num_held_out
         )
+
+
+def gold_of(example: Example) -> str:
+    """Return what replies to an example are compared with.
+
+    Raises: DataError if it has no answer: nothing can be said of a reply then, not even that it is wrong.
+    """
+    if example.answer is None:
+        raise DataError(
+            explain_refusal(
+                f"example {example.example_id} of task {example.task}, which has no answer",
+                allowed="the task's own examples, each with its answer",
+                next_step="take the example from the task",
+            )
+        )
+    return example.answer
