@@ -50,8 +50,8 @@ def source(folder: Path) -> Path:
 def test_the_same_letters_are_chosen_again_and_by_an_engine_apart(
     run: Run, folder: Path, source: Path, tiny_model_dir: Path
 ) -> None:
-    words = ("eval", tiny_model_dir, "--task", "mmlu-choice", "--split", "held_out", f"source={source}")
-    words += ("model.dtype=float32", "model.prompt_format=base")
+    words = ["eval", tiny_model_dir, "--task", "mmlu-choice", "--split", "held_out", f"source={source}"]
+    words += ["model.dtype=float32", "model.prompt_format=base"]
     for kind in ("inline", "process"):
         ended = run(*words, f"placement.kind={kind}", "--out", kind)
         assert ended.code == 0, ended.err

@@ -73,7 +73,7 @@ def test_the_whole_reply_is_the_letter(folder: Path, text: str, is_correct: bool
 @pytest.mark.parametrize("name", ["mmlu", "mmlu-choice"])
 def test_an_example_without_an_answer_has_no_score(folder: Path, name: str) -> None:
     task = make(folder) if name == "mmlu-choice" else build_task(MmluSpec(name="mmlu", source=str(folder)))
-    with pytest.raises(DataError, match=r"has no answer\. Allowed: one of the letters A, B, C, D\. Next: "):
+    with pytest.raises(DataError, match="which has no answer"):
         task.verify(make_example(name, {}, None), "A")
 
 
