@@ -33,7 +33,7 @@ from strop.evaluate.harness.staging import harness_command, stage_rows, write_ta
 from strop.rollout import Split
 from strop.spec.task import Gsm8kSpec
 from strop.tasks.mathematics.gsm8k import Gsm8k
-from tests.evaluate.harness import harness_world
+from tests.evaluate.harness import harness_rows, harness_world
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 NUM_TEST = 3
@@ -137,7 +137,7 @@ def test_too_few_examples_to_show_are_refused(tmp_path: Path) -> None:
 def test_every_protocol_stages_rows_and_task_files(name: str, tmp_path: Path) -> None:
     package = tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "lm_eval"
     package.mkdir(parents=True)
-    job = harness_world.make_job(name, harness_world.write_data(tmp_path / "data"), tmp_path)
+    job = harness_world.make_job(name, harness_rows.write_data(tmp_path / "data"), tmp_path)
     stage_rows(job, tmp_path)
     names = write_task_files(job.protocol, tmp_path, tmp_path / "env")
     assert names == sorted(f"strop_{part}" for part in job.protocol.files)
@@ -150,14 +150,14 @@ def test_every_protocol_stages_rows_and_task_files(name: str, tmp_path: Path) ->
 
 
 def test_what_the_harness_cannot_ask_is_refused(tmp_path: Path) -> None:
-    data = harness_world.write_data(tmp_path / "data")
+    data = harness_rows.write_data(tmp_path / "data")
     lines = (data["mbpp"] / "test.jsonl").read_text().splitlines()
     row = json.loads(lines[0])
     row["test_list"] = row["test_list"][:2]
     (data["mbpp"] / "test.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=r"mbpp has 2 visible tests\. Allowed: 3 or more.* Next: "):
         stage_rows(harness_world.make_job("mbpp", data, tmp_path), tmp_path)
-    odd = harness_world.math_row("Topology", 5, "1")
+    odd = harness_rows.math_row("Topology", 5, "1")
     (data["math"] / "test.jsonl").write_text(json.dumps(odd) + "\n")
     with pytest.raises(DataError, match=r"of the subject 'Topology'\. Allowed: Algebra, .* Next: "):
         stage_rows(harness_world.make_job("minerva_math", data, tmp_path), tmp_path)
@@ -288,10 +288,10 @@ def test_code_is_run_only_if_the_user_says_so(name: str) -> None:
 
 
 def test_sentences_without_punkt_are_refused_before_anything_is_generated(tmp_path: Path) -> None:
-    data = harness_world.write_data(tmp_path / "data")
+    data = harness_rows.write_data(tmp_path / "data")
     refuse_missing_punkt(harness_world.make_job("ifeval", data, tmp_path), Path("/no/python"))
     calls = {"length_constraints:number_sentences": {"num_sentences": 2, "relation": "at least"}}
-    data["ifeval"].write_text(json.dumps(harness_world.ifeval_row(1, calls)) + "\n")
+    data["ifeval"].write_text(json.dumps(harness_rows.ifeval_row(1, calls)) + "\n")
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexit 1\n")
     program.chmod(0o755)

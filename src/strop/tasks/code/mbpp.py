@@ -8,6 +8,7 @@ from dataclasses import replace
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.task import MbppSpec
+from strop.tasks.answers import cut_at_first
 from strop.tasks.code.extraction import (
     compiles,
     defines,
@@ -22,7 +23,6 @@ from strop.tasks.contract import TaskLimits
 from strop.tasks.rows.layout import DataLayout, Row, read_shot_rows
 from strop.tasks.rows.reading import RowReading, SplitExamples, optional_text, require_texts, wrong_type
 from strop.tasks.rows.row_task import RowTask
-from strop.tasks.thinking import judged_text
 from strop.tasks.traits import ProgramForm
 
 _MAX_REPLY_TOKENS = 1024
@@ -42,6 +42,7 @@ _FIRST_SHOT_ID = 2
 _PARITY_WALL_S = 3.0
 _PARITY_REPLY_TOKENS = 512
 _VERIFIER = "python-statements-2"
+_PARITY_VERIFIER = "lm-eval-program-3"
 
 
 class Mbpp(RowTask):
@@ -49,7 +50,7 @@ class Mbpp(RowTask):
 
     Under the rules of lm-eval all of the reply before [DONE] is the program, its tests have 3 s, and neither
     `test_setup_code` nor challenge tests are run.
-    `format_ok`: the reply has code that compiles and defines the first tested name.
+    `format_ok`: the reply has code that compiles and defines the first tested name, or passes without.
     """
 
     _spec: MbppSpec
@@ -70,7 +71,7 @@ class Mbpp(RowTask):
             source=spec.source,
             prompt=_PROMPT,
             base_prompt=_BASE_PROMPT,
-            verifier=_VERIFIER,
+            verifier=_PARITY_VERIFIER if self._is_parity else _VERIFIER,
         )
 
     def verify(self, example: Example, text: str) -> Outcome:
@@ -81,7 +82,8 @@ class Mbpp(RowTask):
         fields = example.fields
         entry_point = fields["names"][0]
         code = self._extract(text, entry_point)
-        if code is None or not defines(code, entry_point):
+        # The harness only runs a program: what defines the name is seen when the tests ask for it.
+        if code is None or not (self._is_parity or defines(code, entry_point)):
             return no_code_outcome(code)
         tests = (*fields["tests"], *fields["hidden_tests"])
         setup = "" if self._is_parity else fields["setup"]
@@ -96,7 +98,8 @@ class Mbpp(RowTask):
             num_tests=len(tests),
             wall_s=_PARITY_WALL_S if self._is_parity else WALL_S,
         )
-        return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+        outcome = judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+        return outcome if defines(code, entry_point) else replace(outcome, format_ok=outcome.is_correct)
 
     def program_form(self, example: Example) -> ProgramForm:
         """Return that the program is called by its name."""
@@ -110,8 +113,8 @@ class Mbpp(RowTask):
     def _extract(self, text: str, entry_point: str) -> str | None:
         if not self._is_parity:
             return extract_python(text, entry_point=entry_point)
-        judged = judged_text(text, _STOP_STRINGS)
-        return None if judged is None or not compiles(judged) else judged
+        program = cut_at_first(text, _STOP_STRINGS)
+        return program if compiles(program) else None
 
     def _asked(self, example: Example) -> Mapping[str, str]:
         return {"text": example.fields["text"], "tests": "\n".join(example.fields["tests"])}

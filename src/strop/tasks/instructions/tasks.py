@@ -36,6 +36,7 @@ from strop.tasks.rows.row_task import RowTask
 
 _PROMPT = "{prompt}"
 _VERIFIER = "instructions-2"
+_HARNESS_VERIFIER = "lm-eval-instructions-3"
 _MAX_REPLY_TOKENS = {"ifeval": 4096, "ifbench": 4096, "rlvr-ifeval": 2048, "if-multi": 2048}
 _MAX_GOLDLESS_FRAC = 0.5
 """Gold replies are written by edits, which do not find one for every mix of instructions."""
@@ -113,7 +114,8 @@ class InstructionTask(RowTask):
             max_goldless_frac=_MAX_GOLDLESS_FRAC,
             verify_limit_s=_PATTERN_LIMIT_S if self._has_harness_rules else None,
         )
-        super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
+        verifier = _HARNESS_VERIFIER if self._has_harness_rules else _VERIFIER
+        super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=verifier)
 
     @property
     def checkers(self) -> Checkers:
@@ -141,7 +143,8 @@ class InstructionTask(RowTask):
         Raises: DataError if an instruction of the example cannot be judged.
         """
         constraints = self._bind(example)
-        judged = judged_text(text)
+        # The harness knows nothing of thinking: it judges all of a reply.
+        judged = text if self._has_harness_rules else judged_text(text)
         if judged is not None and self.name == "if-multi":
             judged = without_answer_tags(judged)
         is_reply = judged is not None and bool(judged.strip())
