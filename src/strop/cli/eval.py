@@ -134,7 +134,7 @@ def show_harness(output: Output, options: EvalOptions) -> None:
     wish, words = _read_wish(options), options.settings or ()
     opened = _open_model(output, options)
     results = evaluate_by_harness(
-        options.task.split(","),
+        [name.strip() for name in options.task.split(",")],
         words,
         Split(options.split),
         opened,

@@ -51,6 +51,14 @@ def evaluate_by_harness(
                 next_step="leave them out, or leave --harness out",
             )
         )
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            explain_refusal(
+                f"a task is named twice in {','.join(names)}",
+                allowed="each task once",
+                next_step="name it once: its result is one file",
+            )
+        )
     protocols = [find_protocol(name) for name in names]
     for protocol in protocols:
         refuse_unconfirmed_code(protocol, is_confirmed=may_run_code)

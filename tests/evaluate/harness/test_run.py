@@ -109,6 +109,14 @@ def write_output(job: HarnessJob, out_dir: Path, edit: Callable[[dict[str, Any]]
     (place / f"samples_{name}_2026-01-01T00-00-00.0.jsonl").write_text(samples)
 
 
+def write_program(folder: Path, script: str) -> Path:
+    """Write a program of the shell that stands for the harness's interpreter."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
 def read(job: HarnessJob, out_dir: Path) -> HarnessOutput:
     return read_output(job, out_dir, [NAME], "d")
 
@@ -225,9 +233,53 @@ def test_another_protocol_than_the_pinned_one_is_not_believed(
         read(job, tmp_path / "out")
 
 
+def change_samples(change: Callable[[str], str | None], out_dir: Path) -> None:
+    """Change the log of samples; None removes it."""
+    (path,) = (out_dir / "__model").glob("samples_*")
+    changed = change(path.read_text())
+    if changed is None:
+        path.unlink()
+    else:
+        path.write_text(changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda text: None, r"it has 0 files \*/samples_strop_gsm8k_cot_\*\.jsonl, not 1"),
+        (lambda text: "", "0 logged examples of 3"),
+        (lambda text: text[: len(text) // 2], "JSONDecodeError"),
+        (lambda text: text.splitlines()[0] + "\n", "1 logged examples of 3"),
+        (lambda text: "5\n", "TypeError"),
+        (lambda text: "{}\n", "KeyError: 'doc'"),
+        (lambda text: text.replace('"resps": [["7"]]', '"resps": []'), "IndexError"),
+        (
+            lambda text: text.replace('"example_id": "', '"example_id": "0'),
+            "it logged 3 examples, and 3 were given",
+        ),
+    ],
+)
+def test_samples_that_are_missing_or_broken_are_not_believed(
+    change: Callable[[str], str | None], cause: str, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path)
+    write_output(job, tmp_path / "out", lambda said: None)
+    change_samples(change, tmp_path / "out")
+    with pytest.raises(CorruptRecord, match=rf"lm-eval's output is not what .*{cause}.* Next: remove its"):
+        read(job, tmp_path / "out")
+
+
 def test_no_output_is_not_believed_either(tmp_path: Path) -> None:
-    with pytest.raises(CorruptRecord, match="ValueError: not enough values"):
+    with pytest.raises(CorruptRecord, match=r"it has 0 files \*/results_\*\.json, not 1"):
         read(make_job(tmp_path), tmp_path / "out")
+
+
+def test_results_of_two_runs_are_not_believed(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    write_output(job, tmp_path / "out", lambda said: None)
+    (tmp_path / "out" / "__model" / "results_2.json").write_text("{}")
+    with pytest.raises(CorruptRecord, match=r"it has 2 files \*/results_\*\.json, not 1"):
+        read(job, tmp_path / "out")
 
 
 def test_a_model_that_would_have_its_prompts_cut_is_refused(tmp_path: Path) -> None:
@@ -244,15 +296,38 @@ def test_a_task_that_is_not_pinned_is_refused() -> None:
         find_protocol("mmlu_generative")
 
 
-def test_a_harness_that_fails_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "echo the harness is unwell\nexit 3",
+            r"ended with 3 on gsm8k_cot: the harness is unwell.* Next: read ",
+        ),
+        ("echo out of memory\nkill -9 $$", r"ended with -9 on gsm8k_cot: out of memory.* Next: read "),
+    ],
+)
+def test_a_harness_that_fails_is_told_with_its_log(
+    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
     (LM_EVAL.path / "lib" / "python3.11" / "site-packages" / "lm_eval").mkdir(parents=True)
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho the harness is unwell\nexit 3\n")
-    program.chmod(0o755)
-    with pytest.raises(EngineError, match=r"ended with 3 on gsm8k_cot: the harness is unwell.* Next: read "):
+    program = write_program(tmp_path, script)
+    with pytest.raises(EngineError, match=message):
         run_harness(make_job(tmp_path), tmp_path / "out", python=program)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["lm-eval-gsm8k_cot-step-000000.log"]
+
+
+def test_a_harness_that_ends_well_and_writes_nothing_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(StoreError, match=r"has 0 packages lm_eval\. Allowed: one.* Next: remove that folder"):
+        run_harness(make_job(tmp_path), tmp_path / "out", python=tmp_path)
+    (LM_EVAL.path / "lib" / "python3.11" / "site-packages" / "lm_eval").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CorruptRecord, match=r"it has 0 files \*/results_\*\.json, not 1"):
+        run_harness(make_job(tmp_path / "other"), tmp_path / "out", python=write_program(tmp_path, "exit 0"))
+    assert list((tmp_path / "out").glob("*.json*")) == []
 
 
 def test_a_prompt_that_is_not_ours_is_not_believed(tmp_path: Path) -> None:
@@ -292,9 +367,7 @@ def test_sentences_without_punkt_are_refused_before_anything_is_generated(tmp_pa
     refuse_missing_punkt(harness_world.make_job("ifeval", data, tmp_path), Path("/no/python"))
     calls = {"length_constraints:number_sentences": {"num_sentences": 2, "relation": "at least"}}
     data["ifeval"].write_text(json.dumps(harness_rows.ifeval_row(1, calls)) + "\n")
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\nexit 1\n")
-    program.chmod(0o755)
+    program = write_program(tmp_path, "exit 1")
     job = harness_world.make_job("ifeval", data, tmp_path)
     with pytest.raises(ConfigError, match=r"number_sentences with nltk's data .* NLTK_DATA.* Next: fetch it"):
         refuse_missing_punkt(job, program)
@@ -338,6 +411,11 @@ def test_offline_an_environment_is_used_or_refused(tmp_path: Path, monkeypatch: 
     assert not empty.path.exists()
     empty.path.mkdir(parents=True)
     (empty.path / STAMP_NAME).write_text(json.dumps({"stamp": empty.stamp}))
+    # The Python that it was made with is gone.
+    with pytest.raises(StoreError, match="of empty is not in"):
+        ensure_environment(empty, say=print)
+    empty.python.parent.mkdir()
+    empty.python.touch()
     assert ensure_environment(empty, say=print) == empty.python
 
 

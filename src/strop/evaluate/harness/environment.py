@@ -50,12 +50,14 @@ class HarnessEnvironment:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def is_ready(self) -> bool:
-        """Whether it was completed with exactly these install steps."""
+        """Whether it was completed with exactly these install steps, and its interpreter is still here."""
         try:
             recorded = json.loads((self.path / STAMP_NAME).read_bytes())
         except (OSError, ValueError):
             return False
-        return isinstance(recorded, dict) and recorded.get("stamp") == self.stamp
+        is_complete = isinstance(recorded, dict) and recorded.get("stamp") == self.stamp
+        # It is a link to the Python that made it, and that may have been removed since.
+        return is_complete and self.python.exists()
 
 
 # torch first and alone: this exact pin is offered as a CPU build where one is kept. math-verify, its parser's

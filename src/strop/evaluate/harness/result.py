@@ -125,7 +125,7 @@ def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_diges
     Raises: CorruptRecord if a file or a number is missing, or the protocol is not the pinned one.
     """
     try:
-        (results_path,) = out_dir.glob("*/results_*.json")
+        results_path = _find_one(out_dir, "*/results_*.json")
         found = json.loads(results_path.read_bytes())
         said = [_read_task(found, out_dir, name) for name in names]
         rows = {example_id: row for one in said for example_id, row in one.rows.items()}
@@ -167,8 +167,7 @@ def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_diges
 
 
 def _read_task(found: Mapping[str, Any], out_dir: Path, name: str) -> _Said:
-    (samples_path,) = out_dir.glob(f"*/samples_{name}_*.jsonl")
-    samples = samples_path.read_bytes()
+    samples = _find_one(out_dir, f"*/samples_{name}_*.jsonl").read_bytes()
     numbers = found["results"][name]
     settings = found["configs"][name].get("generation_kwargs") or {}
     metrics = {
@@ -188,6 +187,13 @@ def _read_task(found: Mapping[str, Any], out_dir: Path, name: str) -> _Said:
         samples=samples,
         rows={row["doc"]["example_id"]: row for row in map(json.loads, samples.splitlines())},
     )
+
+
+def _find_one(out_dir: Path, pattern: str) -> Path:
+    found = list(out_dir.glob(pattern))
+    if len(found) != 1:
+        raise ValueError(f"it has {len(found)} files {pattern}, not 1")
+    return found[0]
 
 
 def _require_pinned(job: HarnessJob, said: Sequence[_Said], prompts: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, DataError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, DataError, StoreError, explain_refusal
 from strop.evaluate.harness.protocols import HarnessProtocol
 from strop.evaluate.harness.result import LOCAL_PREFIX, SEED, HarnessJob
 from strop.rollout import Example, Split
@@ -103,8 +103,9 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
     """Write the harness's tasks with their data replaced by staged rows; return their names.
 
     As JSON, which is YAML.
+    Raises: StoreError if the environment has no lm-eval.
     """
-    (package_dir,) = environment_dir.glob("lib/python3*/site-packages/lm_eval")
+    package_dir = _find_package(environment_dir)
     tasks_dir = work_dir / "tasks"
     tasks_dir.mkdir(exist_ok=True)
     parts = sorted(path.name for path in (work_dir / "rows").iterdir())
@@ -124,6 +125,19 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
             content |= {"fewshot_split": "dev" if protocol.shows_own_split else None}
         (tasks_dir / f"{part}.yaml").write_text(json.dumps(content, indent=1))
     return [local_name(part) for part in parts]
+
+
+def _find_package(environment_dir: Path) -> Path:
+    found = list(environment_dir.glob("lib/python3*/site-packages/lm_eval"))
+    if len(found) != 1:
+        raise StoreError(
+            explain_refusal(
+                f"the environment in {environment_dir} has {len(found)} packages lm_eval",
+                allowed="one, where pip put it",
+                next_step="remove that folder and start the same command again, where pip may fetch packages",
+            )
+        )
+    return found[0]
 
 
 def write_code_metric(work_dir: Path) -> None:
