@@ -1,4 +1,4 @@
-"""Replies to the rows of `harness_rows`: right and wrong, in the forms that models write and graders trip over.
+"""Replies to the rows of `harness_rows`, right and wrong, in forms that models write and graders trip over.
 
 `{}` in a form is the gold answer.
 """
@@ -95,7 +95,10 @@ FORMULA_FORMS = (
     "Final Answer: The final answer is {}. I hope it is correct.",
     "Final Answer: The final answer is ${}$",
     "final answer: the final answer is ${}$. I hope it is correct.",
-    "Final Answer: The final answer is $7$. No.\nFinal Answer: The final answer is ${}$. I hope it is correct.",
+    (
+        "Final Answer: The final answer is $7$. No.\n"
+        "Final Answer: The final answer is ${}$. I hope it is correct."
+    ),
     "Final Answer: The final answer is $x = {}$. I hope it is correct.",
     "Final Answer: The final answer is ${}$ dollars. I hope it is correct.",
     r"So it is $\boxed{{{}}}$.",

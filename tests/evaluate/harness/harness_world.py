@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,9 +157,13 @@ def record(folder: Path, model_path: Path, python: Path, human_eval: str) -> Rec
 
 
 def find_punkt(python: Path) -> bool:
-    """Whether the harness's nltk has its data package punkt_tab."""
+    """Whether nltk and its data package punkt_tab are here, for the harness and for us."""
     look = "import nltk; nltk.data.find('tokenizers/punkt_tab')"
-    return subprocess.run([str(python), "-c", look], capture_output=True, check=False).returncode == 0
+    found = [
+        subprocess.run([program, "-c", look], capture_output=True, check=False).returncode == 0
+        for program in (str(python), sys.executable)
+    ]
+    return all(found)
 
 
 def write_replies(job: HarnessJob, instructed: Sequence[str]) -> dict[str, str]:

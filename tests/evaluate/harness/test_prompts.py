@@ -79,7 +79,7 @@ def shots_of_task_file(run: RecordedRun, part: str) -> Sequence[Mapping[str, Any
 
 
 def written_shot(name: str, shown: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a shown example as prompt and target, from the harness's columns, in the words of our prompts."""
+    """Return a shown example, in the harness's columns, as our prompt and its target."""
     form = PROTOCOLS[name].prompt
     if name == "gsm8k_cot":
         return form(Example(task="gsm8k", example_id="", fields=shown, answer=None)), f" {shown['target']}"

@@ -83,6 +83,27 @@ def test_the_rules_of_lm_eval_run_what_was_written(tmp_path: Path, rules: Any) -
     assert task.verify(depth, task.gold_replies(depth)[1]).is_correct is is_own
 
 
+@pytest.mark.parametrize(
+    ("reply", "own", "harness"),
+    [
+        # To the harness all of a reply is the program: a thought is no Python.
+        ("<think>Twice.</think>\ndef double(x): return 2 * x", True, False),
+        # It asks for the name when the tests do, however it was bound.
+        ("exec('def double(x): return 2 * x')", False, True),
+        ("half = 2", False, False),
+        ("", False, False),
+    ],
+)
+def test_the_rules_of_lm_eval_know_no_thinking_and_no_names(
+    tmp_path: Path, reply: str, own: bool, harness: bool
+) -> None:
+    for rules, is_correct in (("own", own), ("lm-eval", harness)):
+        task = mbpp(tmp_path, rules=rules)
+        outcome = task.verify(task.examples(Split.TRAIN)[0], reply)
+        assert (outcome.is_correct, outcome.format_ok) == (is_correct, is_correct)
+    assert mbpp(tmp_path, rules="own").version != mbpp(tmp_path, rules="lm-eval").version
+
+
 def test_lm_eval_gives_three_seconds(tmp_path: Path) -> None:
     slow = "import time\ndef double(x):\n    time.sleep(1.3)\n    return 2 * x"
     # Three tests of 1.3 s are 3.9 s: too many for 3 s, and few enough for 5 s.

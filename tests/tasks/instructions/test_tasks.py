@@ -189,6 +189,21 @@ def test_an_echo_earns_nothing_under_own_rules(tmp_path: Path) -> None:
     ] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("reply", "own", "harness"),
+    [
+        # A comma in a thought is a comma to the harness, and a thought without an end is a reply.
+        ("<think>Well, salt.</think>The sea is salt water.", 1.0, 0.0),
+        ("<think>The sea is salt water.", 0.0, 1.0),
+    ],
+)
+def test_the_harness_rules_know_no_thinking(tmp_path: Path, reply: str, own: float, harness: float) -> None:
+    source = write(tmp_path / "one.jsonl", [eval_row(1, {"punctuation:no_comma": {}})])
+    for rules, reward in (("own", own), ("lm-eval", harness)):
+        task = ifeval(source, rules=rules)
+        assert task.verify(last(task), reply).reward == reward
+
+
 def test_the_harness_rules_tell_what_is_left_to_chance(tmp_path: Path) -> None:
     source = write(
         tmp_path / "one.jsonl", [eval_row(1, {"detectable_format:number_bullet_lists": {"num_bullets": 0}})]
