@@ -79,7 +79,7 @@ def draw_entries(dataset: Any, request: DrawRequest) -> list[Entry]:
     if request.dataset not in HASH_SEEDED or not sys.flags.hash_randomization:
         return _draw_here(dataset, request)
     path = _cache_path(request)
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, LookupError, TypeError):
         entries: list[Entry] = json.loads(path.read_bytes())["entries"]
         return entries
     entries = _draw_aside(request)

@@ -23,9 +23,10 @@ def find_judgement(path: Path) -> Judgement | None:
     """Return a stored judgement, or None if there is none."""
     try:
         values = json.loads(path.read_bytes())
-        return Judgement(score=float(values["score"]), reason=str(values["reason"]))
+        found = Judgement(score=float(values["score"]), reason=str(values["reason"]))
     except (OSError, ValueError, LookupError, TypeError):
         return None
+    return found if 0.0 <= found.score <= 1.0 else None
 
 
 def keep_judgement(path: Path, judgement: Judgement) -> None:
