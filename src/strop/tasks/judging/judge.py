@@ -36,7 +36,7 @@ class Judge(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what the judge started. May be called twice."""
+        """End what the judge started; what is under way gets no score. May be called twice."""
         ...
 
 
