@@ -96,3 +96,13 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path, bad: dict[str, Any], m
 def test_a_foreign_example_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is of kind None"):
         mixed(tmp_path, ROWS).verify(make_example("rlvr-mixed", {}, None), "1")
+
+
+def test_a_question_that_is_held_out_too_is_left_out_and_counted(tmp_path: Path) -> None:
+    # Rows are split by all of their content, so the two rows of one question may part.
+    rows = [{**row("gsm8k", n, str(2 * n)), "constraint": other} for n in range(20) for other in ("a", "b")]
+    task = mixed(tmp_path, rows)
+    asked = {split: {e.fields["prompt"] for e in task.examples(split)} for split in Split}
+    assert asked[Split.TRAIN] & asked[Split.HELD_OUT] == set()
+    # Two rows are held out, and both parted from the other one of their question.
+    assert describe_counts(task) == "gsm8k: 20, rows left out, held out too: 2"

@@ -73,9 +73,10 @@ class RlvrMixed(RowTask):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many examples are of which kind; reads the data."""
+        """How many examples are of which kind, and how many rows are left out; reads the data."""
         splits = self._splits
-        return Counter(example.fields["kind"] for example in (*splits.train, *splits.held_out))
+        kinds = Counter(example.fields["kind"] for example in (*splits.train, *splits.held_out))
+        return {**kinds, **super().counts}
 
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits of the example's kind."""

@@ -14,7 +14,7 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Split
 from strop.spec import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec, TaskSpec
-from strop.tasks import Task, build_task
+from strop.tasks import Task, build_task, describe_counts
 from strop.tasks.instructions.replies import is_echo, judged_text, variants
 from tests.fixtures.judging import run_self_test
 from tests.tasks.instructions.instruction_cases import (
@@ -250,6 +250,7 @@ def test_ifbench_refuses_or_leaves_out_what_it_cannot_judge(tmp_path: Path) -> N
         task.examples(Split.HELD_OUT)
     kept = build_task(IfBenchSpec(name="ifbench", source=source, skip_unjudged=True))
     assert len(kept.examples(Split.HELD_OUT)) == len(BENCH_ARGUMENTS)
+    assert describe_counts(kept) == "rows left out, no checker: 1"
     few = build_task(IfBenchSpec(name="ifbench", source=source, skip_unjudged=True, num_held_out=5))
     assert len(few.examples(Split.HELD_OUT)) == 5
     nothing = write(tmp_path / "nothing.jsonl", rows[1:2])

@@ -212,7 +212,8 @@ class InstructionTask(RowTask):
                     next_step="use more of the data set",
                 )
             )
-        return replace(splits, held_out=kept[: self._spec.num_held_out])
+        left_out = {"no checker": len(splits.held_out) - len(kept)}
+        return replace(splits, held_out=kept[: self._spec.num_held_out], left_out=left_out)
 
     def _to_example(self, row: Row) -> Example:
         source = _SOURCES[self.name]
