@@ -172,6 +172,7 @@ def write_replies(job: HarnessJob, instructed: Sequence[str]) -> dict[str, str]:
     Of code each form once; else all forms in turn. `instructed`: the replies to ifeval's rows.
     """
     own_task, examples = job.protocol.own_task, job.examples
+    forms: Sequence[str]
     if own_task == "ifeval":
         replies = list(instructed)
     elif job.protocol.runs_code:
