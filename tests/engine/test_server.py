@@ -48,7 +48,7 @@ def messages(tokenizer: Tokenizer) -> dict[str, str]:
     ids = request.prompt_ids.tolist()
     return {
         "/v1/generate": GenerateCall(requests=[RequestForm.of(request)]).model_dump_json(),
-        "/v1/score": ScoreCall(prompt_ids=ids, reply_ids=ids, temperature=1.0).model_dump_json(),
+        "/v1/score": ScoreCall(prompt_ids=ids, replies=[ids], temperature=1.0).model_dump_json(),
         "/v1/weights": UpdateForm.of(UPDATE).model_dump_json(),
     }
 
@@ -91,7 +91,7 @@ def test_with_the_key_every_path_answers(tokenizer: Tokenizer) -> None:
     answers = talk(engine, speak, Authorization=f"Bearer {KEY}")
     assert answers["/v1/generate"]["replies"][0]["completion"]["text"] == "said"
     assert answers["/v1/weights"] == {"version": 4, "digest": "d4"}
-    assert set(answers["/v1/score"]) == {"logprobs"}
+    assert set(answers["/v1/score"]) == {"scores"}
 
 
 def test_health_needs_no_key_and_tells_no_secret(tokenizer: Tokenizer) -> None:

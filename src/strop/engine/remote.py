@@ -2,6 +2,7 @@
 
 Calls of `generate` that are issued together travel as one batch in the order they were made, by the
 rule of the engine in this process, so the other engine forms the same batch and gives the same bits.
+Calls of `score` with one prompt travel together too, a few prompts at a time.
 
 Every wait ends: with the answer, with the server's death, when the server gives no sign of life for
 `silence_limit_s`, or after `reply_limit_s` in all. Nothing is retried: a reply asked for twice could be
@@ -13,9 +14,9 @@ Weights go by file; both processes see the same disk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -27,7 +28,7 @@ from strop.engine.contract import (
     WeightTransport,
     WeightUpdate,
 )
-from strop.engine.settling import Waiting, settle
+from strop.engine.settling import Waiting, WaitingScore, settle
 from strop.engine.wire import (
     ErrorForm,
     Form,
@@ -40,7 +41,6 @@ from strop.engine.wire import (
     ScoreAnswer,
     ScoreCall,
     UpdateForm,
-    read_floats,
     require_server_part,
 )
 from strop.errors import EngineError, StropError, WeightMismatch, explain_refusal
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 # How long a dead connection may precede the news of the server's death.
 _OBITUARY_S = 2.0
 _OBITUARY_LOOKS = 40
+
+_MAX_SCORED_PROMPTS = 8
+"""Prompts whose replies are being scored. Each has a connection; the server scores one after the other."""
 
 Answer = TypeVar("Answer", bound=Form)
 
@@ -107,6 +110,8 @@ class RemoteEngine:
         self._inbox: list[Waiting] = []
         self._sender: asyncio.Task[None] | None = None
         self._posts: set[asyncio.Task[None]] = set()
+        self._unscored: dict[tuple[bytes, float], list[WaitingScore]] = {}
+        self._score_places = asyncio.Semaphore(_MAX_SCORED_PROMPTS)
         self._version: int | None = None
         self._is_closed = False
 
@@ -127,12 +132,12 @@ class RemoteEngine:
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the log-probability of each reply token. See `Engine.score`."""
         self._require_open()
-        call = ScoreCall(
-            prompt_ids=prompt_ids.tolist(), reply_ids=reply_ids.tolist(), temperature=temperature
-        )
-        answer = await self._ask("/v1/score", call, ScoreAnswer)
-        logprobs = read_floats(answer.logprobs, len(reply_ids))
-        return ReplyScore(logprobs=logprobs, policy_version=answer.policy_version)
+        waiting = WaitingScore(prompt_ids, reply_ids, asyncio.get_running_loop().create_future())
+        key = (prompt_ids.tobytes(), temperature)
+        if key not in self._unscored:
+            self._keep_post(self._post_scores(key))
+        self._unscored.setdefault(key, []).append(waiting)
+        return await waiting.score
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`.
@@ -173,15 +178,48 @@ class RemoteEngine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail(self._inbox, _closed())
+        for entries in self._unscored.values():
+            _fail_scores(entries, _closed())  # A post that had not begun has told nobody.
+        self._unscored.clear()
         await self._client.aclose()
 
     async def _send_inbox(self) -> None:
         """Send what has gathered as one batch; requests that come later make the next one."""
         await settle(lambda: len(self._inbox))
         batch, self._inbox = self._inbox, []
-        post = asyncio.create_task(self._post_batch(batch))
+        self._keep_post(self._post_batch(batch))
+
+    def _keep_post(self, exchange: Coroutine[Any, Any, None]) -> None:
+        """Let an exchange run beside its callers, until it ends or the engine is closed."""
+        post = asyncio.create_task(exchange)
         self._posts.add(post)
         post.add_done_callback(self._posts.discard)
+
+    async def _post_scores(self, key: tuple[bytes, float]) -> None:
+        """Have all replies to a prompt scored that wait when its turn comes."""
+        entries: list[WaitingScore] = []
+        try:
+            await settle(lambda: len(self._unscored[key]))
+            async with self._score_places:
+                entries = self._unscored.pop(key)
+                call = ScoreCall(
+                    prompt_ids=entries[0].prompt_ids.tolist(),
+                    replies=[entry.reply_ids.tolist() for entry in entries],
+                    temperature=key[1],
+                )
+                answer = await self._ask("/v1/score", call, ScoreAnswer)
+            if len(answer.scores) != len(entries):
+                raise _unreadable("/v1/score", f"{len(answer.scores)} scores of {len(entries)} replies")
+            for entry, form in zip(entries, answer.scores, strict=True):
+                score = form.read(len(entry.reply_ids))
+                if not entry.score.done():
+                    entry.score.set_result(score)
+        except StropError as error:
+            _fail_scores(entries, error)
+        finally:
+            # As above, and for those whose turn never came.
+            failure = _closed() if self._is_closed else EngineError("the scores were abandoned")
+            _fail_scores(entries or self._unscored.pop(key, []), failure)
 
     async def _post_batch(self, batch: Sequence[Waiting]) -> None:
         call = GenerateCall(requests=[RequestForm.of(waiting.request) for waiting in batch])
@@ -269,6 +307,12 @@ class RemoteEngine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise _closed()
+
+
+def _fail_scores(entries: Sequence[WaitingScore], error: StropError) -> None:
+    for entry in entries:
+        if not entry.score.done():
+            entry.score.set_exception(error)
 
 
 def _settle_reply(reply: asyncio.Future[Completion], form: ReplyForm) -> None:

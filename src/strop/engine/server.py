@@ -41,9 +41,9 @@ from strop.engine.wire import (
     ReplyForm,
     ScoreAnswer,
     ScoreCall,
+    ScoreForm,
     UpdateForm,
     require_server_part,
-    write_floats,
 )
 from strop.errors import ConfigError, StropError, explain_refusal
 from strop.store.atomic import write_bytes_atomically
@@ -105,10 +105,13 @@ class EngineDesk:
         return GenerateAnswer(replies=list(replies))
 
     async def score(self, call: ScoreCall) -> ScoreAnswer:
-        """Score one reply."""
-        prompt_ids, reply_ids = np.array(call.prompt_ids, np.int32), np.array(call.reply_ids, np.int32)
-        score = await self._engine.score(prompt_ids, reply_ids, call.temperature)
-        return ScoreAnswer(logprobs=write_floats(score.logprobs), policy_version=score.policy_version)
+        """Score all replies together."""
+        prompt_ids = np.array(call.prompt_ids, np.int32)
+        replies = [np.array(reply_ids, np.int32) for reply_ids in call.replies]
+        scores = await asyncio.gather(
+            *(self._engine.score(prompt_ids, reply_ids, call.temperature) for reply_ids in replies)
+        )
+        return ScoreAnswer(scores=[ScoreForm.of(score) for score in scores])
 
     async def update(self, form: UpdateForm) -> ReceiptForm:
         """Serve new weights."""

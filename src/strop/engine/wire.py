@@ -18,7 +18,14 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from strop.engine.contract import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
+from strop.engine.contract import (
+    Completion,
+    GenerationRequest,
+    ReplyScore,
+    WeightReceipt,
+    WeightTransport,
+    WeightUpdate,
+)
 from strop.errors import ConfigError, EngineError, StropError, explain_refusal
 from strop.rollout import FinishReason, FloatArray, IntArray, Sampling
 
@@ -141,18 +148,34 @@ class GenerateAnswer(Form):
 
 
 class ScoreCall(Form):
-    """Tokens to score."""
+    """Replies to one prompt, to be scored together."""
 
     prompt_ids: list[TokenId]
-    reply_ids: list[TokenId]
+    replies: list[list[TokenId]]
     temperature: float
 
 
-class ScoreAnswer(Form):
-    """Their log-probabilities, in the form of `write_floats`, and the version that gave them."""
+class ScoreForm(Form):
+    """A `ReplyScore`."""
 
     logprobs: str
+    """In the form of `write_floats`."""
     policy_version: int
+
+    @classmethod
+    def of(cls, score: ReplyScore) -> ScoreForm:
+        """Write a score down."""
+        return cls(logprobs=write_floats(score.logprobs), policy_version=score.policy_version)
+
+    def read(self, num_tokens: int) -> ReplyScore:
+        """Return the score that was written down. Raises: EngineError if it is of another length."""
+        return ReplyScore(logprobs=read_floats(self.logprobs, num_tokens), policy_version=self.policy_version)
+
+
+class ScoreAnswer(Form):
+    """One score per reply, in the same order."""
+
+    scores: list[ScoreForm]
 
 
 class UpdateForm(Form):
