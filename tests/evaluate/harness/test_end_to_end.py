@@ -25,9 +25,9 @@ from strop.tasks import build_task
 from tests.evaluate.harness.harness_world import make_spec
 
 pytestmark = pytest.mark.slow
-NUM_EXAMPLES = 6
-PAIRS = ((3, 4), (5, 2), (10, 6), (7, 7), (12, 5), (20, 30))
-"""Of apples. The model adds three of them rightly."""
+PAIRS = ((3, 4), (5, 2), (10, 6), (7, 7))
+"""Of apples. The model adds all but the last rightly."""
+NUM_EXAMPLES = len(PAIRS)
 MODES = {"strict-match": "strict", "flexible-extract": "flex"}
 
 
@@ -75,6 +75,8 @@ def generated(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, harne
     words += ["--num-examples", str(NUM_EXAMPLES), "--out", str(folder), f"source={folder}"]
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as said:
         patch.setenv("STROP_OFFLINE", "1")
+        # On a busy machine two threads wait for each other longer than they work.
+        patch.setenv("OMP_NUM_THREADS", "1")
         assert main([*words, "model.dtype=float32"]) == 0
     stem = folder / "lm-eval-gsm8k_cot-step-000000"
     lines = stem.with_suffix(".samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
@@ -108,7 +110,7 @@ def test_p3_few_examples_are_not_compared_with_the_published_score(generated: Ge
 
 
 def test_p3_our_engine_gives_the_same_replies_and_verdicts(generated: Generated) -> None:
-    words = [f"source={generated.data['gsm8k']}", "model.dtype=float32"]
+    words = [f"source={generated.data['gsm8k']}", "model.dtype=float32", "placement.threads=1"]
     asking = read_asking("gsm8k", words, Split.HELD_OUT)
     said = {row["arguments"]["gen_args_0"]["arg_0"]: row["resps"][0][0] for row in generated.samples}
 
