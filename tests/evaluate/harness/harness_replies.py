@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Calls = Mapping[str, Mapping[str, Any]]
-NUMBER_FORMS = (
+NUMBER_FORMS: Sequence[str] = (
     # What gsm8k_cot shows, and what comes near it.
     *(
         "The answer is {}.",
@@ -89,7 +89,7 @@ NUMBER_FORMS = (
     *("<think>The answer is 3.</think>The answer is {}.", "<think>The answer is {}.", "<answer>{}</answer>"),
     *("</s>{}", "{}</s>3", "{}<|im_end|>3", "", "\n\n", " ", "..", "$", ",", "-", "$.,", "no number at all"),
 )
-FORMULA_FORMS = (
+FORMULA_FORMS: Sequence[str] = (
     "Final Answer: The final answer is ${}$. I hope it is correct.",
     "Final Answer: The final answer is $7$. I hope it is correct.",
     "Final Answer: The final answer is {}. I hope it is correct.",
@@ -141,7 +141,7 @@ FORMULA_FORMS = (
     "It is ${}$.\n\nProblem:\nAnd $1 + 1$?\n\nSolution: $2$",
     "It is ${}$.\n\n\nAnd $1 + 1$ is $2$.",
 )
-MBPP_FORMS = (
+MBPP_FORMS: Sequence[str] = (
     "{gold}",
     "{gold}\n[DONE]\nAnd more.",
     "[DONE]\n{gold}",
@@ -179,7 +179,7 @@ MBPP_FORMS = (
     "I do not know.",
     "",
 )
-HUMANEVAL_FORMS = (
+HUMANEVAL_FORMS: Sequence[str] = (
     "{gold}",
     "{gold}\n\n\n",
     "    y = x\n{gold}",

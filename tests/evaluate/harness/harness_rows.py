@@ -34,7 +34,7 @@ HARD_TEXTS = (
     '\\u0041 \\x41 \\" \\\\ ~ ^ _ * # | ;',
     "  blanks  in  front  and\t\tbetween",
 )
-"""No two of them share a divisor of their number with the other cycles below, but 2."""
+"""16 of them, and 13 and 19 answers below: in 210 rows most meet each other."""
 GSM8K_ANSWERS = ("72", "1,234", "-5", "0", "7", "2.5", "12,345,678", "100", "3", "18", "-1,000", "0.75", "9")
 MATH_ANSWERS = (
     *(r"\frac{1}{2}", "-5", r"2\sqrt{3}", "10", "(1,2)", "x^2-1", r"50\%", r"\pi", "0.25", "1,000"),

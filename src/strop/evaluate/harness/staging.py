@@ -219,10 +219,11 @@ def refuse_missing_punkt(job: HarnessJob, python: Path) -> None:
         raise ConfigError(
             explain_refusal(
                 f"lm-eval judges {', '.join(needing)} with nltk's data package punkt_tab, which is in no"
-                " folder of NLTK_DATA; it comes from nltk's own site and in no package",
+                " folder of NLTK_DATA",
                 allowed="the folder tokenizers/punkt_tab below a folder that NLTK_DATA names",
                 next_step="fetch it elsewhere with `python -m nltk.downloader punkt_tab` and copy it here, or"
-                " use strop's own task ifeval, which needs none",
+                " unpack the wheel of llama-index-core and name its folder llama_index/core/_static/nltk_cache in"
+                " NLTK_DATA; or use strop's own task ifeval, which needs none",
             )
         )
 
