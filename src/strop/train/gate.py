@@ -116,6 +116,8 @@ class GateCheck:
     is_passed: bool
     detail: str
     """What was seen; for a failure also the cause and what to do."""
+    notice: str | None = None
+    """What whoever reads the run's results must know; it is said when the run begins and when it ends."""
 
 
 async def pass_gate(gate: GateInput) -> list[GateCheck]:
@@ -271,7 +273,10 @@ async def check_audit(gate: GateInput, accepted: Mapping[str, str]) -> GateCheck
     report = accept_probes(report, reasons)
     write_audit(report, gate.run_path / "audit.json")
     is_passed = report.accepted_verdict is not Verdict.RED
-    return GateCheck(name=_AUDIT, is_passed=is_passed, detail=describe_acceptance(report, reasons))
+    detail, notice = describe_acceptance(report, reasons), None
+    if report.verdict is not Verdict.GREEN:
+        notice = f"the audit of task {report.task} is {report.verdict}; audit.json shows why"
+    return GateCheck(name=_AUDIT, is_passed=is_passed, detail=detail, notice=notice)
 
 
 async def check_judges(gate: GateInput) -> GateCheck:

@@ -40,7 +40,7 @@ from strop.train.checkpoint import (
     save_checkpoint,
 )
 from strop.train.demonstrations import Demonstration, Demonstrations
-from strop.train.gate import GateInput, pass_gate
+from strop.train.gate import GateCheck, GateInput, pass_gate
 from strop.train.measure import (
     count_trained_tokens,
     measure_batch,
@@ -106,6 +106,7 @@ class TrainLoop:
             num_threads=torch.get_num_threads(),
             demonstrations=parts.demonstrations.digest if parts.demonstrations else None,
         )
+        self._checks: list[GateCheck] = []
         self._history = History()
         self._memory = MemoryWatch(parts.spec.tripwires.max_memory_growth_bytes)
         size = read_model_size(parts.model_dir)
@@ -135,6 +136,7 @@ class TrainLoop:
             while self._state.step < self._spec.train.steps:
                 self._stop_if_asked()
                 await self._step()
+            self._give_notice()
             self._run_dir.mark_finished()
 
     def _resume(self) -> None:
@@ -179,9 +181,17 @@ class TrainLoop:
             judge=parts.judge,
             demonstrations=parts.demonstrations,
         )
-        for check in await pass_gate(gate):
+        self._checks = await pass_gate(gate)
+        for check in self._checks:
             detail = check.detail if check.is_passed else f"accepted although it failed: {check.detail}"
             self._event(EventKind.GATE, check.name, detail)
+        self._give_notice()
+
+    def _give_notice(self) -> None:
+        """Say what the gate found that every reader of the results must know."""
+        for check in self._checks:
+            if check.notice is not None:
+                self._event(EventKind.NOTICE, check.name, check.notice)
 
     async def _step(self) -> None:
         """Do one step, from its examples to its checkpoint."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from strop.errors import ConfigError, CorruptRecord, DataError
-from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
+from strop.errors import ConfigError, DataError
+from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ArithmeticSpec, ReverseTextSpec, TaskSpec
 from strop.tasks import build_task
 from strop.tasks.audit import (
@@ -21,14 +18,8 @@ from strop.tasks.audit import (
     AuditReport,
     AuditSettings,
     ProbeResult,
-    ProbeStatus,
     Verdict,
-    find_audit,
-    probes,
     run_audit,
-    stored_audit_path,
-    world,
-    write_audit,
 )
 from strop.tasks.contract import Task, TaskLimits
 
@@ -381,7 +372,7 @@ def test_a_sound_task_passes_every_probe() -> None:
         "noop_edit",
     )
     fine = dict.fromkeys(PROBE_IDS, "pass")
-    fine |= dict.fromkeys(["near_miss", "label_leak", "judge_injection", *of_programs], "n/a")
+    fine |= dict.fromkeys(["near_miss", "label_leak", "judge_injection", "judge_length", *of_programs], "n/a")
     # Time depends on the machine.
     assert statuses(report) | {"cost": "pass"} == fine
     assert (report.num_examples, report.chance, report.max_reward) == (32, 0.0, 1.0)
@@ -430,63 +421,6 @@ def test_every_right_reply_that_is_not_paid_is_listed() -> None:
     assert (result.num, len(result.evidence)) == (32, 32)
 
 
-class Computes(Capitals):
-    """Takes long for long replies, in the process of the run."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        until = time.thread_time() + (0.02 if len(text) > 10**5 else 0.0)
-        while time.thread_time() < until:
-            pass
-        return super().verify(example, text)
-
-
-def test_a_verifier_that_computes_for_long_beside_the_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find(audit(Computes(), num_examples=4, probes=("garbage",)), "garbage").status is ProbeStatus.PASS
-    monkeypatch.setattr(probes, "_MAX_CPU_S", 0.01)
-    result = find(audit(Computes(), num_examples=4, probes=("garbage",)), "garbage")
-    assert (result.status, result.value) == (ProbeStatus.FAIL, 4.0)
-    assert result.detail == "replies that take more than 0.01 s to judge"
-
-
-def test_a_slow_grader_costs_examples_and_not_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "_ENOUGH_S", 0.0)
-    report = audit(PaysForALetter(), probes=("garbage", "constant", "determinism"))
-    shown = [(result.probe, result.status.value, result.num) for result in report.probes]
-    # Four examples are always asked, and two where each reply is repeated. Each has two replies there.
-    assert shown == [("garbage", "fail", 4), ("constant", "pass", 4), ("determinism", "pass", 4)]
-
-
-class SometimesLate:
-    """A judge whose verifier is ended at its limit once in so many judgements."""
-
-    def __init__(self, task: Task, every: int) -> None:
-        self.task = task
-        self.every = every
-        self.num = 0
-
-    async def judge(self, example: Example, text: str) -> Outcome:
-        self.num += 1
-        if self.num % self.every == 0:
-            return Outcome.lost(FailureOwner.TASK, "verifier_timeout", "no verdict after 20 s")
-        return self.task.verify(example, text)
-
-    async def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("every", "status"), [(10**6, "pass"), (40, "warn"), (10, "fail")])
-def test_replies_that_are_late_are_told_apart_from_wrong_ones(every: int, status: str) -> None:
-    """One in forty is what a busy machine does; one in ten is a verifier that hangs."""
-    task = Capitals()
-    settings = AuditSettings(probes=("garbage", "gold"), num_examples=40)
-    report = asyncio.run(run_audit(task, settings, SometimesLate(task, every)))
-    assert {result.status.value for result in report.probes} == {status}
-    late = asyncio.run(
-        run_audit(task, replace(settings, probes=("determinism", "order")), SometimesLate(task, 40))
-    )
-    assert ProbeStatus.FAIL not in {result.status for result in late.probes}
-
-
 def test_evidence_names_the_example_and_shows_the_reply() -> None:
     report = audit(MatchesEitherWay())
     (garbage,) = [result for result in report.probes if result.probe == "garbage"]
@@ -521,28 +455,6 @@ def test_the_built_in_tasks_are_green(spec: TaskSpec) -> None:
     assert audit(build_task(spec)).verdict is Verdict.GREEN
 
 
-def result(probe: str, status: ProbeStatus) -> ProbeResult:
-    return ProbeResult(probe=probe, status=status)
-
-
-@pytest.mark.parametrize(
-    ("probes", "verdict"),
-    [
-        ([], Verdict.GREEN),
-        ([result("echo", ProbeStatus.WARN), result("noop", ProbeStatus.WARN)], Verdict.GREEN),
-        ([result(name, ProbeStatus.WARN) for name in ("echo", "noop", "cost")], Verdict.AMBER),
-        ([result("constant", ProbeStatus.FAIL)], Verdict.AMBER),
-        ([result("determinism", ProbeStatus.FAIL)], Verdict.RED),
-        ([result("constant", ProbeStatus.FAIL), result("echo", ProbeStatus.FAIL)], Verdict.RED),
-        ([result("gold", ProbeStatus.FAIL)], Verdict.RED),
-        ([result("cost", ProbeStatus.ERROR)], Verdict.RED),
-        ([result("label_leak", ProbeStatus.NOT_APPLICABLE)], Verdict.GREEN),
-    ],
-)
-def test_the_verdict_follows_from_the_probes(probes: list[ProbeResult], verdict: Verdict) -> None:
-    assert replace(audit(Capitals(), probes=()), probes=tuple(probes)).verdict is verdict
-
-
 def test_an_unknown_probe_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^probe ecko\. Allowed: noop, .*, ceiling\. Next: correct the name"
@@ -565,25 +477,3 @@ def test_a_task_for_evaluation_only_is_audited_on_its_held_out_examples() -> Non
             return super().examples(split) if split is Split.HELD_OUT else []
 
     assert audit(HeldOutOnly()).verdict is Verdict.GREEN
-
-
-def test_a_stored_audit_is_found_by_the_tasks_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path))
-    report = audit(MatchesEitherWay())
-    write_audit(report, stored_audit_path("capitals", "1"))
-    assert find_audit("capitals", "1") == report
-    assert find_audit("capitals", "2") is None
-
-
-@pytest.mark.parametrize("change", [{"verdict": "green"}, {"probes": []}, {"schema": 3}, {"chance": None}])
-def test_a_changed_audit_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
-) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path))
-    path = stored_audit_path("capitals", "1")
-    write_audit(audit(MatchesEitherWay()), path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(CorruptRecord, match=r"is not a whole audit .*run `strop audit` again"):
-        find_audit("capitals", "1")

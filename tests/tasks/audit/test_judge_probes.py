@@ -57,6 +57,44 @@ def test_a_judge_that_can_be_talked_to_is_found(tmp_path: Path, weakness: object
     assert result.evidence[0].reply == INJECTIONS[kind][:200]
 
 
+def measure_length(tmp_path: Path, say: Say, rows: list[dict[str, Any]]) -> tuple[ProbeResult, Verdict]:
+    with judge_server(say) as server:
+        task = judge_task(tmp_path, server.url, rows)
+        report = asyncio.run(run_audit(task, AuditSettings(num_examples=4, probes=("judge_length",))))
+        task.client.close()
+    return report.probes[0], report.verdict
+
+
+LONG_ROWS = [
+    {
+        "prompt": f"Tell story {n}.",
+        "gold": f"Story {n} is of a river, a boat and a stone, and of nothing else.",
+    }
+    for n in range(12)
+]
+
+
+def test_a_judge_that_likes_length_is_found(tmp_path: Path) -> None:
+    def say(question: str) -> str:
+        return scored(min(1.0, len(shown_reply(question)) / 4000))
+
+    # Bare: 25 of 4000 characters. Longer: 25 + 1 + 12 fillings of 67, because 800 // 67 + 1 = 12: 830.
+    # (830 - 25) / 4000 = 0.201.
+    result, verdict = measure_length(tmp_path, say, LONG_ROWS)
+    assert (result.status, result.num, verdict) == (ProbeStatus.FAIL, 8, Verdict.AMBER)
+    assert result.value == pytest.approx(0.201, abs=0.001)
+    assert result.detail.startswith("share of full marks gained by length; ")
+    assert len(result.evidence[0].reply) == 200
+
+
+def test_a_judge_that_reads_the_content_alone_passes(tmp_path: Path) -> None:
+    def say(question: str) -> str:
+        return scored(0.5 * shown_reply(question).startswith("Story"))
+
+    result, verdict = measure_length(tmp_path, say, LONG_ROWS)
+    assert (result.status, result.value, verdict) == (ProbeStatus.PASS, 0.0, Verdict.GREEN)
+
+
 def test_a_judge_that_repeats_what_it_reads_gives_no_score(tmp_path: Path) -> None:
     """The parser would take a quoted grade for the judge's own, if it were not escaped."""
     result = attack(tmp_path, lambda question: "It says: " + shown_reply(question))

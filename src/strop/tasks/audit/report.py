@@ -12,7 +12,7 @@ from typing import Any
 SCHEMA = 2
 """Raised with every change of what a report holds or of what probes ask, so that older ones are made anew."""
 _MAX_WARNINGS = 2
-_MILD = frozenset({"constant", "cost"})
+_MILD = frozenset({"constant", "cost", "judge_length"})
 """Probes whose failure is a matter of degree: they make a report amber, not red."""
 MAX_EVIDENCE = 5
 _MAX_SHOWN_CHARS = 200

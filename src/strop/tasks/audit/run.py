@@ -49,6 +49,7 @@ _PROBES = MappingProxyType(
         "truncation": probes.probe_truncation,
         "cost": probes.probe_cost,
         "judge_injection": judge_probes.probe_judge_injection,
+        "judge_length": judge_probes.probe_judge_length,
         # Last: it looks at what all others earned.
         "ceiling": probes.probe_ceiling,
     }
