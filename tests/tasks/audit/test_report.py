@@ -16,13 +16,12 @@ from strop.tasks.audit import (
     ProbeStatus,
     Verdict,
     accept_probes,
-    acceptance,
     describe_acceptance,
     find_audit,
-    stored,
     stored_audit_path,
     write_audit,
 )
+from strop.tasks.audit.report import SCHEMA
 from tests.tasks.audit.test_audit import Capitals, MatchesEitherWay, PaysForTheQuestion, audit
 
 
@@ -73,7 +72,7 @@ def test_a_changed_audit_is_refused(
 def test_an_audit_by_other_probes_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path))
     write_audit(audit(Capitals(), probes=("noop",)), stored_audit_path("capitals", "1"))
-    monkeypatch.setattr(stored, "SCHEMA", stored.SCHEMA + 1)
+    monkeypatch.setattr("strop.tasks.audit.stored.SCHEMA", SCHEMA + 1)
     assert find_audit("capitals", "1") is None
 
 
@@ -98,12 +97,8 @@ def test_a_report_holds_all_that_it_was_made_of() -> None:
     }
     assert set(garbage["evidence"][0]) == {"example_id", "reply", "reply_digest", "reward", "detail"}
     # Another second in the same audit gives another digest; the same values give the same.
-    assert (
-        replace(report, seconds=1.0).to_json()["digest"] == replace(report, seconds=1.0).to_json()["digest"]
-    )
-    assert (
-        replace(report, seconds=1.0).to_json()["digest"] != replace(report, seconds=2.0).to_json()["digest"]
-    )
+    digests = [replace(report, seconds=seconds).to_json()["digest"] for seconds in (1.0, 1.0, 2.0)]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def red_report() -> AuditReport:
@@ -143,7 +138,7 @@ def test_a_user_without_a_name_can_accept_too(monkeypatch: pytest.MonkeyPatch) -
     def fail() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")
 
-    monkeypatch.setattr(acceptance.getpass, "getuser", fail)
+    monkeypatch.setattr("getpass.getuser", fail)
     assert [entry.user for entry in accept_probes(red_report(), {"echo": "asked for"}).accepted] == [
         "unknown"
     ]
