@@ -271,7 +271,7 @@ def audit_in_workers(spec: TaskSpec, *probes: str, num_examples: int) -> AuditRe
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [mbpp, apps, humaneval], ids=lambda make: make.__name__)
 def test_the_built_in_code_tasks_hold(make: Callable[[Path], TaskSpec], tmp_path: Path) -> None:
-    report = audit_in_workers(make(tmp_path), *CODE_PROBES, num_examples=3)
+    report = audit_in_workers(make(tmp_path), *CODE_PROBES, "order", "failure_paths", num_examples=3)
     assert {(r.probe, r.status, r.detail) for r in report.probes if r.status is not ProbeStatus.PASS} == set()
 
 
