@@ -222,8 +222,8 @@ def refuse_missing_punkt(job: HarnessJob, python: Path) -> None:
                 " folder of NLTK_DATA",
                 allowed="the folder tokenizers/punkt_tab below a folder that NLTK_DATA names",
                 next_step="fetch it elsewhere with `python -m nltk.downloader punkt_tab` and copy it here, or"
-                " name in NLTK_DATA the folder llama_index/core/_static/nltk_cache of the wheel llama-index-core;"
-                " or use strop's own task ifeval, which needs none",
+                " unpack the wheel of llama-index-core and name its llama_index/core/_static/nltk_cache in"
+                " NLTK_DATA; or use strop's own task ifeval, which needs none",
             )
         )
 
