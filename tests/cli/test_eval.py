@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +11,9 @@ import pytest
 from strop.evaluate import read_result
 from strop.record.shards import list_shards
 from tests.cli.conftest import Ended, Run
+from tests.fixtures.attempts import start_command, wait_until
 
 ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out")
-PROGRAM = "import sys; from strop.cli import main; sys.exit(main())"
 
 
 def evaluate(run: Run, model: Path, *words: object) -> Ended:
@@ -129,15 +125,6 @@ def test_the_same_command_again_generates_nothing(run: Run, folder: Path, tiny_m
     assert len(list((folder / "evals").glob("arithmetic-step-000000-*.json"))) == 2
 
 
-def start(*words: object) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, words)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
     run: Run, folder: Path, tiny_model_dir: Path
@@ -146,16 +133,12 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
     shared = ("eval", tiny_model_dir, "--task", "arithmetic", *ASK, "engine.max_rows=4")
     words = (*shared, "--samples", "3", "--pass-at", "1,3")
     kept = folder / "killed" / "arithmetic-step-000000"
-    process = start(*words, "--out", "killed")
-    deadline = time.monotonic() + 120
+    process = start_command([*words, "--out", "killed"], folder / "log")
     try:
-        while not (list_shards(kept)):
-            assert process.poll() is None, process.communicate()[1].decode()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: bool(list_shards(kept)), process, folder / "log")
     finally:
         process.kill()
-        process.communicate()
+        process.join()
     first = {path: path.stat().st_mtime_ns for path in list_shards(kept)}
     assert 1 <= len(first) < 4
     resumed = run(*words, "--out", "killed", "--json")

@@ -8,14 +8,12 @@ R1, R2 and R4 are the contracts on resume of the design: trainer, synchronous ru
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from strop.cluster.inline import build_learner
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord
 from strop.launch.local import train_here
-from strop.record import RunDir, list_runs
+from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Group
 from strop.spec import load_spec
@@ -37,8 +35,8 @@ from strop.store import verify_directory
 from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.checkpoint import load_checkpoint
+from tests.fixtures.attempts import LIMIT_S, Bench
 from tests.fixtures.tiny_run import Composition, Curve, new_run, read_curve, tiny_spec
-from tests.fixtures.train_here import train_in_child
 
 NUM_STEPS = 5
 NUM_KILLS = 6
@@ -89,51 +87,18 @@ DEATHS = (
 )
 
 
-class Bench:
-    """A folder with a run file, and attempts to train it."""
+def describe_run(model_dir: Path, dtype: str, num_steps: int = NUM_STEPS) -> str:
+    """Return the text of a run file."""
+    return RUN_FILE.format(model=model_dir, dtype=dtype, steps=num_steps)
 
-    def __init__(self, folder: Path, model_dir: Path, dtype: str) -> None:
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self.log_path = folder / "log.txt"
-        self.log_path.touch()
-        self.num_started = 0
-        self.run_file = folder / "run.toml"
-        self.run_file.write_text(RUN_FILE.format(model=model_dir, dtype=dtype, steps=NUM_STEPS))
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["strop.train.loop", "strop.launch.local"])
 
-    def start(self, die_at: str | None = None) -> ForkServerProcess:
-        """Give the command once."""
-        arguments = [str(self.run_file), f"output.root={self.folder / 'runs'}"]
-        process = self._context.Process(target=train_in_child, args=(arguments, str(self.log_path), die_at))
-        process.start()
-        self.num_started += 1
-        return process
-
-    def finish(self) -> Curve:
-        """Give the command until the run is done; read its curve."""
-        if not any(run.is_finished for run in list_runs(self.runs_path)):
-            process = self.start()
-            process.join(60)
-            assert process.exitcode == 0, self.log_path.read_text()
-        (run,) = list_runs(self.runs_path)
-        assert run.is_finished
-        for step in run.checkpoint_steps():
-            verify_directory(run.checkpoint_path(step))
-        return read_curve(run.path)
-
-    def wait_until_begun(self, process: ForkServerProcess) -> None:
-        """Wait until the attempt started last has the run's lock, or has ended."""
-        deadline = time.monotonic() + 60
-        while process.is_alive() and self.log_path.read_text().count("run /") < self.num_started:
-            assert time.monotonic() < deadline, self.log_path.read_text()
-            time.sleep(0.005)
-
-    @property
-    def runs_path(self) -> Path:
-        """Where the run's directory is made."""
-        return self.folder / "runs"
+def finish(bench: Bench) -> Curve:
+    """Give the command until the run is done; every checkpoint that is left is whole."""
+    curve = bench.finish()
+    run = bench.only_run()
+    for step in run.checkpoint_steps():
+        verify_directory(run.checkpoint_path(step))
+    return curve
 
 
 @dataclass(frozen=True)
@@ -152,9 +117,9 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def whole(dtype: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    bench = Bench(tmp_path_factory.mktemp("whole") / dtype, tiny_model_dir, dtype)
-    curve = bench.finish()
-    (run,) = list_runs(bench.runs_path)
+    bench = Bench(tmp_path_factory.mktemp("whole") / dtype, describe_run(tiny_model_dir, dtype))
+    curve = finish(bench)
+    run = bench.only_run()
     attempt = json.loads((run.path / "attempts" / "1" / "attempt.json").read_text())
     assert [line["step"] for line in curve.metrics] == list(range(1, NUM_STEPS + 1))
     assert sorted(curve.evals) == [f"reverse-text-step-00000{step}.json" for step in (0, 3, 5)]
@@ -165,7 +130,7 @@ def whole(dtype: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def new_bench(dtype: str, tmp_path: Path, tiny_model_dir: Path) -> Callable[[str], Bench]:
-    return lambda name: Bench(tmp_path / name, tiny_model_dir, dtype)
+    return lambda name: Bench(tmp_path / name, describe_run(tiny_model_dir, dtype))
 
 
 @pytest.mark.slow
@@ -187,7 +152,7 @@ def test_ckp_3_kills_at_random_moments_do_not_change_the_curve(
             process.kill()
             process.join()
             num_killed += 1
-        assert bench.finish() == whole.curve
+        assert finish(bench) == whole.curve
         if num_killed == NUM_KILLS:
             return
     pytest.fail(f"only {num_killed} of {NUM_KILLS} attempts were still running when they were to be killed")
@@ -200,12 +165,10 @@ def test_ckp_4_kills_between_two_writes_do_not_change_the_curve(
     """Incident: a torn save looked complete, and what was recorded twice was counted twice."""
     bench = new_bench("writes")
     for die_at in DEATHS:
-        process = bench.start(die_at)
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL, (die_at, bench.log_path.read_text())
-    curve = bench.finish()
+        assert bench.end(die_at) == -signal.SIGKILL, (die_at, bench.log_path.read_text())
+    curve = finish(bench)
     assert curve == whole.curve
-    (run,) = list_runs(bench.runs_path)
+    run = bench.only_run()
     # The first death left no run behind.
     assert run.state.num_attempts == len(DEATHS)
     assert run.checkpoint_steps()[-2:] == [4, 5]
@@ -385,7 +348,7 @@ def test_ckp_6_a_run_directory_that_cannot_be_written_is_refused_by_name(
     place = make_unwritable(tmp_path, kind)
     run_file = tmp_path / "run.toml"
     # The model does not exist either: the refusal comes before it is looked for.
-    run_file.write_text(RUN_FILE.format(model=tmp_path / "absent", dtype="float32", steps=2))
+    run_file.write_text(describe_run(tmp_path / "absent", "float32", num_steps=2))
     resolved = load_spec(run_file, [f"{setting}={place}"])
     with pytest.raises(CheckRefused, match="the run's directory cannot be written to ") as caught:
         train_here(resolved, SilentObserver(), on_run=lambda run_dir: None)
@@ -399,14 +362,13 @@ def test_ckp_6_a_run_that_is_killed_holds_a_usable_checkpoint_at_every_moment(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """Incident: three of four sweep jobs left traces only; results were copied at a successful end."""
-    bench = Bench(tmp_path / "killed", tiny_model_dir, "float32")
-    bench.run_file.write_text(bench.run_file.read_text().replace("steps = 5", "steps = 500"))
+    bench = Bench(tmp_path / "killed", describe_run(tiny_model_dir, "float32", num_steps=500))
     process = bench.start()
     bench.wait_until_begun(process)
-    (run,) = list_runs(bench.runs_path)
+    run = bench.only_run()
     assert process.pid is not None
     seen: set[int] = set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while len(seen) < 4:
         assert process.is_alive(), bench.log_path.read_text()
         assert time.monotonic() < deadline

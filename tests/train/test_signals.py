@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from strop.record import RunDir, list_runs
+from strop.record import RunDir
 from strop.train.signals import StopFlag
+from tests.fixtures.attempts import Bench, wait_for_end, wait_until
 from tests.fixtures.tiny_run import Curve, read_curve
 
-PROGRAM = Path(__file__).parents[1] / "fixtures" / "train_here.py"
 NUM_STEPS = 8
+SIGNALLED_AT = r"open .*/rollouts/step-000003\.parquet"
 RUN_FILE = """
 name = "stopped"
 [model]
@@ -32,7 +31,7 @@ max_reply_tokens = 40
 [train]
 steps = {steps}
 prompts_per_step = 4
-rollouts_per_prompt = 4
+rollouts_per_prompt = {rollouts}
 checkpoint_every = 100
 accept = "weights: a random model for a test"
 [eval]
@@ -42,84 +41,74 @@ threads = 1
 """
 
 
-def start(folder: Path, log: str, *overrides: str) -> subprocess.Popen[bytes]:
-    given = [str(folder / "run.toml"), f"output.root={folder / 'runs'}", *overrides]
-    with (folder / log).open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, str(PROGRAM), *given],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+def make_bench(folder: Path, model_dir: Path, num_rollouts: int = 4) -> Bench:
+    return Bench(folder, RUN_FILE.format(model=model_dir, steps=NUM_STEPS, rollouts=num_rollouts))
 
 
-def wait_for(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, "the process ended too early"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def steps_of(folder: Path) -> list[int]:
-    runs = list_runs(folder / "runs") if (folder / "runs").exists() else []
-    return [int(line["step"]) for run in runs for line in run.metrics.read()]
-
-
-def prepare(folder: Path, model_dir: Path) -> Path:
-    (folder / "run.toml").write_text(RUN_FILE.format(model=model_dir, steps=NUM_STEPS))
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
-    return prepare(tmp_path, tiny_model_dir)
+def steps_of(run: RunDir) -> list[int]:
+    return [int(line["step"]) for line in run.metrics.read()]
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """Return the curve of a run that nobody disturbed."""
-    folder = prepare(tmp_path_factory.mktemp("whole"), tiny_model_dir)
-    assert start(folder, "log").wait(120) == 0, (folder / "log").read_text()
-    (run,) = list_runs(folder / "runs")
-    return read_curve(run.path)
+    return make_bench(tmp_path_factory.mktemp("whole") / "run", tiny_model_dir).finish()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(
-    folder: Path, whole: Curve, number: signal.Signals
+    tmp_path: Path, tiny_model_dir: Path, whole: Curve, number: signal.Signals
 ) -> None:
-    process = start(folder, "first.log")
-    wait_for(process, lambda: len(steps_of(folder)) >= 2)
-    process.send_signal(number)
-    assert process.wait(60) == 75, (folder / "first.log").read_text()
-    (run,) = list_runs(folder / "runs")
-    done = steps_of(folder)
+    bench = make_bench(tmp_path / "run", tiny_model_dir)
+    # Sent by itself, at a moment that no other load of the machine moves.
+    assert bench.end(SIGNALLED_AT, number) == 75, bench.log_path.read_text()
+    run = bench.only_run()
+    done = steps_of(run)
     assert 2 <= len(done) < NUM_STEPS
     # No checkpoint was due: this one is the signal's, and of the last step on record.
     assert run.checkpoint_steps() == [done[-1]]
-    message = (folder / "first.log").read_text()
+    message = bench.log_path.read_text()
     assert f"stopped by {number.name.lower()} after step {done[-1]}. Allowed: " in message
     assert f"checkpoint step-{done[-1]:06d}. Next: give the same command again." in message
     attempt = json.loads((run.path / "attempts" / "1" / "attempt.json").read_text())
     assert (attempt["cause"], attempt["exit_code"], attempt["step"]) == ("Interrupted", 75, done[-1])
-    again = start(folder, "second.log")
-    assert again.wait(120) == 0, (folder / "second.log").read_text()
-    assert steps_of(folder) == list(range(1, NUM_STEPS + 1))
+    assert bench.end() == 0, bench.log_path.read_text()
+    assert steps_of(run) == list(range(1, NUM_STEPS + 1))
     assert read_curve(run.path) == whole
 
 
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has had so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def has_handler(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(folder: Path) -> None:
-    # Steps of a second and more, so that both signals fall into the second one.
-    process = start(folder, "first.log", "train.rollouts_per_prompt=128")
-    wait_for(process, lambda: len(steps_of(folder)) >= 1)
-    time.sleep(0.25)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) in {1, -signal.SIGINT}, (folder / "first.log").read_text()
-    (run,) = list_runs(folder / "runs")
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process does is read from /proc")
+def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path: Path, tiny_model_dir: Path) -> None:
+    # Steps of a second of computing and more, so that both signals fall into the second one.
+    bench = make_bench(tmp_path / "run", tiny_model_dir, num_rollouts=128)
+    process = bench.start()
+    pid = process.pid
+    assert pid is not None
+    bench.wait_until_begun(process)
+    run = bench.only_run()
+    wait_until(lambda: len(steps_of(run)) >= 1, process, bench.log_path)
+    at_step_s = cpu_s(pid)
+    wait_until(lambda: cpu_s(pid) > at_step_s + 0.25, process, bench.log_path)
+    os.kill(pid, signal.SIGINT)
+    # The first one is seen to once the next SIGTERM is nobody's but the system's; then the second counts.
+    wait_until(lambda: not has_handler(pid, signal.SIGTERM), process, bench.log_path)
+    os.kill(pid, signal.SIGINT)
+    assert wait_for_end(process) in {1, -signal.SIGINT}, bench.log_path.read_text()
     attempt = json.loads((run.path / "attempts" / "1" / "attempt.json").read_text())
     assert (attempt["cause"], attempt["exit_code"]) == ("KeyboardInterrupt", 1)
     assert run.checkpoint_steps() == []
