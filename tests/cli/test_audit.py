@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.fixtures.commands import Run
 
 
 def test_a_green_task_ends_with_0_and_leaves_its_report(run: Run, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Ended, Run
+from tests.fixtures.commands import Ended, Run
 
 Row = dict[str, Any]
 GOOD: list[Row] = [{"question": f"What is {n} + 1?", "answer": f"It is.\n#### {n + 1}"} for n in range(20)]

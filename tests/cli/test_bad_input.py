@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.fixtures.commands import Run
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 # Words, exit code, and a piece of the message.

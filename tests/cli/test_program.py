@@ -18,7 +18,7 @@ from strop.cli.program import app
 from strop.errors import Interrupted
 from strop.rollout import Split
 from strop.tasks import TASK_SUMMARIES
-from tests.cli.conftest import Run
+from tests.fixtures.commands import Run
 
 PROGRAM = "import sys; from strop.cli import main; sys.exit(main())"
 

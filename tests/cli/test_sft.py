@@ -11,7 +11,7 @@ from strop.record import RunDir
 from strop.rollout import Split
 from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
-from tests.cli.conftest import Run
+from tests.fixtures.commands import Run
 
 SFT = '[sft]\nsource = "rows.jsonl"\nrows_per_step = 4\n'
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from strop.record import RunDir
-from tests.cli.conftest import Run
+from tests.fixtures.commands import Run
 
 
 def test_a_run_is_trained_told_and_reported(folder: Path, run: Run) -> None:

@@ -26,29 +26,21 @@ from strop.store.hub_store import HubStore
 from strop.tasks import build_task
 from tests.fixtures.object_store import use_store
 from tests.fixtures.sockets import only_connects_to
-from tests.fixtures.sources import DATA, fill_store, follow, leave_home
+from tests.fixtures.sources import DATA, follow
 
-
-@pytest.fixture(autouse=True)
-def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_home(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return fill_store(tmp_path)
+pytestmark = pytest.mark.usefixtures("away_from_home")
 
 
 @pytest.mark.parametrize("variable", ["STROP_OFFLINE", "HF_HUB_OFFLINE"])
 @pytest.mark.parametrize("order", ["store-first", "hub-first", "store-only"])
 def test_dat_3_offline_never_opens_a_hub_connection(
-    variable: str, order: str, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, order: str, filled_store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Incident: offline with missing data is a refusal, with no connection attempted."""
     monkeypatch.setenv(variable, "1")
     assert is_offline()
     with only_connects_to() as attempts:
-        with follow_store(follow(root, order)):
+        with follow_store(follow(filled_store, order)):
             assert get_model("org/tiny").source == "store"
             assert fetch_data_file("org/data", DATA).is_file()
             for name in ("org/absent", "org/absent@main"):
@@ -70,31 +62,31 @@ def test_dat_3_offline_never_opens_a_hub_connection(
     assert attempts == []
 
 
-def test_dat_3_a_half_staged_data_set_is_not_there(root: str, tmp_path: Path) -> None:
+def test_dat_3_a_half_staged_data_set_is_not_there(filled_store: str, tmp_path: Path) -> None:
     """Incident: empty or half-written caches accepted as data."""
-    (Path(root) / "datasets/org/data/COMPLETE").unlink()
+    (Path(filled_store) / "datasets/org/data/COMPLETE").unlink()
     with (
-        follow_store(follow(root, "store-only")),
+        follow_store(follow(filled_store, "store-only")),
         pytest.raises(RemoteMissing, match="it has objects and no"),
     ):
         fetch_data_file("org/data", DATA)
-    (Path(root) / "models/org/tiny/COMPLETE").unlink()
+    (Path(filled_store) / "models/org/tiny/COMPLETE").unlink()
     with (
-        follow_store(follow(root, "store-only")),
+        follow_store(follow(filled_store, "store-only")),
         pytest.raises(RemoteMissing, match="it has objects and no"),
     ):
         get_model("org/tiny")
 
 
 def test_dat_3_a_flipped_byte_in_the_cache_is_fetched_again_and_in_the_store_refused(
-    root: str, tmp_path: Path
+    filled_store: str, tmp_path: Path
 ) -> None:
     """Incident: flipped byte: refused, then rebuilt."""
-    with follow_store(follow(root)):
+    with follow_store(follow(filled_store)):
         cached = fetch_data_file("org/data", DATA)
         cached.write_bytes(b'{"x": 7}\n')
         assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
-        (Path(root) / "datasets/org/data" / DATA).write_bytes(b'{"x": 7}\n')
+        (Path(filled_store) / "datasets/org/data" / DATA).write_bytes(b'{"x": 7}\n')
         cached.unlink()
         with pytest.raises(CorruptRecord, match=r"train\.jsonl"):
             fetch_data_file("org/data", DATA)
@@ -152,10 +144,10 @@ with follow_store(StoreSpec(uri=sys.argv[1], order="store-only")):
 """
 
 
-def test_dat_3_a_copy_whose_write_was_killed_is_not_there(root: str, tmp_path: Path) -> None:
+def test_dat_3_a_copy_whose_write_was_killed_is_not_there(filled_store: str, tmp_path: Path) -> None:
     """Incident: half-written caches accepted as data."""
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED, root],
+        [sys.executable, "-c", KILLED, filled_store],
         env={**os.environ, "STROP_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         timeout=60,
@@ -164,7 +156,7 @@ def test_dat_3_a_copy_whose_write_was_killed_is_not_there(root: str, tmp_path: P
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] != []
     assert list((tmp_path / "cache").rglob("train.jsonl")) == []
-    with follow_store(follow(root, "store-only")):
+    with follow_store(follow(filled_store, "store-only")):
         assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
 
 

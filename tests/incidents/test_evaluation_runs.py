@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from strop.cli import main
 from strop.cluster import Roles
 from strop.engine import Engine
 from strop.errors import CheckRefused
@@ -29,76 +28,50 @@ from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks import Task
 from strop.tasks.judging import InlineJudge
 from strop.tokenizer import Tokenizer
-from tests.cli.conftest import RUN_TEXT, Ended
 from tests.evaluate.arithmetic_world import make_engine, make_task, make_tokenizer
+from tests.fixtures.commands import Run
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 from tests.incidents.faulty_engines import native_engine, perturbed_engine
 
-Command = Callable[..., Ended]
 NUM_TOKENS = 24
 """Reply budget of the tasks here that a random model is asked."""
 ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out", "--task", "arithmetic")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> Path:
-    """A folder with run.toml for the tiny model, and a cache of its own."""
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    (work / "run.toml").write_text(RUN_TEXT.format(model=tiny_model_dir))
-    return work
-
-
-@pytest.fixture
-def command(folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Give a command as it is typed."""
-
-    def give(*words: object) -> Ended:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return Ended(code=code, out=captured.out, err=captured.err)
-
-    return give
-
-
-def train(command: Command, name: str, *words: str) -> Path:
-    ended = command("train", "run.toml", f"output.dir={name}", *words)
+def train(run: Run, name: str, *words: str) -> Path:
+    ended = run("train", "run.toml", f"output.dir={name}", *words)
     assert ended.code == 0, ended.err
     return Path(name)
 
 
-def test_eva_1_trained_ids_are_refused_as_test_by_the_command(command: Command, folder: Path) -> None:
+def test_eva_1_trained_ids_are_refused_as_test_by_the_command(run: Run, folder: Path) -> None:
     """Incident: 90.1 % on a test set was 337 of 374, and 374 is the size of the training split."""
-    run = train(command, "trained")
-    assert command("eval", run, *ASK, "--limit", "4").code == 0
+    trained = train(run, "trained")
+    assert run("eval", trained, *ASK, "--limit", "4").code == 0
     # With 300 examples held out instead of 100, most of those called held-out were trained on.
-    refused = command("eval", run, *ASK, "num_held_out=300")
+    refused = run("eval", trained, *ASK, "num_held_out=300")
     assert (refused.code, refused.out) == (76, "")
     assert "of 300 examples of task arithmetic called held_out were trained on, the first is" in refused.err
-    without = command("eval", run, "--task", "arithmetic", "--limit", "4")
+    without = run("eval", trained, "--task", "arithmetic", "--limit", "4")
     assert without.code == 2
     assert "Missing option '--split'" in without.err
-    as_train = command("eval", run, *ASK[:2], "--split", "train", "--task", "arithmetic", "--limit", "4")
+    as_train = run("eval", trained, *ASK[:2], "--split", "train", "--task", "arithmetic", "--limit", "4")
     assert as_train.code == 0
 
 
 def test_eva_2_a_cut_result_ends_the_command_with_a_code_and_is_not_compared(
-    command: Command, tiny_model_dir: Path
+    run: Run, tiny_model_dir: Path
 ) -> None:
     """Incident: a default of 256 new tokens cut 13 % of the answers, and all baselines lost 3-5 points."""
-    cut = command("eval", tiny_model_dir, *ASK, "--limit", "4", "max_reply_tokens=4", "--out", "cut")
+    cut = run("eval", tiny_model_dir, *ASK, "--limit", "4", "max_reply_tokens=4", "--out", "cut")
     assert cut.code == 76
     assert "is invalid: truncation: a share of" in cut.err
-    assert command("eval", tiny_model_dir, *ASK, "--limit", "4", "--out", "whole").code == 0
+    assert run("eval", tiny_model_dir, *ASK, "--limit", "4", "--out", "whole").code == 0
     places = [f"{name}/arithmetic-step-000000.json" for name in ("whole", "cut")]
-    refused = command("compare", *places)
+    refused = run("compare", *places)
     assert (refused.code, refused.out) == (76, "")
     assert "invalid: truncation" in refused.err
-    assert command("compare", places[0], places[0]).code == 0
+    assert run("compare", places[0], places[0]).code == 0
 
 
 class OtherStops(SpellTask):
@@ -215,41 +188,41 @@ def test_eva_4_a_baseline_of_another_model_or_task_is_none(tmp_path: Path) -> No
 
 
 def test_eva_4_the_command_stores_nothing_behind_a_dead_canary(
-    command: Command, folder: Path, tiny_model_dir: Path
+    run: Run, folder: Path, tiny_model_dir: Path
 ) -> None:
     """Incident: as above. The baseline here claims what the model cannot do."""
-    assert command("eval", tiny_model_dir, *ASK, "--limit", "8", "--out", "known").code == 0
+    assert run("eval", tiny_model_dir, *ASK, "--limit", "8", "--out", "known").code == 0
     path = folder / "known" / "arithmetic-step-000000.json"
     words = ("eval", tiny_model_dir, *ASK[:4], "--task", "reverse-text", "--limit", "2")
-    sung = command(*words, "--canary", path, "--out", "good")
+    sung = run(*words, "--canary", path, "--out", "good")
     assert sung.code == 0, sung.err
     assert "the canary came out: greedy accuracy of arithmetic is 0.0%, within 0.0% to" in sung.err
     result = read_result(path)
     better = result.greedy.model_copy(update={"accuracy": 0.9, "low": 0.8, "high": 0.95})
     write_result(result.model_copy(update={"greedy": better}), path)
-    dead = command(*words, "--canary", path, "--out", "bad")
+    dead = run(*words, "--canary", path, "--out", "bad")
     assert (dead.code, dead.out) == (76, "")
     assert "baseline_canary: greedy accuracy of arithmetic is 0.0% on 8 examples, where 90.0%" in dead.err
     assert [kept.name for kept in (folder / "bad").rglob("*") if kept.suffix in (".json", ".parquet")] == []
-    again = command(*words, "--canary", "absent.json", "--out", "bad")
+    again = run(*words, "--canary", "absent.json", "--out", "bad")
     assert again.code == 1
     assert "the result absent.json cannot be read" in again.err
 
 
-def test_eva_7_two_arms_that_differ_in_more_than_declared_get_no_verdict(command: Command) -> None:
+def test_eva_7_two_arms_that_differ_in_more_than_declared_get_no_verdict(run: Run) -> None:
     """Incident: arms meant to differ in the learning rate also differed in fp16 and bf16; single seeds."""
-    one = train(command, "one")
-    other = train(command, "other", "optimizer.lr=1e-4", "model.dtype=bfloat16")
-    third = train(command, "third", "optimizer.lr=1e-4")
-    refused = command("compare", one, other, "--vary", "optimizer.lr", "--json")
+    one = train(run, "one")
+    other = train(run, "other", "optimizer.lr=1e-4", "model.dtype=bfloat16")
+    third = train(run, "third", "optimizer.lr=1e-4")
+    refused = run("compare", one, other, "--vary", "optimizer.lr", "--json")
     assert (refused.code, refused.out) == (76, "")
     assert "differ in more than optimizer.lr: model.dtype 'float32' and 'bfloat16'. Allowed: " in refused.err
-    undeclared = " ".join(command("compare", one, other).out.split())
+    undeclared = " ".join(run("compare", one, other).out.split())
     assert "no verdict on a cause: nothing was declared with --vary, and these differ: " in undeclared
-    found = json.loads(command("compare", one, third, "--vary", "optimizer.lr", "--json").out)
+    found = json.loads(run("compare", one, third, "--vary", "optimizer.lr", "--json").out)
     assert [difference["key"] for difference in found["differences"]] == ["optimizer.lr"]
     assert found["change"]["num_seeds"] == 1
-    shown = command("compare", one, third, "--vary", "optimizer.lr").out
+    shown = run("compare", one, third, "--vary", "optimizer.lr").out
     assert "of one seed each: what another seed would change is not in them" in " ".join(shown.split())
 
 

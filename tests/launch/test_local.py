@@ -68,8 +68,7 @@ class Here:
 
 
 @pytest.fixture
-def here(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path) -> Here:
     return Here(tmp_path, tiny_model_dir)
 
 

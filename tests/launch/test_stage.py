@@ -20,9 +20,9 @@ from strop.tasks import build_task
 from strop.train.sft_source import find_source
 from tests.fixtures.object_store import SpoilingProxy
 from tests.fixtures.sockets import only_connects_to
-from tests.fixtures.sources import leave_home
 from tests.store.test_models import PACKAGE_URI, cached_package_model, write_model
 
+pytestmark = pytest.mark.usefixtures("away_from_home")
 TRAIN = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(20)]
 TEST = [{"question": f"{n} + 2?", "answer": f"#### {n + 2}"} for n in range(3)]
 
@@ -41,11 +41,6 @@ def write_data(folder: Path) -> Path:
     for name, rows in (("train", TRAIN), ("test", TEST)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_home(tmp_path, monkeypatch)
 
 
 @pytest.fixture

