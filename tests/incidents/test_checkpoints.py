@@ -9,8 +9,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,53 +25,24 @@ from strop.record import RunDir
 from strop.store import AtomicDirectory, get_model, is_complete, verify_directory
 from strop.tokenizer import Tokenizer
 from strop.train.gate import check_weights
+from tests.fixtures.attempts import fork, wait_for_end
+from tests.fixtures.write_points import write_and_die, write_checkpoint
 from tests.incidents.faulty_engines import build_gate
 from tests.policy.worlds import load_model, make_model
 
 NORM = "model.norm.weight"
-# Writes a checkpoint and dies just before its n-th touch of the file system. An audit hook sees
-# every open, mkdir, rename and remove, so no write point is forgotten when the code changes.
-WRITE_AND_DIE = """
-import os, signal, sys
-from pathlib import Path
-from strop.store import AtomicDirectory
-target, countdown, replace = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "replace"
-parent = str(target.parent)
-def watch(event, arguments):
-    global countdown
-    if event in WATCHED and arguments and str(arguments[0]).startswith(parent):
-        countdown -= 1
-        if countdown < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
-sys.addaudithook(watch)
-with AtomicDirectory(target, replace=replace) as partial:
-    for role in ("model", "state"):
-        (partial / role).mkdir()
-        (partial / role / "part.bin").write_bytes(b"new " + role.encode() * 1000)
-"""
 MAX_WRITE_POINTS = 200
 
 
-def write_checkpoint(run: RunDir, step: int) -> Path:
-    with AtomicDirectory(run.checkpoint_path(step)) as partial:
-        for role in ("model", "state"):
-            (partial / role).mkdir()
-            (partial / role / "part.bin").write_bytes(f"{role} {step}".encode() * 1000)
-    return run.checkpoint_path(step)
+def save(run: RunDir, step: int) -> Path:
+    return write_checkpoint(run.checkpoint_path(step), str(step))
 
 
-def write_and_die(target: Path, countdown: int, mode: str) -> bool:
-    """Return whether the writer reached its end alive."""
-    ended = subprocess.run(
-        [sys.executable, "-c", WRITE_AND_DIE, str(target), str(countdown), mode],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode in {0, -signal.SIGKILL}, ended.stderr
-    return ended.returncode == 0
+def reaches_its_end(target: Path, countdown: int, *, replace: bool) -> bool:
+    """Return whether a writer that dies at a touch of the file system had no such touch to make."""
+    code = wait_for_end(fork(write_and_die, target, countdown, replace))
+    assert code in {0, -signal.SIGKILL}
+    return code == 0
 
 
 @pytest.fixture
@@ -83,11 +52,11 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_ckp_4_a_kill_at_any_write_point_leaves_the_previous_checkpoint(run: RunDir) -> None:
     """Incident: the newest directory was chosen without a completeness marker; a torn save looked whole."""
-    write_checkpoint(run, 10)
+    save(run, 10)
     target = run.checkpoint_path(20)
     num_died = num_published = 0
     for countdown in range(MAX_WRITE_POINTS):
-        if write_and_die(target, countdown, "fresh"):
+        if reaches_its_end(target, countdown, replace=False):
             break
         num_died += 1
         latest = run.latest_checkpoint()
@@ -115,7 +84,7 @@ def test_ckp_4_a_kill_while_replacing_leaves_the_old_or_the_new(tmp_path: Path) 
     for countdown in range(MAX_WRITE_POINTS):
         with AtomicDirectory(target, replace=True) as partial:
             (partial / "old.bin").write_bytes(b"old")
-        if write_and_die(target, countdown, "replace"):
+        if reaches_its_end(target, countdown, replace=True):
             break
         # At no point is there nothing, or a mixture.
         names = set(verify_directory(target).files)
@@ -125,7 +94,7 @@ def test_ckp_4_a_kill_while_replacing_leaves_the_old_or_the_new(tmp_path: Path) 
 
 
 def test_ckp_4_a_flipped_byte_is_refused_by_name(run: RunDir) -> None:
-    path = write_checkpoint(run, 20) / "state" / "part.bin"
+    path = save(run, 20) / "state" / "part.bin"
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
@@ -137,7 +106,7 @@ def test_ckp_4_a_flipped_byte_is_refused_by_name(run: RunDir) -> None:
 
 
 def test_ckp_4_one_roles_missing_half_is_refused_by_name(run: RunDir) -> None:
-    path = write_checkpoint(run, 20)
+    path = save(run, 20)
     shutil.rmtree(path / "state")
     with pytest.raises(CorruptRecord, match=r"state/part\.bin cannot be read"):
         verify_directory(path)
@@ -145,9 +114,9 @@ def test_ckp_4_one_roles_missing_half_is_refused_by_name(run: RunDir) -> None:
 
 
 def test_ckp_4_a_directory_without_its_marker_is_passed_over(run: RunDir) -> None:
-    write_checkpoint(run, 10)
+    save(run, 10)
     copied = run.checkpoint_path(20)
-    shutil.copytree(write_checkpoint(run, 15), copied, ignore=shutil.ignore_patterns("COMPLETE"))
+    shutil.copytree(save(run, 15), copied, ignore=shutil.ignore_patterns("COMPLETE"))
     assert not is_complete(copied)
     assert run.latest_checkpoint() == (15, run.checkpoint_path(15))
     run.release()
@@ -155,7 +124,7 @@ def test_ckp_4_a_directory_without_its_marker_is_passed_over(run: RunDir) -> Non
 
 def test_ckp_3_a_removed_optimizer_file_is_refused(run: RunDir) -> None:
     """Incident: resume restored a counter only; parts that were missing went unnoticed."""
-    path = write_checkpoint(run, 20)
+    path = save(run, 20)
     (path / "state" / "part.bin").unlink()
     with pytest.raises(CorruptRecord, match=r"state/part\.bin"):
         verify_directory(path)
@@ -167,7 +136,7 @@ def test_ckp_3_records_continue_at_the_checkpoint_without_gap_or_repeat(run: Run
         run.metrics.append(step, {"loss": 1.0 / step})
         if step == 5:
             run.sync()
-            write_checkpoint(run, step)
+            save(run, step)
     run.release()  # The process is gone two steps after its checkpoint.
     with RunDir.open(run.path) as resumed:
         latest = resumed.latest_checkpoint()

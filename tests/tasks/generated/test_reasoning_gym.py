@@ -75,41 +75,52 @@ def test_process_wide_generators_neither_decide_nor_are_touched(dataset: str) ->
     assert first == second
 
 
+SIZES = {"num_train": 4, "num_held_out": 3}
 _IDS_SCRIPT = """
 import sys
 from strop.rollout import Split
 from strop.spec import ReasoningGymSpec
 from strop.tasks import build_task
-for dataset in sys.argv[1:]:
-    spec = ReasoningGymSpec(name="reasoning-gym", dataset=dataset, num_train=3, num_held_out=2)
+for dataset in sys.argv[3:]:
+    num_train, num_held_out = map(int, sys.argv[1:3])
+    spec = ReasoningGymSpec(
+        name="reasoning-gym", dataset=dataset, num_train=num_train, num_held_out=num_held_out
+    )
     task = build_task(spec)
     print(dataset, *(example.example_id for split in Split for example in task.examples(split)))
 """
 
 
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where processes under different hash seeds keep what was drawn for them, each in a cache of its own."""
+    return tmp_path_factory.mktemp("drawn")
+
+
 def ids_under(hash_seed: str, cache: Path) -> str:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "STROP_CACHE": str(cache)}
-    command = [sys.executable, "-c", _IDS_SCRIPT, *sorted(HASH_SEEDED)]
+    command = [sys.executable, "-c", _IDS_SCRIPT, *map(str, SIZES.values()), *sorted(HASH_SEEDED)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.slow
-def test_examples_are_the_same_under_every_hash_seed(tmp_path: Path) -> None:
+def test_examples_are_the_same_under_every_hash_seed(caches: Path) -> None:
     # Three processes that share no cache; the last one draws by itself, as its sets are in that order.
-    first, second, third = (ids_under(seed, tmp_path / seed) for seed in ("1", "2", "0"))
+    first, second, third = (ids_under(seed, caches / seed) for seed in ("1", "2", "0"))
     assert first == second == third
     assert len(first.splitlines()) == len(HASH_SEEDED) == 5
-    assert len(list((tmp_path / "1" / "reasoning-gym").iterdir())) == 5
-    assert not (tmp_path / "0").exists()
+    assert len(list((caches / "1" / "reasoning-gym").iterdir())) == 5
+    assert not (caches / "0").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", sorted(HASH_SEEDED))
 def test_what_another_process_drew_is_judged(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: str, caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path))
-    drawn, read = rg(dataset, num_train=6, num_held_out=4), rg(dataset, num_train=6, num_held_out=4)
+    # What the test above has left, if it ran; otherwise it is drawn now.
+    monkeypatch.setenv("STROP_CACHE", str(caches / "1"))
+    drawn, read = rg(dataset, **SIZES), rg(dataset, **SIZES)
     examples = [*drawn.examples(Split.TRAIN), *drawn.examples(Split.HELD_OUT)]
     for example in examples:
         for gold in drawn.gold_replies(example):
