@@ -59,6 +59,7 @@ def test_eva_1_trained_ids_are_refused_as_test_by_the_command(run: Run, folder: 
     assert as_train.code == 0
 
 
+@pytest.mark.usefixtures("folder")
 def test_eva_2_a_cut_result_ends_the_command_with_a_code_and_is_not_compared(
     run: Run, tiny_model_dir: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_eva_4_the_command_stores_nothing_behind_a_dead_canary(
     assert "the result absent.json cannot be read" in again.err
 
 
+@pytest.mark.usefixtures("folder")
 def test_eva_7_two_arms_that_differ_in_more_than_declared_get_no_verdict(run: Run) -> None:
     """Incident: arms meant to differ in the learning rate also differed in fp16 and bf16; single seeds."""
     one = train(run, "one")

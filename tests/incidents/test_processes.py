@@ -29,6 +29,8 @@ from strop.rollout import Example, Outcome
 from strop.spec import RunSpec
 from strop.store import AtomicDirectory, verify_directory
 from strop.tasks.judging import InlineJudge
+from tests.fixtures.attempts import fork, wait_for_end
+from tests.fixtures.silent_engine import train_until_silence
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import ACCEPTED, Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
 
@@ -216,48 +218,21 @@ def test_prc_8_the_gate_refuses_a_run_whose_checkpoints_do_not_fit(
         assert made.run_dir.metrics.read() == []
 
 
-# A run whose engine never answers from its n-th request on; the gate asks 64 times.
-HANG = """
-import asyncio, sys
-from dataclasses import replace
-from pathlib import Path
-from tests.fixtures.tiny_run import ACCEPTED, Composition, new_run, tiny_spec
-class Silent:
-    def __init__(self, engine, num_left):
-        self.engine, self.num_left = engine, num_left
-    async def generate(self, request):
-        self.num_left -= 1
-        if self.num_left < 0:
-            await asyncio.Event().wait()
-        return await self.engine.generate(request)
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-spec = tiny_spec(tripwires={"max_stall_s": 2.0}, train={"checkpoint_every": 1})
-made = Composition(spec, Path(sys.argv[2]), new_run(Path(sys.argv[1])))
-made.run(lambda roles: replace(roles, engine=Silent(roles.engine, 64 + 12 + 5)))
-"""
-
-
 @pytest.mark.slow
 def test_prc_1_an_engine_that_never_answers_ends_the_run_naming_the_stage(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """Incident: trainers waited for ever for an engine whose process was alive and idle."""
-    ended = subprocess.run(
-        [sys.executable, "-c", HANG, str(tmp_path / "runs"), str(tiny_model_dir)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 1, ended.stderr
+    log_path = tmp_path / "log.txt"
+    code = wait_for_end(fork(train_until_silence, tmp_path / "runs", tiny_model_dir, log_path))
+    assert code == 1, log_path.read_text()
     (path,) = (tmp_path / "runs").iterdir()
     with RunDir.open(path) as run:
         stall = run.events.read()[-1]
         assert (stall.kind, stall.step, stall.cause) == ("tripwire", 1, "stall")
         assert "stage generate has not moved for" in stall.detail
         assert run.checkpoint_steps() == [1]
-    assert "Thread 0x" in ended.stderr
+    assert "Thread 0x" in log_path.read_text()
 
 
 # Loaded by Python before the engine's program: says its last words and ends, at once or once a file is there.
