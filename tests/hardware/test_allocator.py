@@ -12,7 +12,7 @@ if sys.argv[1] == "kept":
     assert keep_freed_memory()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
 def churn():
-    for _ in range(20):
+    for _ in range(8):
         blocks = [bytearray(4 << 20) for _ in range(16)]
         del blocks
 churn()
@@ -30,5 +30,5 @@ def count_page_faults(mode: str) -> int:
 
 
 def test_freed_memory_is_taken_again_without_page_faults() -> None:
-    # 20 rounds of 64 MiB are 327,680 pages of 4 KiB; kept memory is touched without a fault.
+    # 8 rounds of 64 MiB are 131,072 pages of 4 KiB; kept memory is touched without a fault.
     assert count_page_faults("kept") < count_page_faults("given back") / 4

@@ -8,15 +8,18 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.sandbox import Limits
+from strop.errors import SandboxRefused
+from strop.sandbox import Limits, cgroup, linux
 from strop.sandbox.capture import Capture
 from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
 from strop.sandbox.command import measure_tree
 from strop.sandbox.family import find_descendants, kill_strays, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.frames import pack, unpack
+from strop.sandbox.keeper_handle import KeeperHandle
 from strop.sandbox.linux import can_reach
 
 
@@ -60,6 +63,39 @@ def test_version_1_groups_are_found_below_this_process() -> None:
         # The mount shows the hierarchy from /job on.
         Controller("pids", 1, Path("/sys/fs/cgroup/pids")),
     ]
+
+
+def test_where_the_kernel_tells_of_no_groups_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str | Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(cgroup, "read_file", refuse)
+    assert find_controllers() == []
+    monkeypatch.setattr(cgroup, "read_file", lambda path: "")
+    assert find_controllers() == []
+
+
+def test_a_kernel_without_process_descriptors_is_refused_with_that_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(SandboxRefused, match=r"no pidfd_open, which Linux has from 5\.3 on\. Allowed: "):
+        KeeperHandle().start({}, "")
+
+
+def test_without_user_namespaces_every_user_id_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str | Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(linux, "read_file", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    # 0x70000000 + 5, which is nobody's else.
+    assert linux.sandbox_uid(5) == (1879048197, True)
 
 
 def test_version_2_controllers_count_only_where_they_are_handed_down(tmp_path: Path) -> None:

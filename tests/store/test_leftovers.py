@@ -90,3 +90,9 @@ def test_processes_are_known_alive_or_dead() -> None:
     gone = dead_pid()
     assert not is_process_alive(gone)
     assert process_started_at(gone) is None
+
+
+@pytest.mark.parametrize("text", ["", "7 (name) S 1\n", "btime\n"])
+def test_where_proc_tells_nothing_a_start_is_unknown(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: text)
+    assert process_started_at(os.getpid()) is None

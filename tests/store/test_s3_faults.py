@@ -59,7 +59,7 @@ def test_a_passing_fault_while_sending(
 ) -> None:
     (tmp_path / "f").write_bytes(data)
     proxy.once(fault, "PUT")
-    make_objects().upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
+    make_objects(fault).upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
     assert [spoilt[0] for spoilt in proxy.spoilt] == [fault]
     assert stored_bytes(store_address, f"{s3_root}/f") == data
 
@@ -80,7 +80,7 @@ def test_a_passing_fault_while_parts_are_joined(
 def test_a_passing_fault_while_fetching(
     fault: str, data: bytes, proxy: SpoilingProxy, s3_root: str, tmp_path: Path
 ) -> None:
-    objects = make_objects()
+    objects = make_objects(fault)
     (tmp_path / "f").write_bytes(data)
     objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
     stored = objects.find(f"{s3_root}/f")

@@ -147,7 +147,7 @@ def _count_physical_cores(cpus: list[dict[str, str]], allowed: set[int]) -> int:
     cores = {
         (cpu["physical id"], cpu["core id"])
         for cpu in cpus
-        if "core id" in cpu and "physical id" in cpu and int(cpu["processor"]) in allowed
+        if "core id" in cpu and "physical id" in cpu and int(cpu.get("processor", -1)) in allowed
     }
     # ARM and some virtual machines name no cores: then each logical CPU counts as one.
     return len(cores) or len(allowed)

@@ -6,7 +6,6 @@ The same command again continues a run that did not finish: same name, same spec
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -150,8 +149,7 @@ def set_threads(wanted: int | None) -> int:
     keep_freed_memory()  # Before torch is imported.
     import torch
 
-    cores = min(describe_machine().num_physical_cores, len(os.sched_getaffinity(0)))
-    threads = wanted or max(cores, 1)
+    threads = wanted or max(describe_machine().num_physical_cores, 1)
     torch.set_num_threads(threads)
     return threads
 

@@ -88,9 +88,9 @@ def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgr
 
 
 def find_controllers(*, membership: str | None = None, mounts: str | None = None) -> list[Controller]:
-    """Return where this process stands in the memory and pids hierarchies."""
-    membership = Path("/proc/self/cgroup").read_text() if membership is None else membership
-    mounts = Path("/proc/self/mountinfo").read_text() if mounts is None else mounts
+    """Return where this process stands in the memory and pids hierarchies; nowhere if nothing tells."""
+    membership = _read_or_empty("/proc/self/cgroup") if membership is None else membership
+    mounts = _read_or_empty("/proc/self/mountinfo") if mounts is None else mounts
     places = [_parse_mount(line) for line in mounts.splitlines() if " - cgroup" in line]
     found: dict[str, Controller] = {}
     for line in membership.splitlines():
@@ -105,6 +105,14 @@ def find_controllers(*, membership: str | None = None, mounts: str | None = None
                 if name in (names.split(",") if names else _handed_down(own_dir)):
                     found.setdefault(name, Controller(name, version, own_dir))
     return list(found.values())
+
+
+def _read_or_empty(path: str) -> str:
+    """Read what a kernel without control groups, or a container's own kernel, does not have."""
+    try:
+        return read_file(path)
+    except OSError:
+        return ""
 
 
 def _parse_mount(line: str) -> tuple[str, str, Path, list[str]]:

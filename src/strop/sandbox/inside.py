@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,12 @@ def _write(request: dict[str, Any]) -> int:
 
 
 def read_namespaces() -> dict[str, str]:
-    """Return what the namespaces of this process are called."""
-    return {name: os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES}
+    """Return what the namespaces of this process are called; "" for a kind that the kernel does not have."""
+    names = dict.fromkeys(_NAMESPACES, "")
+    for name in _NAMESPACES:
+        with suppress(OSError):
+            names[name] = os.readlink(f"/proc/self/ns/{name}")
+    return names
 
 
 def measure_self() -> dict[str, Any]:

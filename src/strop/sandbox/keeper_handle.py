@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import platform
@@ -71,6 +72,7 @@ class KeeperHandle:
 
     def _running_control(self) -> socket.socket:
         if self._control is None:
+            require_kernel()
             control, keeper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with keeper_end:
                 self._popen = subprocess.Popen(
@@ -108,6 +110,19 @@ class KeeperHandle:
         """Close this copy after a fork: the keeper is the parent's."""
         if self._control is not None:
             self._control.close()
+
+
+def require_kernel() -> None:
+    """Refuse a kernel on which what a sandbox started could not be found and ended.
+
+    Raises: OSError naming what is missing.
+    """
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        raise OSError(errno.ENOSYS, "no pidfd_open, which Linux has from 5.3 on") from error
+    if not Path(f"/proc/self/task/{threading.get_native_id()}/children").exists():
+        raise OSError(errno.ENOSYS, "/proc does not list the children of a process")
 
 
 @cache

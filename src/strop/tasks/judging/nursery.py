@@ -101,7 +101,10 @@ def _become_worker(handler: Handler, descriptor: int, max_bytes: int, nursery_pi
         os.setsid()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+        _, hard_bytes = resource.getrlimit(resource.RLIMIT_AS)
+        # Some schedulers set a lower limit for a whole job: it stays.
+        bound = max_bytes if hard_bytes == resource.RLIM_INFINITY else min(max_bytes, hard_bytes)
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
         if os.getppid() == nursery_pid:
             _serve_calls(handler, socket.socket(fileno=descriptor))
             exit_code = 0

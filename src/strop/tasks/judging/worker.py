@@ -91,9 +91,10 @@ class Worker(asyncio.Protocol):
             (_PROC / str(self.pid) / "autogroup").write_text(str(_lowered(own)))
         except BlockingIOError:
             return  # Ten a second are allowed: the next time, then.
-        except OSError:
+        except (OSError, ValueError):
             pass  # Not this system.
-        with suppress(ProcessLookupError):
+        # Some container kernels know no priority of a group; then the worker is only replaced earlier.
+        with suppress(OSError):
             os.setpriority(os.PRIO_PGRP, self.pid, _lowered(os.getpriority(os.PRIO_PROCESS, 0)))
         self.is_low = True
 
