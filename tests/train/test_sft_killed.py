@@ -12,6 +12,7 @@ from strop.rollout import Split
 from strop.spec import ReverseTextSpec
 from strop.tasks import build_task
 from tests.fixtures.attempts import Bench
+from tests.fixtures.train_here import Moment
 
 RUN_FILE = """
 name = "killed"
@@ -72,5 +73,5 @@ def test_a_killed_run_goes_on_to_the_same_curve(tmp_path: Path, tiny_model_dir: 
     assert [line["num_sft_rows"] for line in whole.metrics] == [6.0] * 5
     bench = make_bench(tmp_path / "killed", tiny_model_dir, terms)
     for death in DEATHS:
-        assert bench.end(death) == -signal.SIGKILL, bench.log_path.read_text()
+        assert bench.end(Moment(death)) == -signal.SIGKILL, bench.log_path.read_text()
     assert bench.finish() == whole

@@ -14,6 +14,7 @@ from strop.record import RunDir
 from strop.train.signals import StopFlag
 from tests.fixtures.attempts import Bench, wait_for_end, wait_until
 from tests.fixtures.tiny_run import Curve, read_curve
+from tests.fixtures.train_here import Moment
 
 NUM_STEPS = 8
 SIGNALLED_AT = r"open .*/rollouts/step-000003\.parquet"
@@ -62,7 +63,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(
 ) -> None:
     bench = make_bench(tmp_path / "run", tiny_model_dir)
     # Sent by itself, at a moment that no other load of the machine moves.
-    assert bench.end(SIGNALLED_AT, number) == 75, bench.log_path.read_text()
+    assert bench.end(Moment(SIGNALLED_AT, number)) == 75, bench.log_path.read_text()
     run = bench.only_run()
     done = steps_of(run)
     assert 2 <= len(done) < NUM_STEPS
