@@ -44,8 +44,8 @@ def test_reading_a_recipe_takes_milliseconds() -> None:
     load_spec(RECIPES[0])
     seconds = []
     for _ in range(5):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         load_spec(RECIPES[0], ["train.steps=3"])
-        seconds.append(time.perf_counter() - started_s)
-    # The best of five, so that a busy machine does not fail the test.
+        seconds.append(time.process_time() - started_s)
+    # Of processor time, and the best of five: a busy machine does not fail the test.
     assert min(seconds) < 0.05

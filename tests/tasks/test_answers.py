@@ -90,6 +90,6 @@ def test_any_text_is_read_without_error(text: str) -> None:
 @pytest.mark.parametrize("piece", ["9", "1,234", "-", ".", "$", "1.", "1 "])
 def test_time_is_linear_in_the_text(piece: str) -> None:
     # 200 kB of each; quadratic time would be minutes, linear is far below a second.
-    started_at = time.perf_counter()
+    started_at = time.process_time()
     last_number(piece * (200_000 // len(piece)))
-    assert time.perf_counter() - started_at < 5
+    assert time.process_time() - started_at < 5

@@ -126,7 +126,7 @@ def test_any_text_is_searched_without_error(text: str) -> None:
 def test_time_is_linear_in_the_text(piece: str) -> None:
     # 1 MB of each; quadratic time would be minutes, linear is about a second.
     text = piece * (1_000_000 // len(piece))
-    started_at = time.perf_counter()
+    started_at = time.process_time()
     judged = judged_text(text, ("Problem:",))
     find_answer(judged or text)
-    assert time.perf_counter() - started_at < 10
+    assert time.process_time() - started_at < 10
