@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from tests.fixtures.object_store import SpoilingProxy
 
 
+# What whoever runs the tests sees, and where their models come from, is not for the tests.
+for _name in (
+    *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE"),
+    *("STROP_STORE_URI", "STROP_STORE_ORDER", "STROP_OFFLINE"),
+):
+    os.environ.pop(_name, None)
+
+
 def require_system_part(name: str, found: bool) -> None:
     """Skip a test whose system part is missing; in CI, where all are installed, fail it instead.
 

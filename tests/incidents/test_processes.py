@@ -21,7 +21,7 @@ from strop.engine import Completion, GenerationRequest
 from strop.errors import CheckRefused, EngineError, RunStopped, StoreError
 from strop.evaluate import read_result
 from strop.hardware import require_free_disk
-from strop.hardware.machine import read_cgroup_memory
+from strop.hardware.container import read_cgroup_memory
 from strop.launch.local import Evaluation
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.record import RunDir, list_runs
@@ -196,15 +196,15 @@ def test_prc_8_an_ordinary_run_raises_no_memory_alarm(tmp_path: Path, tiny_model
 def test_prc_8_memory_is_compared_with_what_is_free_in_this_container(tmp_path: Path) -> None:
     """Incident: a run was planned with the memory of the host, and ended by its container's limit."""
     limit, used, stat = (tmp_path / name for name in ("memory.max", "memory.current", "memory.stat"))
-    paths = [(tmp_path / "absent", tmp_path / "absent"), (limit, used)]
+    dirs = [tmp_path / "absent", tmp_path]
     limit.write_text("1000000\n")
     used.write_text("900000\n")
-    assert read_cgroup_memory(paths) == (1_000_000, 100_000)
+    assert read_cgroup_memory(dirs) == (1_000_000, 100_000)
     # Files read lately can be dropped at any time.
     stat.write_text("anon 600000\ninactive_file 250000\n")
-    assert read_cgroup_memory(paths) == (1_000_000, 350_000)
+    assert read_cgroup_memory(dirs) == (1_000_000, 350_000)
     limit.write_text("max\n")
-    assert read_cgroup_memory(paths) == (None, None)
+    assert read_cgroup_memory(dirs) == (None, None)
 
 
 def test_prc_8_the_gate_refuses_a_run_whose_checkpoints_do_not_fit(

@@ -10,19 +10,12 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.hardware.container import read_cgroup_memory
+
 NVIDIA_SMI_LIMIT_S = 10.0
-# Where a container finds its own memory limit and what it uses of it: cgroup v2, then v1.
-CGROUP_PATHS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,36 +153,3 @@ def _read_meminfo() -> dict[str, int]:
         return {}
     # Lines read "MemTotal:       8042344 kB".
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
-
-
-def read_cgroup_memory(
-    paths: Sequence[tuple[Path, Path]] = CGROUP_PATHS,
-) -> tuple[int | None, int | None]:
-    """Return the memory limit of this container and what is left of it, None each where unknown."""
-    for limit_path, used_path in paths:
-        limit_bytes = _read_number(limit_path)
-        if limit_bytes is None:
-            continue
-        used_bytes = _read_number(used_path)
-        # Files read lately count as used, and are dropped before anything fails.
-        reclaimable_bytes = _read_inactive_file(used_path.with_name("memory.stat"))
-        free_bytes = None if used_bytes is None else max(limit_bytes - used_bytes + reclaimable_bytes, 0)
-        return limit_bytes, free_bytes
-    return None, None
-
-
-def _read_number(path: Path) -> int | None:
-    """Read a file of one number. "max" is how cgroups of version 2 say that there is no limit."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _read_inactive_file(path: Path) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

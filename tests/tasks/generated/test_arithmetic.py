@@ -77,11 +77,10 @@ def test_verify(text: str, is_correct: bool, format_ok: bool) -> None:
 def test_self_test_passes_also_where_a_question_ends_in_its_answer() -> None:
     assert run_self_test(TASK, TASK.examples(Split.TRAIN)[:32]) == []
     with_zero = build_task(ArithmeticSpec(min_value=0, max_value=30))
-    examples = with_zero.examples(Split.TRAIN)
-    # As "What is 0 + 7?" does: 31 questions are of that form, and some of them held out.
-    ending = [example for example in examples if example.fields["a"] == 0]
-    assert 20 < len(ending) < 31
-    assert run_self_test(with_zero, [*ending, *examples[:100]]) == []
+    examples = with_zero.examples(Split.TRAIN)[:160]
+    # As "What is 0 + 7?" does, which is one question of 31.
+    assert any(example.fields["a"] == 0 for example in examples)
+    assert run_self_test(with_zero, examples) == []
 
 
 def test_version_follows_what_changes_scores() -> None:
