@@ -254,6 +254,22 @@ def test_a_session_without_a_group_of_its_own_can_step_back_too(
         process.kill()
 
 
+def test_a_kernel_that_knows_no_priority_of_a_group_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(which: int, who: int, priority: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "autogroup").write_text("not told here\n")
+    monkeypatch.setattr(worker, "_PROC", tmp_path)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    one = worker.Worker(os.getpid())
+    one.step_back()
+    # It is replaced after this call, as any that was hurried.
+    assert one.is_spent
+
+
 def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> None:
     async def work(workers: WorkerPool) -> dict[str, int]:
         os.kill((await workers.call({}))["pid"], signal.SIGKILL)
