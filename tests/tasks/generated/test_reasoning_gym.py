@@ -75,7 +75,8 @@ def test_process_wide_generators_neither_decide_nor_are_touched(dataset: str) ->
     assert first == second
 
 
-SIZES = {"num_train": 4, "num_held_out": 3}
+# A problem of knight_swap takes a second, and three processes draw.
+SIZES = {"num_train": 3, "num_held_out": 2}
 _IDS_SCRIPT = """
 import sys
 from strop.rollout import Split
