@@ -20,7 +20,7 @@ LIBRARY := src tools benchmarks
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
-	@echo "make test         all tests, the fast ones shown first"
+	@echo "make test         all tests, the fast ones first"
 	@echo "make check        format, lint, types, import layers, sizes, links, commands of the README"
 	@echo "make bench        speed and memory, against other systems; results in benchmarks/results"
 	@echo "make system-deps  install the system packages that some tests need (as root)"
@@ -46,7 +46,8 @@ demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
 test: $(READY)
-	@$(IN_VENV) -m tools.test_parts
+	@$(IN_VENV) -m pytest -m "not slow"
+	@$(IN_VENV) -m pytest -m slow
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .
