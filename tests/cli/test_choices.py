@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strop.evaluate import read_result
-from tests.cli.conftest import Run
+from tests.fixtures.commands import Run
 
 PROBE = """name = "probe"
 [model]
