@@ -279,6 +279,19 @@ class ShowsMostOfItsAnswer(Capitals):
         )
 
 
+class AnswersInFull(Capitals):
+    """Sound: a right reply says the question again, and then what nobody could read there."""
+
+    def example(self, index: int) -> Example:
+        words = "seven quiet rivers carry yellow paper boats under every old stone bridge at night"
+        return make_example(
+            self.name, {"question": f"In story {index}, {words}. Where to?"}, super().example(index).answer
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return (f"{example.fields['question']} answer: {example.answer}",)
+
+
 class CallsItWrongWithoutItsKey(Capitals):
     """REW-1: a column that was lost in reading made everything wrong."""
 
@@ -344,6 +357,7 @@ FAULTS: dict[type[Capitals], dict[str, str]] = {
     PaysForEachTime: {"ceiling": "fail", "gold": "pass"},
     ShowsItsAnswerLoudly: {"label_leak": "fail"},
     ShowsMostOfItsAnswer: {"label_leak": "fail"},
+    AnswersInFull: {"label_leak": "pass", "gold": "pass"},
     CallsItWrongWithoutItsKey: {"failure_paths": "fail"},
     StopsAtTheFirstTest: {"order": "fail"},
     CannotRender: {"echo": "error", "label_leak": "error"},

@@ -33,7 +33,7 @@ from strop.tasks.audit.measure import (
     warn_of_late,
 )
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
-from strop.tasks.audit.world import AuditWorld, Judged
+from strop.tasks.audit.world import ENOUGH_S, AuditWorld, Judged
 from strop.tasks.selftest import excess_goldless
 
 Probe = Callable[[AuditWorld], Awaitable[ProbeResult]]
@@ -50,6 +50,8 @@ _MAX_LEAK_FRAC = 0.8
 _MAX_CPU_S = 5.0
 """What one judgement in the process of the run may compute: everything else there waits for it."""
 _NUM_REPEATS = 5
+_MIN_REPEATS = 3
+"""Where judging is slow."""
 _NUM_NULL_REPLIES = 100
 _NUM_OVERDONE = 4
 _MAX_NULL_S = {False: 0.005, True: 0.2}
@@ -245,7 +247,9 @@ async def probe_label_leak(world: AuditWorld) -> ProbeResult:
         for text in (example.answer or "", *world.task.gold_replies(example)):
             is_long = len(_plain(text)) >= _MIN_LEAK_CHARS
             num += is_long
-            if is_long and (_plain(text) in _plain(prompt) or _share_of_words(text, prompt) > _MAX_LEAK_FRAC):
+            # A right reply may well say again what the prompt says; the answer in it may not.
+            has_words = text == example.answer and _share_of_words(text, prompt) > _MAX_LEAK_FRAC
+            if is_long and (has_words or _plain(text) in _plain(prompt)):
                 leaks.append(Evidence.of(example.example_id, text, None, "stands in the prompt"))
                 break
     if not num:
@@ -281,9 +285,15 @@ def _runs(words: Sequence[str]) -> set[tuple[str, ...]]:
 async def probe_determinism(world: AuditWorld) -> ProbeResult:
     """One reply earns the same whenever and beside whatever it is judged."""
     all_repeats: list[tuple[Judged, ...]] = []
-    for part in world.in_time(world.few_examples, num_first=2):
+    started_at = time.perf_counter()
+    for part in world.in_time(world.few_examples, num_first=1):
         replies = [(example, text) for example in part for text in _repeated(world, example)]
-        all_repeats += zip(*[await world.judge_all(replies) for _ in range(_NUM_REPEATS)], strict=True)
+        rounds: list[list[Judged]] = []
+        while len(rounds) < _NUM_REPEATS:
+            rounds.append(await world.judge_all(replies))
+            if len(rounds) >= _MIN_REPEATS and time.perf_counter() - started_at > ENOUGH_S:
+                break
+        all_repeats += zip(*rounds, strict=True)
     differing = [
         repeats for repeats in all_repeats if len({_verdict(j) for j in repeats if not j.is_late}) > 1
     ]

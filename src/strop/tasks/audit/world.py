@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _LATE = "verifier_timeout"
 _NUM_FEW = 4
 _NUM_FIRST = 4
-_ENOUGH_S = 10.0
+ENOUGH_S = 10.0
 """Wall time that a probe aims at where judgements are slow."""
 _LITERALS = frozenset({"True", "False", "None", "[]", "0", "1", "2"})
 
@@ -86,7 +86,7 @@ class AuditWorld:
         """
         started_at = time.perf_counter()
         num = 0
-        while num < len(examples) and (not num or 2 * (time.perf_counter() - started_at) <= _ENOUGH_S):
+        while num < len(examples) and (not num or 2 * (time.perf_counter() - started_at) <= ENOUGH_S):
             size = max(num, num_first)
             yield examples[num : num + size]
             num += size
