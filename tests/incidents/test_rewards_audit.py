@@ -152,6 +152,9 @@ def test_rew_4_what_is_accepted_by_name_and_reason_is_trained_and_recorded(
     assert (acceptance["probe"], acceptance["reason"]) == ("echo", "an echo is what is asked for here")
     assert (acceptance["task_version"], bool(acceptance["user"])) == (version, True)
     assert abs(acceptance["accepted_at"] - time.time()) < 600.0
+    # Whoever reads the results is told when the run begins and when it ends.
+    said = [(event.cause, event.step) for event in made.notes.events if event.kind.value == "notice"]
+    assert said == [("audit", 0), ("audit", 3)]
 
 
 def test_rew_4_what_was_accepted_for_another_version_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
