@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from strop.evaluate.harness import LM_EVAL
+
 if TYPE_CHECKING:
     from strop.store import ModelHandle
     from tests.fixtures.object_store import SpoilingProxy
@@ -20,6 +22,8 @@ for _name in (
     *("STROP_STORE_URI", "STROP_STORE_ORDER", "STROP_OFFLINE"),
 ):
     os.environ.pop(_name, None)
+# What nltk splits sentences with, where the environment of lm-eval has been made. nltk asks at its import.
+os.environ["NLTK_DATA"] = str(LM_EVAL.path / "nltk_data")
 
 
 def require_system_part(name: str, found: bool) -> None:

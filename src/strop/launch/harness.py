@@ -13,7 +13,6 @@ from strop.evaluate.harness import (
     HarnessResult,
     ensure_environment,
     find_protocol,
-    refuse_missing_punkt,
     refuse_small_model,
     refuse_unconfirmed_code,
     run_harness,
@@ -85,7 +84,5 @@ def evaluate_by_harness(
     for job in jobs:
         refuse_small_model(job)
     python = ensure_environment(LM_EVAL, say=say)
-    for job in jobs:
-        refuse_missing_punkt(job, python)
     out_dir = wish.out_dir or EVALS_ROOT / f"lm-eval-{model.digest[:8]}"
     return [run_harness(job, Path(out_dir), python=python) for job in jobs]

@@ -214,7 +214,6 @@ HUMANEVAL_FORMS: Sequence[str] = (
     "<think>Easy.</think>\n{gold}",
     "I do not know.",
 )
-_PUNKT_IDS = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 _PAIRED: Sequence[Calls] = (
     {"startend:quotation": {}, "punctuation:no_comma": {}},
     {"change_case:english_lowercase": {}, "keywords:existence": {"keywords": ["salt", "tide"]}},
@@ -238,18 +237,11 @@ _PAIRED_REPLIES = (
 )
 
 
-def instruction_cases(*, has_punkt: bool) -> list[tuple[Calls, str]]:
-    """Return instructions with a reply to each: every instruction alone, and some together.
-
-    Without nltk's punkt_tab the two that split sentences and words with it are left out.
-    """
+def instruction_cases() -> list[tuple[Calls, str]]:
+    """Return instructions with a reply to each: every instruction alone, and some together."""
     path = Path(__file__).parents[2] / "tasks" / "instructions" / "ifeval_parity.jsonl"
     records = map(json.loads, path.read_text(encoding="utf-8").split("\n")[:-1])
-    alone = [
-        ({record["id"]: record["arguments"]}, record["text"])
-        for record in records
-        if has_punkt or record["id"] not in _PUNKT_IDS
-    ]
+    alone = [({record["id"]: record["arguments"]}, record["text"]) for record in records]
     return alone + [(calls, reply) for calls in _PAIRED for reply in _PAIRED_REPLIES]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +94,6 @@ class Recording:
     """By the harness's task, with its own number of shown examples."""
     prompts: Mapping[tuple[str, int], RecordedRun]
     """By task and number of shown examples; nothing is judged in those that are not in `verdicts`."""
-    has_punkt: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +126,7 @@ def record(folder: Path, model_path: Path, python: Path, human_eval: str) -> Rec
     Asked are the prompts with the protocol's number of shown examples and with none. `human_eval`: source
     of the published problems, which are asked beside ours under the name 'published'.
     """
-    has_punkt = find_punkt(python)
-    cases = instruction_cases(has_punkt=has_punkt)
+    cases = instruction_cases()
     data = write_data(folder / "data", num_rows=NUM_ROWS, calls=[calls for calls, _ in cases])
     wishes: dict[tuple[str, int | str], _Wish] = {}
     for name, protocol in GENERATING.items():
@@ -153,17 +150,7 @@ def record(folder: Path, model_path: Path, python: Path, human_eval: str) -> Rec
     for name, run in verdicts.items():
         prompts.setdefault((name, PROTOCOLS[name].num_fewshot), run)
     prompts["published", 0] = runs["humaneval", "published"]
-    return Recording(verdicts=verdicts, prompts=prompts, has_punkt=has_punkt)
-
-
-def find_punkt(python: Path) -> bool:
-    """Whether nltk and its data package punkt_tab are here, for the harness and for us."""
-    look = "import nltk; nltk.data.find('tokenizers/punkt_tab')"
-    found = [
-        subprocess.run([program, "-c", look], capture_output=True, check=False).returncode == 0
-        for program in (str(python), sys.executable)
-    ]
-    return all(found)
+    return Recording(verdicts=verdicts, prompts=prompts)
 
 
 def write_replies(job: HarnessJob, instructed: Sequence[str]) -> dict[str, str]:

@@ -224,11 +224,10 @@ def test_p1_our_own_verdict_beside_humaneval(recording: Recording) -> None:
 
 @pytest.mark.parametrize("strictness", ["strict", "loose"])
 def test_p1_ifeval(strictness: str, recording: Recording) -> None:
-    """All 25 instructions where nltk's punkt_tab is here, else the 23 that need none."""
     pytest.importorskip("langdetect", reason="the extra 'tasks' is not installed")
     run = recording.verdicts["ifeval"]
     judged = {item["id"] for example in run.job.examples for item in example.fields["constraints"]}
-    assert len(judged) == (25 if recording.has_punkt else 23)
+    assert len(judged) == 25
     theirs = run.verdicts(f"prompt_level_{strictness}_acc")
     assert len(theirs) >= 380
     judge = task_judge(run, rules="lm-eval", strictness=strictness)

@@ -21,7 +21,6 @@ from strop.evaluate.harness import (
     HarnessPart,
     ensure_environment,
     find_protocol,
-    refuse_missing_punkt,
     refuse_small_model,
     refuse_unconfirmed_code,
     run_harness,
@@ -362,20 +361,6 @@ def test_code_is_run_only_if_the_user_says_so(name: str) -> None:
     refuse_unconfirmed_code(PROTOCOLS["gsm8k"], is_confirmed=False)
 
 
-def test_sentences_without_punkt_are_refused_before_anything_is_generated(tmp_path: Path) -> None:
-    data = harness_rows.write_data(tmp_path / "data")
-    refuse_missing_punkt(harness_world.make_job("ifeval", data, tmp_path), Path("/no/python"))
-    calls = {"length_constraints:number_sentences": {"num_sentences": 2, "relation": "at least"}}
-    data["ifeval"].write_text(json.dumps(harness_rows.ifeval_row(1, calls)) + "\n")
-    program = write_program(tmp_path, "exit 1")
-    job = harness_world.make_job("ifeval", data, tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=r"number_sentences with nltk's data .* NLTK_DATA.* Next: fetch it .*llama-index-core",
-    ):
-        refuse_missing_punkt(job, program)
-
-
 @pytest.mark.parametrize(
     ("program", "verdict"),
     [
@@ -441,4 +426,7 @@ def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ensure_environment(broken, say=said.append)
     assert not marker.exists()
     assert not broken.is_ready()
+    hollow = HarnessEnvironment(name="empty", pip_steps=(), nltk_data="no_package/data")
+    with pytest.raises(StoreError, match="no package that was installed has this folder"):
+        ensure_environment(hollow, say=said.append)
     assert not empty.is_ready()

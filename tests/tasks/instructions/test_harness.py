@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from strop.errors import ConfigError, DataError
+from strop.evaluate.harness import LM_EVAL
 from strop.tasks.instructions.google import GOOGLE
 from strop.tasks.instructions.harness import (
     HARNESS,
@@ -24,6 +25,7 @@ from strop.tasks.instructions.harness import (
     require_punkt,
 )
 from strop.tasks.instructions.replies import judge_instructions
+from tests.conftest import require_system_part
 
 pytest.importorskip("langdetect")
 
@@ -70,10 +72,7 @@ def test_verdicts_are_those_of_the_harness(instruction_id: str) -> None:
 
 
 def test_verdicts_on_sentences_are_those_of_the_harness() -> None:
-    try:
-        require_punkt()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    require_system_part("punkt_tab of nltk (make harness-deps)", LM_EVAL.is_ready())
     records = [record for record in RECORDED if record["id"] == SENTENCES_ID]
     assert [verdicts(record, HARNESS) for record in records] == [
         (record["strict"], record["loose"]) for record in records

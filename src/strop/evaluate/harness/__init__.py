@@ -5,7 +5,6 @@ from strop.evaluate.harness.protocols import GENERATING, PROTOCOLS, HarnessProto
 from strop.evaluate.harness.result import HarnessJob, HarnessMetric, HarnessPart, HarnessResult
 from strop.evaluate.harness.run import run_harness
 from strop.evaluate.harness.staging import (
-    refuse_missing_punkt,
     refuse_small_model,
     refuse_unconfirmed_code,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "HarnessResult",
     "ensure_environment",
     "find_protocol",
-    "refuse_missing_punkt",
     "refuse_small_model",
     "refuse_unconfirmed_code",
     "run_harness",

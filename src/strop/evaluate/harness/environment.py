@@ -31,7 +31,9 @@ class HarnessEnvironment:
     name: str
     """Folder name below the cache directory."""
     pip_steps: tuple[tuple[str, ...], ...]
-    """Requirements of each `pip install`, in order."""
+    """What each `pip install` is given, in order."""
+    nltk_data: str | None = None
+    """Folder of nltk's data packages in one of the packages, below where packages are installed."""
 
     @property
     def path(self) -> Path:
@@ -46,7 +48,7 @@ class HarnessEnvironment:
     @property
     def stamp(self) -> str:
         """Hash over the install steps and the interpreter's version."""
-        content = json.dumps([sys.version_info[:2], self.pip_steps])
+        content = json.dumps([sys.version_info[:2], self.pip_steps, self.nltk_data])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def is_ready(self) -> bool:
@@ -71,7 +73,10 @@ LM_EVAL = HarnessEnvironment(
             *("datasets==5.2.0", "evaluate==0.4.6", "math-verify==0.9.0", "sympy==1.14.0"),
             *("antlr4-python3-runtime==4.11.0", "langdetect==1.0.9", "nltk==3.10.4"),
         ),
+        # For punkt_tab alone, which ifeval judges sentences with and no package of nltk's own has.
+        ("--no-deps", "llama-index-core==0.14.25"),
     ),
+    nltk_data="llama_index/core/_static/nltk_cache",
 )
 
 
@@ -98,9 +103,20 @@ def ensure_environment(environment: HarnessEnvironment, *, say: Callable[[str], 
         _run([sys.executable, "-m", "venv", str(environment.path)], environment)
         for requirements in environment.pip_steps:
             _run([str(environment.python), "-m", "pip", "install", "--quiet", *requirements], environment)
+        if environment.nltk_data is not None:
+            _link_nltk_data(environment, environment.nltk_data)
         record = {"stamp": environment.stamp, "pip_steps": environment.pip_steps}
         write_bytes_atomically(environment.path / STAMP_NAME, json.dumps(record, indent=1).encode())
     return environment.python
+
+
+def _link_nltk_data(environment: HarnessEnvironment, folder: str) -> None:
+    """Show nltk its data where it looks: in nltk_data of the environment that it runs in."""
+    found = next(environment.path.glob(f"lib/python*/site-packages/{folder}"), None)
+    if found is None:
+        command = ["ln", "-s", folder, "nltk_data"]
+        raise _failed(command, environment, "no package that was installed has this folder")
+    (environment.path / "nltk_data").symlink_to(found.relative_to(environment.path))
 
 
 def _missing_offline(environment: HarnessEnvironment) -> StoreError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +19,6 @@ from strop.evaluate.harness.result import LOCAL_PREFIX, SEED, HarnessJob
 from strop.rollout import Example, Split
 from strop.tasks.mmlu import Mmlu
 
-_PUNKT_IDS = frozenset({"length_constraints:number_sentences", "change_case:capital_word_frequency"})
 _CLOSED_PORT = "http://127.0.0.1:9"
 # The metric `code_eval` of the package evaluate is fetched from a hub; a folder of its name in the current
 # folder comes first. Relative imports of such a module are found beside it.
@@ -200,30 +198,6 @@ def refuse_unconfirmed_code(protocol: HarnessProtocol, *, is_confirmed: bool) ->
                 allowed="such a task with --confirm-run-unsafe-code",
                 next_step=f"leave --harness out: strop's own {protocol.own_task} runs it in a sandbox; or add"
                 " the option on a machine that may be damaged",
-            )
-        )
-
-
-def refuse_missing_punkt(job: HarnessJob, python: Path) -> None:
-    """Refuse before anything is generated, where the harness would fail at the first verdict.
-
-    Raises: ConfigError if an instruction is judged by nltk's data package punkt_tab, and it is not here.
-    """
-    ids = {item["id"] for e in job.examples for item in e.fields.get("constraints", ())}
-    needing = sorted(ids & _PUNKT_IDS) if job.protocol.own_task == "ifeval" else []
-    if not needing:
-        return
-    look = "import nltk; nltk.data.find('tokenizers/punkt_tab')"
-    found = subprocess.run([str(python), "-c", look], capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise ConfigError(
-            explain_refusal(
-                f"lm-eval judges {', '.join(needing)} with nltk's data package punkt_tab, which is in no"
-                " folder of NLTK_DATA",
-                allowed="the folder tokenizers/punkt_tab below a folder that NLTK_DATA names",
-                next_step="fetch it elsewhere with `python -m nltk.downloader punkt_tab` and copy it here, or"
-                " unpack the wheel of llama-index-core and name its llama_index/core/_static/nltk_cache in"
-                " NLTK_DATA; or use strop's own task ifeval, which needs none",
             )
         )
 
