@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.evaluate import read_result
 from strop.record.shards import list_shards
+from strop.tasks.audit import AuditReport, ProbeResult, ProbeStatus, stored_audit_path, write_audit
 from tests.fixtures.attempts import start_command, wait_until
 from tests.fixtures.commands import Ended, Run
 
@@ -101,6 +103,38 @@ def test_a_score_of_our_own_task_is_not_compared_with_a_published_one(
     assert "--harness lm-eval --task gsm8k_cot`" in said
     # Of another model nothing is known.
     assert "published" not in run("eval", tiny_model_dir, *words).err
+
+
+def test_a_score_says_what_the_audit_of_its_task_found(
+    run: Run, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    words = ("eval", tiny_model_dir, "--task", "arithmetic", *ASK, "--limit", "2")
+    ended = run(*words, "--json")
+    result = json.loads(ended.out)
+    assert result["audit"] is None
+    # What was kept is scored again, and nothing is generated.
+    assert "arithmetic: not audited; `strop audit arithmetic` attacks its judge" in run(*words).err
+    path = stored_audit_path("arithmetic", result["task_version"])
+    report = AuditReport(
+        task="arithmetic",
+        task_version=result["task_version"],
+        seed=0,
+        num_examples=1,
+        max_reward=1.0,
+        chance=0.0,
+        started_at=0.0,
+        seconds=1.0,
+        probes=(ProbeResult(probe="echo", status=ProbeStatus.FAIL),),
+    )
+    write_audit(report, path)
+    assert "arithmetic: unaudited: its audit is red; `strop audit arithmetic` shows why" in run(*words).out
+    write_audit(replace(report, probes=()), path)
+    ended = run(*words)
+    assert "audit" not in ended.out + ended.err
+    assert json.loads(run(*words, "--json").out)["audit"] == "green"
+    path.write_text("{}")
+    assert json.loads(run(*words, "--json").out)["audit"] is None
 
 
 def test_one_invalid_result_of_several_fails_the_command(

@@ -241,6 +241,11 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
                 f"{result.full_name}: truncation suspect: {percent(cut)} of replies were cut at"
                 f" {result.max_reply_tokens} tokens, and might have been right with more room"
             )
+        if result.audit == "red":
+            shows = f"`strop audit {result.task}` shows why"
+            output.give(f"{result.full_name}: unaudited: its audit is red; {shows}")
+        elif result.audit is None:
+            output.say(f"{result.full_name}: not audited; `strop audit {result.task}` attacks its judge")
 
 
 def _score_row(task: str, name: str, score: Summary) -> tuple[object, ...]:

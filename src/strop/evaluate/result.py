@@ -220,6 +220,8 @@ class EvalResult(EvalPlan):
     parts: dict[str, PartScores] = {}
     """Of a mixture, each part by its label."""
     validity: Validity
+    audit: str | None = None
+    """Verdict of the audit that this user made of the task's version; None where there is none."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.errors import ConfigError, EngineError, explain_refusal
+from strop.errors import ConfigError, CorruptRecord, EngineError, explain_refusal
 from strop.evaluate.result import (
     EvalPlan,
     EvalResult,
@@ -30,6 +30,7 @@ from strop.evaluate.result import (
 from strop.evaluate.statistics import clustered_interval, pass_at_k_interval
 from strop.rollout import FailureOwner, Rollout
 from strop.tasks import Task, limits_of, part_of
+from strop.tasks.audit import find_audit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +153,17 @@ def build_result(
             for label, mine_P in by_part.items()
         },
         validity=_judge_validity(verdicts_P, limits),
+        audit=_find_audit_verdict(plan),
     )
+
+
+def _find_audit_verdict(plan: EvalPlan) -> str | None:
+    try:
+        report = find_audit(plan.task, plan.task_version)
+    except CorruptRecord:
+        # It says nothing of the task, and is no reason to lose a score.
+        return None
+    return None if report is None else report.verdict.value
 
 
 def _score_kinds(
