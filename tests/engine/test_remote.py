@@ -361,6 +361,28 @@ def test_closing_answers_those_who_wait(server: RunningServer, tokenizer: Tokeni
         assert "closed" in str(failure)
 
 
+@pytest.mark.parametrize("kind", ["generate", "score"])
+def test_closing_at_any_moment_leaves_nobody_waiting(tokenizer: Tokenizer, kind: str) -> None:
+    """Also where what would send the request was made and has not begun."""
+    request = ask(tokenizer, max_tokens=5)
+
+    async def act(num_steps: int) -> None:
+        engine = RemoteEngine("http://127.0.0.1:9", KEY)
+        waiting = asyncio.ensure_future(
+            engine.generate(request)
+            if kind == "generate"
+            else engine.score(request.prompt_ids, request.prompt_ids, 1.0)
+        )
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(waiting, 10.0)
+
+    for num_steps in range(1, 40):
+        asyncio.run(act(num_steps))
+
+
 @pytest.mark.parametrize(("version", "digest"), [(2, "promised"), (1, "of the old weights")])
 def test_smp_6_a_receipt_for_other_weights_is_refused(version: int, digest: str) -> None:
     """Incident: an engine acknowledged an update that it had ignored."""

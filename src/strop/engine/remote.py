@@ -135,8 +135,10 @@ class RemoteEngine:
         waiting = WaitingScore(prompt_ids, reply_ids, asyncio.get_running_loop().create_future())
         key = (prompt_ids.tobytes(), temperature)
         if key not in self._unscored:
-            self._keep_post(self._post_scores(key))
-        self._unscored.setdefault(key, []).append(waiting)
+            entries: list[WaitingScore] = []
+            self._unscored[key] = entries
+            self._keep_post(self._post_scores(key), lambda: [entry.score for entry in entries])
+        self._unscored[key].append(waiting)
         return await waiting.score
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
@@ -177,31 +179,41 @@ class RemoteEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail(self._inbox, _closed())
-        for entries in self._unscored.values():
-            _fail_scores(entries, _closed())  # A post that had not begun has told nobody.
-        self._unscored.clear()
+        _fail([waiting.reply for waiting in self._inbox], _closed())
         await self._client.aclose()
 
     async def _send_inbox(self) -> None:
         """Send what has gathered as one batch; requests that come later make the next one."""
         await settle(lambda: len(self._inbox))
         batch, self._inbox = self._inbox, []
-        self._keep_post(self._post_batch(batch))
+        self._keep_post(self._post_batch(batch), lambda: [waiting.reply for waiting in batch])
 
-    def _keep_post(self, exchange: Coroutine[Any, Any, None]) -> None:
-        """Let an exchange run beside its callers, until it ends or the engine is closed."""
+    def _keep_post(
+        self,
+        exchange: Coroutine[Any, Any, None],
+        list_waiting: Callable[[], Sequence[asyncio.Future[Any]]],
+    ) -> None:
+        """Let an exchange run beside those who wait for it, until it ends or the engine is closed.
+
+        Whoever still waits at its end is told: nobody may wait for what never comes, also after a bug, and
+        after a cancellation before the exchange began.
+        """
+
+        def end(post: asyncio.Task[None]) -> None:
+            self._posts.discard(post)
+            _fail(list_waiting(), _closed() if self._is_closed else EngineError("an exchange was abandoned"))
+
         post = asyncio.create_task(exchange)
         self._posts.add(post)
-        post.add_done_callback(self._posts.discard)
+        post.add_done_callback(end)
 
     async def _post_scores(self, key: tuple[bytes, float]) -> None:
         """Have all replies to a prompt scored that wait when its turn comes."""
-        entries: list[WaitingScore] = []
+        entries = self._unscored[key]
         try:
-            await settle(lambda: len(self._unscored[key]))
+            await settle(lambda: len(entries))
             async with self._score_places:
-                entries = self._unscored.pop(key)
+                del self._unscored[key]  # Who comes now waits for the next one.
                 call = ScoreCall(
                     prompt_ids=entries[0].prompt_ids.tolist(),
                     replies=[entry.reply_ids.tolist() for entry in entries],
@@ -215,11 +227,7 @@ class RemoteEngine:
                 if not entry.score.done():
                     entry.score.set_result(score)
         except StropError as error:
-            _fail_scores(entries, error)
-        finally:
-            # As above, and for those whose turn never came.
-            failure = _closed() if self._is_closed else EngineError("the scores were abandoned")
-            _fail_scores(entries or self._unscored.pop(key, []), failure)
+            _fail([entry.score for entry in entries], error)
 
     async def _post_batch(self, batch: Sequence[Waiting]) -> None:
         call = GenerateCall(requests=[RequestForm.of(waiting.request) for waiting in batch])
@@ -230,15 +238,7 @@ class RemoteEngine:
             for waiting, form in zip(batch, answer.replies, strict=True):
                 _settle_reply(waiting.reply, form)
         except StropError as error:
-            self._fail(batch, error)
-        finally:
-            # After a cancellation or a bug too: nobody may wait for a reply that never comes.
-            self._fail(batch, _closed() if self._is_closed else EngineError("the batch was abandoned"))
-
-    def _fail(self, batch: Sequence[Waiting], error: StropError) -> None:
-        for waiting in batch:
-            if not waiting.reply.done():
-                waiting.reply.set_exception(error)
+            _fail([waiting.reply for waiting in batch], error)
 
     async def _ask(self, path: str, call: Form | None, answer: type[Answer]) -> Answer:
         """Exchange one message, and stop waiting when the server is dead, silent or too slow."""
@@ -309,10 +309,10 @@ class RemoteEngine:
             raise _closed()
 
 
-def _fail_scores(entries: Sequence[WaitingScore], error: StropError) -> None:
-    for entry in entries:
-        if not entry.score.done():
-            entry.score.set_exception(error)
+def _fail(waiting: Sequence[asyncio.Future[Any]], error: StropError) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_exception(error)
 
 
 def _settle_reply(reply: asyncio.Future[Completion], form: ReplyForm) -> None:
