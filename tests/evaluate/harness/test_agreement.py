@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 Reasons = Mapping[str, Callable[[str, bool], bool]]
 """By name: whether it explains that strop's verdict on a reply is this one, and the harness's the other."""
 
+_NUM_JUDGES = 3
 _PHRASE = re.compile(r"Final Answer: The final answer is .*\. I hope it is correct\.")
 THOUGHTS: Reasons = {
     "a thought without an end holds no answer": lambda reply, ours: (
@@ -45,10 +47,15 @@ def disagreements(
     """Count differing verdicts by the first reason that holds."""
     assert len(theirs) == len(run.job.examples)
     assert 0 < sum(map(bool, theirs.values())) < len(theirs)
+    replies = run.replies
+    # At once: a program that is stopped at its limit makes nobody wait.
+    with ThreadPoolExecutor(_NUM_JUDGES if run.job.protocol.runs_code else 1) as pool:
+        verdicts = list(
+            pool.map(lambda example: judge(example, replies[example.example_id]), run.job.examples)
+        )
     found: Counter[str] = Counter()
-    for example in run.job.examples:
-        reply = run.replies[example.example_id]
-        ours = judge(example, reply)
+    for example, ours in zip(run.job.examples, verdicts, strict=True):
+        reply = replies[example.example_id]
         if ours != bool(theirs[example.example_id]):
             name = next((name for name, holds in reasons.items() if holds(reply, ours)), None)
             found[name or f"none: {ours} on {reply!r} for {example.answer!r}"] += 1
