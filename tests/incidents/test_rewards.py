@@ -35,9 +35,8 @@ from strop.tasks.mathematics.gsm8k import Gsm8k
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.tiny_run import (
-    NUM_GATE_JUDGED,
-    NUM_SELF_TEST_JUDGED,
     Composition,
+    Notes,
     SpellTask,
     new_run,
     tiny_spec,
@@ -365,15 +364,14 @@ def test_rew_1_the_gate_refuses_a_verifier_with_a_type_error(tmp_path: Path, tin
 class RightInAnyForm(SpellTask):
     """Finds every reply right; the form that was asked for is kept for the first two steps only."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Notes) -> None:
         super().__init__()
-        self.num_judged = 0
+        self.notes = notes
 
     def verify(self, example: Example, text: str) -> Outcome:
-        self.num_judged += 1
-        if self.num_judged <= NUM_SELF_TEST_JUDGED:
+        if not self.notes.is_past_gate:
             return super().verify(example, text)
-        is_late = self.num_judged > NUM_GATE_JUDGED + 2 * 12
+        is_late = len(self.notes.steps) >= 2
         return Outcome(parts={"spelled": 0.5}, is_correct=True, format_ok=not is_late)
 
 
@@ -382,7 +380,8 @@ def test_rew_7_a_form_that_is_lost_while_answers_stay_right_is_an_alarm(
 ) -> None:
     """Incident: strict-format match fell from 58 % to 1.2 % while accuracy rose."""
     spec = tiny_spec(train={"steps": 4}, tripwires={"max_zero_variance_frac": None})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=RightInAnyForm())
+    notes = Notes()
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=RightInAnyForm(notes), notes=notes)
     made.run()
     assert [line["accuracy"] for line in made.notes.steps] == [1.0] * 4
     assert [line["format_ok_frac"] for line in made.notes.steps] == [1.0, 1.0, 0.0, 0.0]

@@ -14,7 +14,7 @@ from strop.rollout import Example, Outcome
 from strop.spec import TripwireSpec
 from strop.store import verify_directory
 from strop.train.tripwires import find_alarms, find_format_drift
-from tests.fixtures.tiny_run import NUM_GATE_JUDGED, Composition, SpellTask, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
 
 HEALTHY = {
     "zero_variance_frac": 0.5,
@@ -97,16 +97,15 @@ def test_replies_cut_at_their_limit_are_an_alarm(tmp_path: Path, tiny_model_dir:
 
 
 def test_an_alarm_may_end_the_run_with_its_checkpoint_intact(tmp_path: Path, tiny_model_dir: Path) -> None:
-    class PaysAlikeLater(SpellTask):
-        num_asked = 0
+    notes = Notes()
 
+    class PaysAlikeLater(SpellTask):
         def verify(self, example: Example, text: str) -> Outcome:
-            self.num_asked += 1
-            is_late = self.num_asked > NUM_GATE_JUDGED + 3 * 12
+            is_late = len(notes.steps) >= 3
             return Outcome(parts={"spelled": 0.1}) if is_late else super().verify(example, text)
 
     spec = tiny_spec(train={"steps": 6, "checkpoint_every": 2}, tripwires={"on_alarm": "stop"})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=PaysAlikeLater())
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=PaysAlikeLater(), notes=notes)
     with pytest.raises(RunStopped) as caught:
         made.run()
     assert str(caught.value).startswith("step 4 raised zero_variance. Allowed: ")

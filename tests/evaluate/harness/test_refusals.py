@@ -74,12 +74,12 @@ def test_a_data_set_that_is_not_there(
 ) -> None:
     words = (str(model), "--task", "gsm8k_cot", *FLAGS)
     code, said = refusal(words, tmp_path, monkeypatch, capsys)
-    assert code == 1
+    assert code == 2
     assert "task.source=openai/gsm8k: main/train-00000-of-00001.parquet is not to be had" in said
     assert "offline mode forbids to ask the hub" in said
     assert "Next: download the data set elsewhere, copy it here and name its folder in task.source" in said
     code, said = refusal((*words, "source=./no/data"), tmp_path, monkeypatch, capsys)
-    assert code == 1
+    assert code == 2
     assert f"task.source={tmp_path}/no/data does not exist. Allowed: a folder or a file" in said
     assert "Next: correct the path in task.source" in said
 
