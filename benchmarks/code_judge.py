@@ -93,11 +93,17 @@ def judge_for(seconds: float, isolation: str) -> Share:
 
 def _cpu_s() -> float:
     """Return the processor time of this process and of all that it started, the dead included."""
-    ticks = 0
-    for pid in find_descendants(os.getpid()):
-        # User and system time of the process, and of the children that it has waited for.
-        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
-    return time.process_time() + ticks / _TICKS_PER_S
+    while True:
+        try:
+            ticks = sum(_read_ticks(pid) for pid in find_descendants(os.getpid()))
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # One has ended meanwhile: its time is counted with its parent's by now.
+        return time.process_time() + ticks / _TICKS_PER_S
+
+
+def _read_ticks(pid: int) -> int:
+    """Return user and system time of a process, and of the children that it has waited for."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
 
 
 def _small_job(*, is_right: bool) -> JudgeJob:
