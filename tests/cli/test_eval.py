@@ -114,7 +114,10 @@ def test_a_score_says_what_the_audit_of_its_task_found(
     result = json.loads(ended.out)
     assert result["audit"] is None
     # What was kept is scored again, and nothing is generated.
-    assert "arithmetic: not audited; `strop audit arithmetic` attacks its judge" in run(*words).err
+    assert (
+        "arithmetic: not audited; `strop audit arithmetic` with its settings attacks its judge"
+        in run(*words).err
+    )
     path = stored_audit_path("arithmetic", result["task_version"])
     report = AuditReport(
         task="arithmetic",

@@ -245,7 +245,9 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
             shows = f"`strop audit {result.task}` shows why"
             output.give(f"{result.full_name}: unaudited: its audit is red; {shows}")
         elif result.audit is None:
-            output.say(f"{result.full_name}: not audited; `strop audit {result.task}` attacks its judge")
+            output.say(
+                f"{result.full_name}: not audited; `strop audit {result.task}` with its settings attacks its judge"
+            )
 
 
 def _score_row(task: str, name: str, score: Summary) -> tuple[object, ...]:
