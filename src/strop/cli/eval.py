@@ -245,9 +245,8 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
             shows = f"`strop audit {result.task}` shows why"
             output.give(f"{result.full_name}: unaudited: its audit is red; {shows}")
         elif result.audit is None:
-            output.say(
-                f"{result.full_name}: not audited; `strop audit {result.task}` with its settings attacks its judge"
-            )
+            attack = f"`strop audit {result.task}` with its settings attacks its judge"
+            output.say(f"{result.full_name}: not audited; {attack}")
 
 
 def _score_row(task: str, name: str, score: Summary) -> tuple[object, ...]:
