@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,15 +31,13 @@ from strop.engine.contract import (
 )
 from strop.engine.decoding import DecodeBatch
 from strop.engine.prepacked import PrepackedProducts
-from strop.engine.settling import Waiting, WaitingScore, settle
+from strop.engine.settling import Waiting, WaitingScore, deliver, fail, settle
 from strop.errors import EngineError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
 from strop.policy.scoring import score_replies
 from strop.policy.weights import load_published
 from strop.rollout import IntArray
 from strop.tokenizer import Tokenizer
-
-Answer = TypeVar("Answer", Completion, ReplyScore)
 
 
 class NativeEngine:
@@ -133,7 +130,7 @@ class NativeEngine:
                 # Only now: whoever is in no place when a forward fails would wait for ever.
                 del self._unscored[key]
                 for entry, logprobs in zip(entries, found, strict=True):
-                    _answer(entry.score, ReplyScore(logprobs=logprobs, policy_version=self._version))
+                    deliver(entry.score, ReplyScore(logprobs=logprobs, policy_version=self._version))
                 await asyncio.sleep(0)
         except (RuntimeError, MemoryError) as error:
             self._fail_scores(error)
@@ -202,7 +199,7 @@ class NativeEngine:
                 self._admit(batch, waiting)
                 completions = batch.step(self._version)
             for ticket, completion in completions:
-                _answer(waiting.pop(ticket).reply, completion)
+                deliver(waiting.pop(ticket).reply, completion)
             await asyncio.sleep(0)
 
     def _fitting_batch(self, requests: Sequence[GenerationRequest]) -> DecodeBatch:
@@ -238,18 +235,14 @@ class NativeEngine:
             return
         self._batch = None  # Its rows belong to nobody now.
         failure = _closed() if self._is_closed else EngineError(f"generation failed: {error!r}")
-        for entry in entries:
-            if not entry.reply.done():
-                entry.reply.set_exception(failure)
+        fail([entry.reply for entry in entries], failure)
         waiting.clear()
         self._inbox.clear()
 
     def _fail_scores(self, error: BaseException | None) -> None:
         """Tell every coroutine that waits for a score that it will not come."""
         failure = _closed() if self._is_closed else EngineError(f"scoring failed: {error!r}")
-        for entry in [entry for entries in self._unscored.values() for entry in entries]:
-            if not entry.score.done():
-                entry.score.set_exception(failure)
+        fail([entry.score for entries in self._unscored.values() for entry in entries], failure)
         self._unscored.clear()
 
     def _require_open(self) -> None:
@@ -265,9 +258,3 @@ def _closed() -> EngineError:
             next_step="build a new engine",
         )
     )
-
-
-def _answer(future: asyncio.Future[Answer], answer: Answer) -> None:
-    """Deliver an answer, unless the one who asked has gone."""
-    if not future.done():
-        future.set_result(answer)

@@ -28,7 +28,7 @@ from strop.engine.contract import (
     WeightTransport,
     WeightUpdate,
 )
-from strop.engine.settling import Waiting, WaitingScore, settle
+from strop.engine.settling import Waiting, WaitingScore, deliver, fail, settle
 from strop.engine.wire import (
     ErrorForm,
     Form,
@@ -179,7 +179,7 @@ class RemoteEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        _fail([waiting.reply for waiting in self._inbox], _closed())
+        fail([waiting.reply for waiting in self._inbox], _closed())
         await self._client.aclose()
 
     async def _send_inbox(self) -> None:
@@ -201,7 +201,7 @@ class RemoteEngine:
 
         def end(post: asyncio.Task[None]) -> None:
             self._posts.discard(post)
-            _fail(list_waiting(), _closed() if self._is_closed else EngineError("an exchange was abandoned"))
+            fail(list_waiting(), _closed() if self._is_closed else EngineError("an exchange was abandoned"))
 
         post = asyncio.create_task(exchange)
         self._posts.add(post)
@@ -223,11 +223,9 @@ class RemoteEngine:
             if len(answer.scores) != len(entries):
                 raise _unreadable("/v1/score", f"{len(answer.scores)} scores of {len(entries)} replies")
             for entry, form in zip(entries, answer.scores, strict=True):
-                score = form.read(len(entry.reply_ids))
-                if not entry.score.done():
-                    entry.score.set_result(score)
+                deliver(entry.score, form.read(len(entry.reply_ids)))
         except StropError as error:
-            _fail([entry.score for entry in entries], error)
+            fail([entry.score for entry in entries], error)
 
     async def _post_batch(self, batch: Sequence[Waiting]) -> None:
         call = GenerateCall(requests=[RequestForm.of(waiting.request) for waiting in batch])
@@ -238,7 +236,7 @@ class RemoteEngine:
             for waiting, form in zip(batch, answer.replies, strict=True):
                 _settle_reply(waiting.reply, form)
         except StropError as error:
-            _fail([waiting.reply for waiting in batch], error)
+            fail([waiting.reply for waiting in batch], error)
 
     async def _ask(self, path: str, call: Form | None, answer: type[Answer]) -> Answer:
         """Exchange one message, and stop waiting when the server is dead, silent or too slow."""
@@ -307,12 +305,6 @@ class RemoteEngine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise _closed()
-
-
-def _fail(waiting: Sequence[asyncio.Future[Any]], error: StropError) -> None:
-    for future in waiting:
-        if not future.done():
-            future.set_exception(error)
 
 
 def _settle_reply(reply: asyncio.Future[Completion], form: ReplyForm) -> None:

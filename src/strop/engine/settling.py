@@ -7,11 +7,15 @@ same batches, and with them every rounded value is the same in each run and in e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from strop.engine.contract import Completion, GenerationRequest, ReplyScore
+from strop.errors import StropError
 from strop.rollout import IntArray
+
+Answer = TypeVar("Answer", Completion, ReplyScore)
 
 _CYCLES = 4
 """Turns of the event loop without a new request, after which nobody is about to ask."""
@@ -41,3 +45,18 @@ async def settle(count_waiting: Callable[[], int]) -> None:
         previous = current
         for _ in range(_CYCLES):
             await asyncio.sleep(0)
+
+
+def deliver(future: asyncio.Future[Answer], found: Answer) -> None:
+    """Deliver what was asked for, unless the one who asked has gone."""
+    if not future.done():
+        future.set_result(found)
+
+
+def fail(
+    waiting: Iterable[asyncio.Future[Completion] | asyncio.Future[ReplyScore]], error: StropError
+) -> None:
+    """Tell all who still wait that nothing will come."""
+    for future in waiting:
+        if not future.done():
+            future.set_exception(error)
