@@ -47,6 +47,17 @@ def test_a_process_confined_to_one_cpu_has_one_core() -> None:
     assert (machine.num_physical_cores, machine.num_logical_cpus) == (1, 1)
 
 
+@pytest.mark.parametrize(("quota", "most"), [(0.5, 1), (1.0, 1), (None, 1 << 20)])
+def test_cores_are_those_that_a_container_has_time_for(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, most: int
+) -> None:
+    monkeypatch.setattr("strop.hardware.machine.read_cpu_quota", lambda: None)
+    without = describe_machine().num_physical_cores
+    monkeypatch.setattr("strop.hardware.machine.read_cpu_quota", lambda: quota)
+    # Half a CPU's time is still one thread.
+    assert describe_machine().num_physical_cores == min(without, most)
+
+
 def test_prc_7_gpu_ids_stay_strings() -> None:
     """Incident: UUIDs parsed as integers, MIG ids replaced by a hard-coded 0."""
     # 81559 MiB = 81559 * 1048576 bytes.

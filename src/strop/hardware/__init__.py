@@ -1,7 +1,6 @@
 """What this machine has, and what runs on it because of us.
 
 `describe_machine` reads CPUs, memory and GPUs; `calibrate_machine` measures, `read_calibration` reads.
-`read_cpu_quota` says how much CPU time a container has.
 `peak_rss_bytes`, `free_memory_bytes`, `require_free_disk` and others say what is used and what is left.
 `spawn` and `terminate` run child processes that end with their parent and leave nothing behind.
 Not here: placing roles on devices (cluster), untrusted code (sandbox).
@@ -9,7 +8,6 @@ Not here: placing roles on devices (cluster), untrusted code (sandbox).
 
 from strop.hardware.allocator import keep_freed_memory
 from strop.hardware.calibrate import Calibration, calibrate_machine, read_calibration
-from strop.hardware.container import read_cpu_quota
 from strop.hardware.machine import Gpu, Machine, describe_machine, free_memory_bytes
 from strop.hardware.memory import (
     free_disk_bytes,
@@ -33,7 +31,6 @@ __all__ = [
     "keep_freed_memory",
     "peak_rss_bytes",
     "read_calibration",
-    "read_cpu_quota",
     "require_free_disk",
     "require_writable",
     "reset_peak_rss",

@@ -6,6 +6,7 @@ portable facts are filled. GPU ids stay strings: an index, a GPU UUID and a MIG 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -13,7 +14,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.hardware.container import read_cgroup_memory
+from strop.hardware.container import read_cgroup_memory, read_cpu_quota
 
 NVIDIA_SMI_LIMIT_S = 10.0
 
@@ -37,7 +38,10 @@ class Machine:
     python: str
     cpu_name: str | None
     num_physical_cores: int
-    """Cores that this process may use, two hyper-threads of one core counted once."""
+    """Cores that this process may use, two hyper-threads of one core counted once.
+
+    At most as many as its container has CPU time for: more threads than that wait for each other.
+    """
     num_logical_cpus: int
     """Logical CPUs that this process may use."""
     memory_bytes: int | None
@@ -71,7 +75,7 @@ def describe_machine() -> Machine:
         platform=platform.platform(),
         python=platform.python_version(),
         cpu_name=cpus[0].get("model name") if cpus else (platform.processor() or None),
-        num_physical_cores=_count_physical_cores(cpus, allowed),
+        num_physical_cores=_within_quota(_count_physical_cores(cpus, allowed)),
         num_logical_cpus=len(allowed),
         memory_bytes=min((size for size in (total_bytes, limit_bytes) if size is not None), default=None),
         free_memory_bytes=free_memory_bytes(),
@@ -144,6 +148,11 @@ def _count_physical_cores(cpus: list[dict[str, str]], allowed: set[int]) -> int:
     }
     # ARM and some virtual machines name no cores: then each logical CPU counts as one.
     return len(cores) or len(allowed)
+
+
+def _within_quota(num_cores: int) -> int:
+    quota = read_cpu_quota()
+    return num_cores if quota is None else min(num_cores, math.ceil(quota))
 
 
 def _read_meminfo() -> dict[str, int]:

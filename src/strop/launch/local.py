@@ -6,7 +6,6 @@ The same command again continues a run that did not finish: same name, same spec
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from strop.evaluate import (
     read_result,
     write_result,
 )
-from strop.hardware import describe_machine, keep_freed_memory, read_cpu_quota, require_writable
+from strop.hardware import describe_machine, keep_freed_memory, require_writable
 from strop.kernels import kernel_status
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.rollout import Sampling, Split
@@ -145,15 +144,12 @@ def _kernel_notice() -> str | None:
 def set_threads(wanted: int | None) -> int:
     """Fix the number of compute threads, and how memory is kept. Returns the number.
 
-    None means the physical cores that this process may use, within its container's share of CPU time.
+    None means the physical cores that this process may use.
     """
     keep_freed_memory()  # Before torch is imported.
     import torch
 
-    cores = describe_machine().num_physical_cores
-    quota = read_cpu_quota()
-    # More threads than a container has time for wait for each other.
-    threads = wanted or max(1, cores if quota is None else min(cores, math.ceil(quota)))
+    threads = wanted or max(describe_machine().num_physical_cores, 1)
     torch.set_num_threads(threads)
     return threads
 
