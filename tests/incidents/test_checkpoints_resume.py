@@ -27,7 +27,7 @@ from strop.cluster import ModelSource, Roles
 from strop.cluster.inline import build_learner
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord
-from strop.launch.local import train_here
+from strop.launch.training import train_here
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Group

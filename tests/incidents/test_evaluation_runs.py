@@ -23,7 +23,7 @@ from strop.evaluate import (
     require_baseline,
     write_result,
 )
-from strop.launch.local import Evaluation
+from strop.launch.training import Evaluation
 from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks import Task
 from strop.tasks.judging import InlineJudge

@@ -22,7 +22,7 @@ from strop.errors import CheckRefused, EngineError, RunStopped, StoreError
 from strop.evaluate import read_result
 from strop.hardware import require_free_disk
 from strop.hardware.container import read_cgroup_memory
-from strop.launch.local import Evaluation
+from strop.launch.training import Evaluation
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.record import RunDir, list_runs
 from strop.rollout import Example, Outcome

@@ -12,7 +12,7 @@ from strop.cli.arguments import NewRun, Overrides, RunFile
 if TYPE_CHECKING:
     from strop.cli.output import Output
     from strop.evaluate import EvalResult
-    from strop.launch.local import TrainOutcome
+    from strop.launch.training import TrainOutcome
     from strop.record import Event
     from strop.spec import ResolvedSpec
     from strop.train import EvalSummary, Observer
@@ -64,7 +64,7 @@ def train(
 
 def run_to_end(output: Output, resolved: ResolvedSpec, *, is_new: bool) -> None:
     """Run a spec on this machine, show its progress, and give its result and its report."""
-    from strop.launch.local import train_here
+    from strop.launch.training import train_here
     from strop.view import PlainProgress, TerminalObserver, open_progress
     from strop.view.report import write_report
 

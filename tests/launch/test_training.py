@@ -10,7 +10,7 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, RunStopped
 from strop.kernels import KernelStatus
-from strop.launch.local import TrainOutcome, set_threads, train_here
+from strop.launch.training import TrainOutcome, set_threads, train_here
 from strop.record import EventKind, RunDir, list_runs
 from strop.rollout import Example, Outcome
 from strop.spec import load_spec
@@ -89,7 +89,7 @@ def test_a_run_file_becomes_a_trained_run(here: Here, tiny_model_dir: Path) -> N
 def test_missing_kernels_are_said_and_written_down(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is the same but slower, and whoever waits for it should know why."""
     monkeypatch.setattr(
-        "strop.launch.local.kernel_status", lambda: KernelStatus(path=None, note="no such file: 'cc'")
+        "strop.launch.training.kernel_status", lambda: KernelStatus(path=None, note="no such file: 'cc'")
     )
     here.train()
     notices = [event.detail for event in here.told[0].events.read() if event.kind is EventKind.NOTICE]

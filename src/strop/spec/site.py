@@ -1,0 +1,155 @@
+"""Site profiles: what differs between places that runs are sent to, and stands in no run file and no code.
+
+`strop-sites.toml` in the project, and `strop/sites.toml` in the user's configuration folder (XDG_CONFIG_HOME,
+else ~/.config), have one table per site, told apart by `backend`. Where both name a site, the project's
+settings win, one by one. A backend's own name is a site without a profile.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from strop.spec.base import Section
+
+
+class SiteSection(Section):
+    """What every kind of site has."""
+
+    run_root: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder for runs on the site, absolute. none = output.root of the run file.",
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the environment that has strop, as the site sees it. none = the one that"
+        " submits; in an image, the image's own.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of every job.")
+    secrets: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Names of environment variables whose values are read when a job is submitted, kept in a"
+        " file that nobody else can read, and removed when it ends.",
+    )
+    hf_home: str | None = Field(default=None, min_length=1, description="Model cache, as HF_HOME.")
+    store: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Root of the store that runs are mirrored to and models come from.",
+    )
+    offline: bool = Field(default=False, description="Whether jobs may not ask a model hub.")
+    gpus_per_node: int = Field(default=8, ge=0, le=64, description="GPUs that one node has.")
+    usd_per_gpu_hour: float | None = Field(
+        default=None, ge=0.0, description="Price, for the plan's estimate."
+    )
+
+
+class LocalSite(SiteSection):
+    """This machine: the job goes on when the terminal closes."""
+
+    backend: Literal["local"] = "local"
+
+
+class ContainerSite(SiteSection):
+    """A container on this machine, by podman or docker."""
+
+    backend: Literal["container"] = "container"
+    image: str | None = Field(default=None, min_length=1, description="Image, by name or digest.")
+    engine: Literal["auto", "podman", "docker"] = Field(default="auto", description="Which program runs it.")
+    mounts: tuple[str, ...] = Field(
+        default=(), strict=False, description="Folders to show inside as they are: SOURCE:TARGET[:ro]."
+    )
+    network: bool = Field(default=False, description="Whether the job may use the network.")
+
+
+class SlurmSite(SiteSection):
+    """A SLURM cluster whose login node this is."""
+
+    backend: Literal["slurm"] = "slurm"
+    partition: str | None = Field(default=None, min_length=1, description="Partition of the main part.")
+    cpu_partition: str | None = Field(default=None, min_length=1, description="Partition of the CPU part.")
+    account: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Account that pays. none = SBATCH_ACCOUNT, then SLURM_ACCOUNT, then the site's default.",
+    )
+    qos: str | None = Field(default=None, min_length=1, description="Quality of service.")
+    constraint: str | None = Field(default=None, min_length=1, description="Features that nodes must have.")
+    reservation: str | None = Field(default=None, min_length=1, description="Reservation to run in.")
+    nodelist: str | None = Field(
+        default=None, min_length=1, description="Nodes that must be among the job's."
+    )
+    exclude: str | None = Field(default=None, min_length=1, description="Nodes that must not.")
+    gpu_type: str | None = Field(
+        default=None, min_length=1, description="Type in the request, as in gpu:TYPE:4."
+    )
+    time_limit: str | None = Field(
+        default=None, min_length=1, description="Wall time of jobs that name none."
+    )
+    memory: str | None = Field(
+        default=None, min_length=1, description="Memory per node; none = ask for none."
+    )
+    cpus_per_gpu: int = Field(default=8, ge=1, le=32, description="Cores for each GPU, on shared nodes.")
+    signal: Literal["USR2", "USR1", "TERM"] = Field(
+        default="USR2", description="Signal that announces the end. NCCL may take USR1."
+    )
+    setup: tuple[str, ...] = Field(
+        default=(), strict=False, description="Shell lines before the job, for example 'module load cuda'."
+    )
+    container_image: str | None = Field(
+        default=None, min_length=1, description="Image that the steps run in."
+    )
+    sbatch_args: tuple[str, ...] = Field(default=(), strict=False, description="Further options of sbatch.")
+
+
+class SageMakerSite(SiteSection):
+    """SageMaker training jobs of one AWS account."""
+
+    backend: Literal["sagemaker"] = "sagemaker"
+    region: str | None = Field(default=None, min_length=1, description="AWS region.")
+    aws_profile: str | None = Field(
+        default=None, min_length=1, description="Named profile of AWS credentials."
+    )
+    role: str | None = Field(
+        default=None, min_length=20, max_length=2048, description="Execution role, its ARN."
+    )
+    bucket: str | None = Field(default=None, min_length=3, max_length=63, description="S3 bucket.")
+    prefix: str = Field(default="strop", description="Prefix of every key in the bucket.")
+    repository: str | None = Field(default=None, min_length=2, max_length=256, description="ECR repository.")
+    image: str | None = Field(
+        default=None, min_length=1, max_length=255, description="Image instead of ours."
+    )
+    base_image: str | None = Field(default=None, min_length=1, description="What our image is built from.")
+    instance_type: str = Field(default="ml.p4de.24xlarge", description="Instance type.")
+    instance_count: int = Field(default=1, ge=1, le=256, description="Instances of a job.")
+    volume_gb: int = Field(default=100, ge=1, description="Disk of an instance.")
+    max_runtime: str = Field(default="5d", description="Wall time of a job.")
+    max_wait: str | None = Field(default=None, description="Wall time and waiting for spot instances.")
+    spot: bool = Field(default=False, description="Whether spot instances are used.")
+    keep_alive_s: int | None = Field(default=None, ge=0, le=21600, description="Warm pool, seconds.")
+    subnets: tuple[str, ...] = Field(default=(), strict=False, description="Subnets, for a VPC.")
+    security_groups: tuple[str, ...] = Field(default=(), strict=False, description="Security groups.")
+    network_isolation: bool = Field(default=False, description="Whether jobs have no network at all.")
+    encrypt_traffic: bool = Field(default=False, description="Encrypt traffic between instances.")
+    kms_key: str | None = Field(default=None, min_length=1, description="Key for volumes and outputs.")
+    name_prefix: str = Field(default="job", max_length=47, description="First part of job names; neutral.")
+    job_log: str = Field(default="docs/job_log.md", description="Where submitted jobs are listed.")
+    secret_arns: dict[str, str] = Field(
+        default_factory=dict, description="Environment variable to Secrets Manager ARN."
+    )
+    tags: dict[str, str] = Field(default_factory=dict, description="Tags of every job; neutral.")
+    endpoint_url: str | None = Field(default=None, description="Address instead of AWS's, for rehearsals.")
+
+
+SiteProfile = Annotated[LocalSite | ContainerSite | SlurmSite | SageMakerSite, Field(discriminator="backend")]
+
+
+class Site(Section):
+    """A profile under its name."""
+
+    name: str
+    profile: SiteProfile
