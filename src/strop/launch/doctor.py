@@ -11,8 +11,8 @@ from pathlib import Path
 
 from strop.hardware import Calibration, Machine, calibrate_machine, describe_machine, free_disk_bytes
 from strop.kernels import kernel_status
-from strop.launch.training import set_threads
 from strop.launch.locate import find_model
+from strop.launch.training import set_threads
 from strop.spec import ModelSpec
 from strop.store import list_models, user_cache_dir
 

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from strop.engine import Completion, GenerationRequest
 from strop.environments import RolloutPlan, SingleTurn, run_rollout
 from strop.errors import ConfigError, explain_refusal
-from strop.launch.training import set_threads
 from strop.launch.locate import find_checkpoint
+from strop.launch.training import set_threads
 from strop.rollout import Message, Rollout, Sampling, Split
 from strop.spec import RunSpec, SamplingSpec, load_spec
 from strop.spec.display import dotted

@@ -1,8 +1,8 @@
 """The words of jobs, and the seam that backends keep.
 
-A *plan* is everything that will be sent, made without effects. A *job* is a plan that a scheduler accepted; it
-has one *member*, or one for each combination of a sweep. An *attempt* is one life of a member: after a
-preemption the same job lives again. Each node of an attempt has one *agent*, which starts the member's *roles*.
+A *plan* is everything that will be sent, made without effects. A *job* is a plan that a scheduler accepted;
+it has one *member*, or one for each combination of a sweep. An *attempt* is one life of a member: after a
+preemption the same job lives again. Each node of an attempt has one *agent*, which starts the *roles*.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class JobEnvironment:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Name of every variable and secret to where its value comes from."""
     secrets: tuple[str, ...] = ()
-    """Names alone; their values are read when the job is handed over, and kept in a 0600 file until it ends."""
+    """Names alone; values are read when the job is handed over, and kept in a 0600 file until it ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +304,7 @@ class RecordFiles(Protocol):
     """A member's directory, wherever it is: on a disk that is seen here, or mirrored in a store."""
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's bytes, None if there is none. Raises: StoreError where the place does not answer."""
+        """Return a file's bytes, None if there is none. Raises: StoreError if the place does not answer."""
 
     def read_from(self, name: str, offset: int) -> bytes:
         """Return what a file has from a byte on; empty where there is no more."""
@@ -320,7 +320,7 @@ class LogSource(Protocol):
     """The logs of one member while they grow."""
 
     def read_new(self) -> list[LogLine]:
-        """Return the complete lines since the last call. Raises: StoreError where the place does not answer."""
+        """Return the complete lines since the last call. Raises: StoreError if the place does not answer."""
 
 
 class Backend(Protocol):
