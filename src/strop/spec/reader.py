@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.base import DEFAULT, SpecConflict
 from strop.spec.display import KeyPath, dotted, format_value, show_value
+from strop.spec.flags import Conflict, Flag, apply_flags
 from strop.spec.overrides import OVERRIDE
 from strop.spec.paths import PATH_SETTINGS, absolute_path
 from strop.spec.run import RunSpec
@@ -35,20 +36,31 @@ class ResolvedSpec:
     """Dotted setting to 'default', 'run.toml:7' or 'override'. Keys of `task.config` have their own."""
     notices: tuple[str, ...] = ()
     """What was read and is not used, and why; for the user to see."""
+    conflicts: tuple[Conflict, ...] = ()
+    """Values of the settings that a launcher owns which lost against others."""
 
 
-def load_spec(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> ResolvedSpec:
-    """Read a TOML or YAML run file with everything that it extends, and apply overrides.
+def load_spec(
+    path: str | os.PathLike[str] | None, overrides: Sequence[str] = (), flags: Sequence[Flag] = ()
+) -> ResolvedSpec:
+    """Read a TOML or YAML run file with everything that it extends, and apply overrides and flags.
 
     `path` None: there is no file, the overrides say everything.
 
     Raises: ConfigError naming file, line, value and what is allowed; one line per mistake.
     """
-    winners, notices = _merge(read_sources(None if path is None else os.fspath(path), overrides))
+    sources = read_sources(None if path is None else os.fspath(path), overrides)
+    sources, conflicts = apply_flags(sources, flags)
+    winners, notices = _merge(sources)
     origins = {dotted(leaf.path): leaf.origin for leaf in winners.values()}
     spec = _validate(winners, origins)
     notices += note_unused(spec, origins)
-    return ResolvedSpec(spec=spec, origins=_all_origins(spec, origins), notices=tuple(notices))
+    return ResolvedSpec(
+        spec=spec,
+        origins=_all_origins(spec, origins),
+        notices=tuple(notices),
+        conflicts=tuple(conflicts),
+    )
 
 
 def _merge(sources: Sequence[Leaves]) -> tuple[Leaves, list[str]]:

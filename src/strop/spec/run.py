@@ -8,6 +8,7 @@ from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import Section, SpecConflict
 from strop.spec.engine import EngineSpec
 from strop.spec.eval import EvalSpec
+from strop.spec.job import JobSpec
 from strop.spec.model import ModelSpec
 from strop.spec.optimizer import OptimizerSpec
 from strop.spec.output import OutputSpec
@@ -47,6 +48,7 @@ class RunSpec(Section):
     tripwires: TripwireSpec = Field(default=TripwireSpec(), description="Which trouble is watched for.")
     output: OutputSpec = Field(default=OutputSpec(), description="Where the run is written.")
     store: StoreSpec = Field(default=StoreSpec(), description="Where models and data are kept.")
+    job: JobSpec = Field(default=JobSpec(), description="What a job of this run asks for.")
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RunSpec:

@@ -66,8 +66,8 @@ def _free_table(spec: RunSpec, setting: Setting, origins: Mapping[str, str]) -> 
 def spec_digest(spec: RunSpec) -> str:
     """Return a hash over what was asked for: equal specs have equal digests, on every machine.
 
-    The `output` folders and the `store` are left out: moving a run elsewhere does not change it.
+    The `output` folders, the `store` and the `job` are left out: moving a run elsewhere does not change it.
     """
-    content = spec.model_dump(mode="json", exclude={"output", "store"})
+    content = spec.model_dump(mode="json", exclude={"output", "store", "job"})
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,132 @@
+"""What a run asks for when it is sent somewhere as a job."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from strop.spec.base import Section, SpecConflict
+from strop.spec.durations import DURATION_HELP, DURATION_PATTERN
+
+GPU_SPLIT = ("gpus", "train_gpus", "infer_gpus", "single_gpu")
+"""One group: once a flag gives one of them, all of them come from flags and defaults."""
+MAX_SPLIT_GPUS = 8
+
+
+class JobSpec(Section):
+    """Resources and manners of a job. Not part of what was asked: not in the spec's digest."""
+
+    nodes: int = Field(default=1, ge=1, le=256, description="Nodes of the main part.")
+    gpus: int | None = Field(
+        default=None,
+        ge=0,
+        le=8,
+        description="GPUs per node, all for the learner. none = what train_gpus and infer_gpus say, else"
+        " none at all: the run computes on CPUs.",
+    )
+    train_gpus: int | None = Field(
+        default=None, ge=1, le=4, description="GPUs for the learner. none = 1 where infer_gpus is given."
+    )
+    infer_gpus: int | None = Field(
+        default=None, ge=1, le=7, description="GPUs for generation. none = 1 where train_gpus is given."
+    )
+    single_gpu: bool = Field(default=False, description="One GPU for the learner and generation together.")
+    cpus_per_gpu: int | None = Field(
+        default=None, ge=1, le=32, description="Cores for each GPU on a shared node. none = the site's."
+    )
+    cpus: int | None = Field(
+        default=None, ge=1, le=1024, description="Cores of a job without GPUs. none = the site's default."
+    )
+    memory: str | None = Field(
+        default=None,
+        pattern=r"^\d+[KMGT]?$",
+        description="Memory per node as SLURM writes it, '64G'. none = the site's.",
+    )
+    time_limit: str | None = Field(
+        default=None,
+        pattern=DURATION_PATTERN,
+        description=f"Wall time: {DURATION_HELP}. none = the site's.",
+    )
+    max_requeue: int = Field(
+        default=3, ge=0, le=1000, description="How often a job that was stopped in good order lives again."
+    )
+    grace_s: float = Field(
+        default=120.0,
+        ge=1.0,
+        le=3600.0,
+        description="Seconds before the end at which a job is told, to save its state.",
+    )
+    preflight: Literal["none", "quick", "compute"] = Field(
+        default="quick",
+        description="What is checked on every node before the run starts: 'quick' devices, memory, disk and"
+        " foreign processes; 'compute' also a product of matrices on every GPU.",
+    )
+    max_silence_s: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Seconds without a line in any role's log and without progress of the run after which the"
+        " stacks of all roles are written and the job ends. none = tripwires.max_stall_s of the run decides.",
+    )
+    cpu_nodes: int = Field(
+        default=0, ge=0, le=256, description="Nodes without GPUs beside the main part, for cpu_command."
+    )
+    cpu_command: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What runs on each of the cpu_nodes as long as the run does, as a shell would split it.",
+    )
+
+    @model_validator(mode="after")
+    def _check_split(self) -> JobSpec:
+        given = {f"job.{name}": getattr(self, name) for name in GPU_SPLIT if getattr(self, name)}
+        split = {key: value for key, value in given.items() if key != "job.gpus"}
+        if self.gpus is not None and split:
+            raise SpecConflict(
+                {"job.gpus": self.gpus, **split},
+                "the GPUs are shared out in two ways",
+                allowed="job.gpus alone, or train_gpus with infer_gpus, or single_gpu",
+                next_step="remove job.gpus",
+            )
+        if self.single_gpu and max(self.train_gpus or 1, self.infer_gpus or 1) > 1:
+            raise SpecConflict(
+                split,
+                "one GPU cannot be several",
+                allowed="single_gpu with train_gpus and infer_gpus of 1, or unset",
+                next_step="remove single_gpu, or the other two",
+            )
+        if self.gpus_per_node > MAX_SPLIT_GPUS:
+            raise SpecConflict(
+                split,
+                f"together they are {self.gpus_per_node} GPUs of one node",
+                allowed=f"2 to {MAX_SPLIT_GPUS} GPUs, or 1 with single_gpu",
+                next_step="ask for fewer",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_companion(self) -> JobSpec:
+        if bool(self.cpu_nodes) != (self.cpu_command is not None):
+            raise SpecConflict(
+                {"job.cpu_nodes": self.cpu_nodes, "job.cpu_command": self.cpu_command},
+                "nodes and their command belong together",
+                allowed="both or neither",
+                next_step="set the other one too",
+            )
+        return self
+
+    @property
+    def gpu_roles(self) -> dict[str, int]:
+        """How many GPUs of a node each role gets, generation first; {} for a run on CPUs."""
+        if self.gpus is not None:
+            return {"train": self.gpus} if self.gpus else {}
+        if self.single_gpu:
+            return {"train": 1}
+        if self.train_gpus is None and self.infer_gpus is None:
+            return {}
+        return {"infer": self.infer_gpus or 1, "train": self.train_gpus or 1}
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that a node of the main part must have."""
+        return sum(self.gpu_roles.values())
