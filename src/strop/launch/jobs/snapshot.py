@@ -1,8 +1,8 @@
 """The code of a job: the working tree as it is on the disk, packed at submission, verified where it runs.
 
-Tracked files with their uncommitted edits, and untracked ones that git does not ignore; what git ignores stays
-behind. A job runs from its own unpacked copy, so that an edit after the submission, or a checkout in the
-shared tree, changes nothing for it. Without git all files count but hidden ones and caches.
+Tracked files with their uncommitted edits, and untracked ones that git does not ignore; what git ignores
+stays behind. A job runs from its own unpacked copy, so that an edit after the submission, or a checkout in
+the shared tree, changes nothing for it. Without git all files count but hidden ones and caches.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def pack_code(snapshot: CodeSnapshot, path: Path) -> None:
     from pyarrow import CompressedOutputStream
 
     try:
-        with CompressedOutputStream(str(path), "zstd") as stream:
-            with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-                for name in snapshot.files:
-                    archive.add(snapshot.project_path / name, name, recursive=False, filter=_anonymous)
+        with (
+            CompressedOutputStream(str(path), "zstd") as stream,
+            tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for name in snapshot.files:
+                archive.add(snapshot.project_path / name, name, recursive=False, filter=_anonymous)
     except OSError as error:
         raise explain_write_failure(error, path) from error
     if hash_code(snapshot.project_path, snapshot.files) != snapshot.sha256:
@@ -96,9 +98,12 @@ def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
 
     target.mkdir(parents=True)
     try:
-        with OSFile(str(archive_path)) as file, CompressedInputStream(file, "zstd") as stream:
-            with tarfile.open(fileobj=stream, mode="r|") as archive:
-                archive.extractall(target, filter="data")
+        with (
+            OSFile(str(archive_path)) as file,
+            CompressedInputStream(file, "zstd") as stream,
+            tarfile.open(fileobj=stream, mode="r|") as archive,
+        ):
+            archive.extractall(target, filter="data")
     except (OSError, tarfile.TarError) as error:
         raise _another_code(archive_path, f"cannot be unpacked ({error})") from error
     files = tuple(sorted(_list_unpacked(target)))
