@@ -11,7 +11,6 @@ import pytest
 
 from strop.errors import CheckRefused, StoreError
 from strop.hardware import (
-    Gpu,
     calibrate_machine,
     describe_machine,
     free_disk_bytes,
@@ -22,7 +21,6 @@ from strop.hardware import (
     reset_peak_rss,
     rss_bytes,
 )
-from strop.hardware.machine import parse_gpu_line, read_gpus
 from tests.fixtures.tiny_disk import tiny_disk
 
 
@@ -56,29 +54,6 @@ def test_cores_are_those_that_a_container_has_time_for(
     monkeypatch.setattr("strop.hardware.machine.read_cpu_quota", lambda: quota)
     # Half a CPU's time is still one thread.
     assert describe_machine().num_physical_cores == min(without, most)
-
-
-def test_prc_7_gpu_ids_stay_strings() -> None:
-    """Incident: UUIDs parsed as integers, MIG ids replaced by a hard-coded 0."""
-    # 81559 MiB = 81559 * 1048576 bytes.
-    assert parse_gpu_line("0, GPU-5a, NVIDIA H100 80GB HBM3, 81559") == Gpu(
-        index="0", uuid="GPU-5a", name="NVIDIA H100 80GB HBM3", memory_bytes=85_520_809_984
-    )
-    unified = parse_gpu_line("1, GPU-5b, NVIDIA GB10, [N/A]")
-    assert unified is not None
-    assert unified.memory_bytes is None
-    assert parse_gpu_line("Unable to determine the device handle") is None
-
-
-def test_gpus_are_what_the_tool_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '3, GPU-a, Big, 1024'\necho '5, GPU-b, Big, 1024'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert [gpu.index for gpu in describe_machine().gpus] == ["3", "5"]
-    tool.write_text("#!/bin/sh\necho 'driver mismatch' >&2\nexit 9\n")
-    assert read_gpus() == ()
-    assert read_gpus(command="strop-has-no-such-tool") == ()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak")

@@ -1,6 +1,8 @@
 """What this machine has, and what runs on it because of us.
 
 `describe_machine` reads CPUs, memory and GPUs; `calibrate_machine` measures, `read_calibration` reads.
+`read_gpus` lists GPUs and MIG slices, `parse_visible_devices` says which of them a process sees, `share_out`
+divides them among roles. `take_lease` holds them for a run, `clear_leftovers` ends what dead runs left.
 `peak_rss_bytes`, `free_memory_bytes`, `require_free_disk` and others say what is used and what is left.
 `spawn` and `terminate` run child processes that end with their parent and leave nothing behind.
 Not here: placing roles on devices (cluster), untrusted code (sandbox).
@@ -8,7 +10,10 @@ Not here: placing roles on devices (cluster), untrusted code (sandbox).
 
 from strop.hardware.allocator import keep_freed_memory
 from strop.hardware.calibrate import Calibration, calibrate_machine, read_calibration
-from strop.hardware.machine import Gpu, Machine, describe_machine, free_memory_bytes
+from strop.hardware.gpus import Gpu, GpuUser, MigSlice, read_gpu_users, read_gpus
+from strop.hardware.identity import ProcessIdentity, identify
+from strop.hardware.leases import HeldLease, Lease, clear_leftovers, find_leases, take_lease
+from strop.hardware.machine import Machine, describe_machine, free_memory_bytes
 from strop.hardware.memory import (
     free_disk_bytes,
     peak_rss_bytes,
@@ -18,24 +23,47 @@ from strop.hardware.memory import (
     rss_bytes,
 )
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
+from strop.hardware.visible_devices import (
+    DeviceForm,
+    VisibleDevices,
+    parse_visible_devices,
+    remap_slices,
+    share_out,
+)
 
 __all__ = [
     "Calibration",
     "ChildProcess",
+    "DeviceForm",
     "Gpu",
+    "GpuUser",
+    "HeldLease",
+    "Lease",
     "Machine",
+    "MigSlice",
+    "ProcessIdentity",
+    "VisibleDevices",
     "calibrate_machine",
+    "clear_leftovers",
     "describe_machine",
+    "find_leases",
     "free_disk_bytes",
     "free_memory_bytes",
+    "identify",
     "keep_freed_memory",
+    "parse_visible_devices",
     "peak_rss_bytes",
     "read_calibration",
+    "read_gpu_users",
+    "read_gpus",
+    "remap_slices",
     "require_free_disk",
     "require_writable",
     "reset_peak_rss",
     "rss_bytes",
+    "share_out",
     "spawn",
     "tail",
+    "take_lease",
     "terminate",
 ]

@@ -1,7 +1,7 @@
 """What this machine has, read from the system without torch.
 
 What cannot be read is None or empty, never a plausible guess. Tried on Linux; elsewhere only the
-portable facts are filled. GPU ids stay strings: an index, a GPU UUID and a MIG UUID are all names.
+portable facts are filled.
 """
 
 from __future__ import annotations
@@ -9,24 +9,11 @@ from __future__ import annotations
 import math
 import os
 import platform
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from strop.hardware.container import read_cgroup_memory, read_cpu_quota
-
-NVIDIA_SMI_LIMIT_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One GPU as nvidia-smi names it."""
-
-    index: str
-    uuid: str
-    name: str
-    memory_bytes: int | None
+from strop.hardware.gpus import Gpu, read_gpus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,36 +77,6 @@ def free_memory_bytes() -> int | None:
     _, container_bytes = read_cgroup_memory()
     known = (_read_meminfo().get("MemAvailable"), container_bytes)
     return min((size for size in known if size is not None), default=None)
-
-
-def read_gpus(*, command: str = "nvidia-smi") -> tuple[Gpu, ...]:
-    """Ask nvidia-smi for the GPUs; empty where it is missing or fails."""
-    program = shutil.which(command)
-    if program is None:
-        return ()
-    query = [program, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            query,
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_LIMIT_S,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(gpu for line in done.stdout.splitlines() if (gpu := parse_gpu_line(line)) is not None)
-
-
-def parse_gpu_line(line: str) -> Gpu | None:
-    """Read `index, uuid, name, MiB`; None if the line has another form. '[N/A]' memory is unknown."""
-    parts = [part.strip() for part in line.split(",")]
-    if len(parts) < 4:
-        return None
-    index, uuid, *name, mebibytes = parts
-    memory_bytes = int(mebibytes) << 20 if mebibytes.isdigit() else None
-    return Gpu(index=index, uuid=uuid, name=", ".join(name), memory_bytes=memory_bytes)
 
 
 def _read_cpus() -> list[dict[str, str]]:

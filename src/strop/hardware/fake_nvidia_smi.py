@@ -1,0 +1,99 @@
+"""A program that answers as nvidia-smi does, about GPUs that are not there.
+
+For tests and rehearsals on machines without a GPU. `install_fake_nvidia_smi` puts it into a folder for the
+front of PATH; the file beside it says which GPUs there are, and may be changed while others ask.
+Answered are the questions that strop asks, in the form of nvidia-smi: `-L`, `--query-gpu=FIELDS` and
+`--query-compute-apps=FIELDS` with `--format=csv,noheader,nounits`. Anything else ends with 6, as there.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.hardware.gpus import NVIDIA_SMI, Gpu
+from strop.store.atomic import write_bytes_atomically
+
+STATE_NAME = "fake-gpus.json"
+_WRONG_QUESTION = 6
+
+
+def install_fake_nvidia_smi(
+    folder: Path, gpus: Sequence[Gpu], users: Sequence[tuple[str, int, int]] = ()
+) -> Path:
+    """Write the program and what it knows into a folder; return the program's path.
+
+    `users`: UUID of a GPU, process id and bytes used, for each process that computes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = folder / STATE_NAME
+    write_bytes_atomically(state, json.dumps(_to_state(gpus, users), indent=1).encode())
+    program = folder / NVIDIA_SMI
+    words = [sys.executable, "-m", __name__, str(state)]
+    write_bytes_atomically(program, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
+    program.chmod(0o755)
+    return program
+
+
+def _to_state(gpus: Sequence[Gpu], users: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
+    return {
+        "gpus": [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                "memory.total": _mebibytes(gpu.memory_bytes),
+                "memory.free": _mebibytes(gpu.free_memory_bytes),
+                "mig.mode.current": "Enabled" if gpu.has_mig else "Disabled",
+                "slices": [[part.profile, part.uuid] for part in gpu.slices],
+            }
+            for gpu in gpus
+        ],
+        "users": [
+            {"gpu_uuid": uuid, "pid": str(pid), "used_memory": _mebibytes(num_bytes)}
+            for uuid, pid, num_bytes in users
+        ],
+    }
+
+
+def main(words: Sequence[str]) -> int:
+    """Answer one question about the GPUs of a state file, named first; return the exit code."""
+    path, *question = words
+    state = json.loads(Path(path).read_text())
+    if question == ["-L"]:
+        sys.stdout.writelines(_list_all(state["gpus"]))
+        return 0
+    kinds = {"--query-gpu=": "gpus", "--query-compute-apps=": "users"}
+    for prefix, key in kinds.items():
+        if question[1:] != ["--format=csv,noheader,nounits"] or not question[0].startswith(prefix):
+            continue
+        names = question[0].removeprefix(prefix).split(",")
+        if all(name in row for row in state[key] for name in names):
+            for row in state[key]:
+                sys.stdout.write(", ".join(row[name] for name in names) + "\n")
+            return 0
+    sys.stderr.write(f"Invalid combination of input arguments: {shlex.join(question)}\n")
+    return _WRONG_QUESTION
+
+
+def _list_all(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for gpu in gpus:
+        lines.append(f"GPU {gpu['index']}: {gpu['name']} (UUID: {gpu['uuid']})\n")
+        lines += [
+            f"  MIG {profile:<15} Device {number:>2}: (UUID: {uuid})\n"
+            for number, (profile, uuid) in enumerate(gpu["slices"])
+        ]
+    return lines
+
+
+def _mebibytes(num_bytes: int | None) -> str:
+    return "[N/A]" if num_bytes is None else str(num_bytes >> 20)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

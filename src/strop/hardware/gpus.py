@@ -1,0 +1,164 @@
+"""GPUs, their MIG slices and who uses them, as nvidia-smi tells it.
+
+Ids stay strings: an index, a GPU's UUID and a slice's UUID are all names, and none is ever a number. What
+cannot be read is None or missing, never a plausible guess. Where there is no nvidia-smi, or it fails, there
+are no GPUs. `fake_nvidia_smi` stands in for the program where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+NVIDIA_SMI = "nvidia-smi"
+NVIDIA_SMI_LIMIT_S = 10.0
+_GPU_FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "mig.mode.current")
+_USER_FIELDS = ("gpu_uuid", "pid", "used_memory")
+_GPU_LINE = re.compile(r"GPU (?P<index>\S+): .*\(UUID: (?P<uuid>[^)]+)\)\s*")
+_SLICE_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\S+: \(UUID: (?P<uuid>[^)]+)\)\s*")
+_PROFILE_GIGABYTES = re.compile(r"\.(\d+)gb")
+"""A profile such as `1g.10gb` or `1g.10gb+me` names its memory, a little more than a program can have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MigSlice:
+    """A part of a GPU that a program sees as a whole one. A program sees one at most."""
+
+    uuid: str
+    profile: str
+    """Compute and memory, for example `1g.10gb`."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What its profile names; nvidia-smi tells the memory of the whole GPU only."""
+        match = _PROFILE_GIGABYTES.search(self.profile)
+        return int(match[1]) * 10**9 if match else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi names it."""
+
+    index: str
+    """Its place in the order of PCI addresses."""
+    uuid: str
+    name: str
+    memory_bytes: int | None
+    free_memory_bytes: int | None = None
+    """Of the whole GPU, also where it is divided into slices."""
+    has_mig: bool = False
+    """Whether it is divided: then only its slices can be used."""
+    slices: tuple[MigSlice, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuUser:
+    """A process that computes on a GPU."""
+
+    gpu_uuid: str
+    pid: int
+    """In the process-id namespace of the driver, which inside a container is another than ours."""
+    memory_bytes: int | None
+    user: str | None
+    command: str | None
+    """Both None where this machine does not show the process."""
+
+
+def read_gpus() -> tuple[Gpu, ...]:
+    """Ask nvidia-smi for the GPUs, in the order of PCI addresses, with their slices."""
+    lines = _ask(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
+    gpus = [gpu for line in lines if (gpu := parse_gpu_line(line)) is not None]
+    if not any(gpu.has_mig for gpu in gpus):
+        return tuple(gpus)
+    slices = parse_slices(_ask("-L"))
+    return tuple(replace(gpu, slices=slices.get(gpu.uuid, ())) for gpu in gpus)
+
+
+def read_gpu_users() -> tuple[GpuUser, ...]:
+    """Ask nvidia-smi which processes compute. In a container the answer may be empty, or name strangers."""
+    lines = _ask(f"--query-compute-apps={','.join(_USER_FIELDS)}", "--format=csv,noheader,nounits")
+    return tuple(_read_users(lines))
+
+
+def parse_gpu_line(line: str) -> Gpu | None:
+    """Read `index, uuid, name, MiB, MiB, MIG mode`; None if the line has another form.
+
+    '[N/A]' memory is unknown, and a GPU that knows no MIG says '[N/A]' too.
+    """
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) < len(_GPU_FIELDS):
+        return None
+    index, uuid, *name, total, free, mig_mode = parts
+    return Gpu(
+        index=index,
+        uuid=uuid,
+        name=", ".join(name),
+        memory_bytes=_read_mebibytes(total),
+        free_memory_bytes=_read_mebibytes(free),
+        has_mig=mig_mode == "Enabled",
+    )
+
+
+def parse_slices(lines: Sequence[str]) -> dict[str, tuple[MigSlice, ...]]:
+    """Read what `nvidia-smi -L` lists; return the slices of each GPU that has some, by its UUID."""
+    found: dict[str, tuple[MigSlice, ...]] = {}
+    gpu_uuid = ""
+    for line in lines:
+        if gpu := _GPU_LINE.fullmatch(line):
+            gpu_uuid = gpu["uuid"]
+        elif part := _SLICE_LINE.fullmatch(line):
+            mine = MigSlice(uuid=part["uuid"], profile=part["profile"])
+            found[gpu_uuid] = (*found.get(gpu_uuid, ()), mine)
+    return found
+
+
+def _read_users(lines: Sequence[str]) -> Iterator[GpuUser]:
+    for line in lines:
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == len(_USER_FIELDS) and parts[1].isdigit():
+            uuid, pid, used = parts[0], int(parts[1]), parts[2]
+            user, command = describe_process(pid)
+            yield GpuUser(
+                gpu_uuid=uuid, pid=pid, memory_bytes=_read_mebibytes(used), user=user, command=command
+            )
+
+
+def describe_process(pid: int) -> tuple[str | None, str | None]:
+    """Return whose process it is and what it runs, None each where the system does not show it."""
+    place = Path(f"/proc/{pid}")
+    try:
+        user = place.owner()
+    except (OSError, KeyError):
+        user = None
+    try:
+        words = (place / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return user, None
+    return user, b" ".join(words).decode(errors="replace").strip() or None
+
+
+def _read_mebibytes(text: str) -> int | None:
+    return int(text) << 20 if text.isdigit() else None
+
+
+def _ask(*words: str) -> list[str]:
+    """Return the lines that nvidia-smi prints; none where it is missing or fails."""
+    program = shutil.which(NVIDIA_SMI)
+    if program is None:
+        return []
+    try:
+        done = subprocess.run(
+            [program, *words],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_LIMIT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()

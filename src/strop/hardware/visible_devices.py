@@ -1,0 +1,152 @@
+"""Which GPUs a process may use, as CUDA_VISIBLE_DEVICES says it, and sharing them out among roles.
+
+The variable has five forms: unset, where CUDA sees every GPU; empty or a word for none; indices, whose
+meaning depends on CUDA_DEVICE_ORDER; UUIDs of GPUs; UUIDs of MIG slices, in a new and an old spelling.
+An entry is a name and never a number. Source: CUDA C Programming Guide, 'CUDA Environment Variables', and
+the MIG User Guide, 'Device Enumeration'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from strop.errors import CheckRefused, ConfigError, explain_refusal
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_NONE_WORDS = {"", "-1", "NoDevFiles"}
+"""Schedulers write the last one where a job has no GPU."""
+
+
+class DeviceForm(StrEnum):
+    """How devices are named."""
+
+    UNSET = "unset"
+    """Not at all: CUDA sees every GPU."""
+    NONE = "none"
+    """There is none to see."""
+    INDEX = "index"
+    GPU_UUID = "UUID of a GPU"
+    MIG_UUID = "UUID of a MIG slice"
+
+
+_FORMS = {
+    DeviceForm.INDEX: re.compile(r"\d+"),
+    DeviceForm.GPU_UUID: re.compile(r"GPU-[0-9A-Za-z-]+"),
+    # Until driver 470 a slice was named by its GPU and two numbers.
+    DeviceForm.MIG_UUID: re.compile(r"MIG-(?:GPU-[0-9A-Za-z-]+/\d+/\d+|[0-9A-Za-z-]+)"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisibleDevices:
+    """The devices that a process sees, in its order."""
+
+    form: DeviceForm
+    ids: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str | None:
+        """The variable's value; None where it must not be set."""
+        return None if self.form is DeviceForm.UNSET else ",".join(self.ids)
+
+
+def parse_visible_devices(text: str | None) -> VisibleDevices:
+    """Read the variable's value; None where it is not set.
+
+    Raises: ConfigError for an entry of no known form, for mixed forms, and for an entry that stands twice:
+        CUDA would leave out what follows without a word.
+    """
+    if text is None:
+        return VisibleDevices(form=DeviceForm.UNSET)
+    ids = tuple(word.strip() for word in text.split(","))
+    if len(ids) == 1 and ids[0] in _NONE_WORDS:
+        return VisibleDevices(form=DeviceForm.NONE)
+    forms = {form for entry in ids for form, pattern in _FORMS.items() if pattern.fullmatch(entry)}
+    unknown = [entry for entry in ids if not any(pattern.fullmatch(entry) for pattern in _FORMS.values())]
+    twice = sorted({entry for entry in ids if ids.count(entry) > 1})
+    if unknown or twice or len(forms) != 1:
+        cause = (
+            f"no name of a GPU is {', '.join(map(repr, unknown))}"
+            if unknown
+            else f"{', '.join(twice)} twice"
+            if twice
+            else f"mixes {' and '.join(sorted(forms))}"
+        )
+        raise ConfigError(
+            explain_refusal(
+                f"{VISIBLE_DEVICES}={text}: {cause}",
+                allowed="indices, or UUIDs of GPUs, or UUIDs of MIG slices, each once",
+                next_step="correct the variable, or unset it to see every GPU",
+            )
+        )
+    return VisibleDevices(form=forms.pop(), ids=ids)
+
+
+def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, VisibleDevices]:
+    """Give each role as many of the visible devices as it wants, in the order of `wanted`.
+
+    Devices beyond the sum stay unused: the request counts, not what a node happens to show.
+    Raises: CheckRefused if there are fewer, or if slices are to work together in one role: a process sees
+        one slice at most, and NCCL does not connect them.
+    """
+    total = sum(wanted.values())
+    if len(visible.ids) < total:
+        raise CheckRefused(
+            explain_refusal(
+                f"{total} GPUs are asked for ({_count_roles(wanted)}), and {_describe(visible)}",
+                allowed="as many visible GPUs as the roles ask for",
+                next_step="ask for fewer, or for a job with more",
+            )
+        )
+    together = [role for role, number in wanted.items() if number > 1]
+    if visible.form is DeviceForm.MIG_UUID and together:
+        raise CheckRefused(
+            explain_refusal(
+                f"{', '.join(together)} is to use several MIG slices together",
+                allowed="one slice for a role: a process sees one at most, and NCCL connects none",
+                next_step="give each role one slice, or ask for whole GPUs",
+            )
+        )
+    shares, first = {}, 0
+    for role, number in wanted.items():
+        ids = visible.ids[first : first + number]
+        shares[role] = VisibleDevices(form=visible.form if ids else DeviceForm.NONE, ids=ids)
+        first += number
+    return shares
+
+
+def remap_slices(assigned: Sequence[str], listed: Sequence[str]) -> dict[str, str]:
+    """Return the ordinal of each assigned slice, for programs that read the variable as numbers.
+
+    `listed` is what the process can see in all: only where these are the assigned ones, and no others, is
+    ordinal 0 surely ours.
+    Raises: CheckRefused otherwise.
+    """
+    strange = sorted(set(listed) - set(assigned))
+    if strange or len(listed) != len(assigned):
+        raise CheckRefused(
+            explain_refusal(
+                f"{len(assigned)} MIG slices are assigned and {len(listed)} can be seen"
+                + (f", {', '.join(strange)} among them" if strange else ""),
+                allowed="ordinals in place of UUIDs where a process can see its own slices alone",
+                next_step="start one process for each slice, with its UUID in CUDA_VISIBLE_DEVICES",
+            )
+        )
+    return {uuid: str(number) for number, uuid in enumerate(assigned)}
+
+
+def _count_roles(wanted: Mapping[str, int]) -> str:
+    return ", ".join(f"{role} {number}" for role, number in wanted.items())
+
+
+def _describe(visible: VisibleDevices) -> str:
+    match visible.form:
+        case DeviceForm.UNSET:
+            return f"{VISIBLE_DEVICES} is not set"
+        case DeviceForm.NONE:
+            return f"{VISIBLE_DEVICES} shows none"
+        case _:
+            return f"{VISIBLE_DEVICES} shows {len(visible.ids)}: {', '.join(visible.ids)}"

@@ -1,0 +1,108 @@
+"""GPUs, slices and their users, by the real path: a program named nvidia-smi that is found and asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from strop.hardware import Gpu, GpuUser, MigSlice, describe_machine, read_gpu_users, read_gpus
+from strop.hardware.fake_nvidia_smi import install_fake_nvidia_smi
+from strop.hardware.gpus import parse_gpu_line, parse_slices
+
+GIB = 1 << 30
+WHOLE = Gpu(index="0", uuid="GPU-5a", name="NVIDIA H100", memory_bytes=80 * GIB, free_memory_bytes=79 * GIB)
+DIVIDED = Gpu(
+    index="1",
+    uuid="GPU-5b",
+    name="NVIDIA A100, 80GB",
+    memory_bytes=80 * GIB,
+    free_memory_bytes=None,
+    has_mig=True,
+    slices=(
+        MigSlice(uuid="MIG-c6d4", profile="1g.10gb"),
+        MigSlice(uuid="MIG-77aa", profile="3g.40gb+me"),
+    ),
+)
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in front of PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path
+
+
+def test_what_is_installed_is_read_back(tool: Path) -> None:
+    install_fake_nvidia_smi(tool, [WHOLE, DIVIDED])
+    assert read_gpus() == (WHOLE, DIVIDED) == describe_machine().gpus
+    # 3g.40gb+me: three of seven parts of the processors, 40 GB, and the media extensions.
+    assert [part.memory_bytes for part in DIVIDED.slices] == [10_000_000_000, 40_000_000_000]
+
+
+def test_prc_7_gpu_ids_stay_strings() -> None:
+    """Incident: UUIDs parsed as integers, MIG ids replaced by a hard-coded 0."""
+    # 81559 MiB = 81559 * 1048576 bytes.
+    assert parse_gpu_line("0, GPU-5a, NVIDIA H100 80GB HBM3, 81559, 81000, Disabled") == Gpu(
+        index="0",
+        uuid="GPU-5a",
+        name="NVIDIA H100 80GB HBM3",
+        memory_bytes=85_520_809_984,
+        free_memory_bytes=81_000 << 20,
+    )
+    unified = parse_gpu_line("1, GPU-5b, NVIDIA GB10, [N/A], [N/A], [N/A]")
+    assert unified is not None
+    assert (unified.memory_bytes, unified.free_memory_bytes, unified.has_mig) == (None, None, False)
+    assert parse_gpu_line("Unable to determine the device handle") is None
+
+
+def test_slices_are_listed_under_their_gpu() -> None:
+    """The old spelling of a slice's UUID is kept as it is."""
+    listed = [
+        "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5b)",
+        "  MIG 1g.5gb      Device  0: (UUID: MIG-GPU-5d5b/7/0)",
+        "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-6e6c)",
+        "  MIG 2g.10gb     Device  0: (UUID: MIG-c6d4f1ef)",
+        "  MIG 2g.10gb     Device  1: (UUID: MIG-0b1d2e3f)",
+        "Unable to determine the device handle",
+    ]
+    assert parse_slices(listed) == {
+        "GPU-5d5b": (MigSlice(uuid="MIG-GPU-5d5b/7/0", profile="1g.5gb"),),
+        "GPU-6e6c": (
+            MigSlice(uuid="MIG-c6d4f1ef", profile="2g.10gb"),
+            MigSlice(uuid="MIG-0b1d2e3f", profile="2g.10gb"),
+        ),
+    }
+    assert MigSlice(uuid="MIG-1", profile="all").memory_bytes is None
+
+
+def test_who_computes_is_named_where_it_can_be_seen(tool: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        # No process has a number above 2**22: see proc(5), pid_max.
+        install_fake_nvidia_smi(tool, [WHOLE], [("GPU-5a", process.pid, 3 * GIB), ("GPU-5a", 1 << 23, GIB)])
+        mine, stranger = read_gpu_users()
+        process.kill()
+    assert (mine.pid, mine.memory_bytes, mine.command) == (process.pid, 3 * GIB, "sleep 60")
+    assert mine.user is not None
+    assert stranger == GpuUser(gpu_uuid="GPU-5a", pid=1 << 23, memory_bytes=GIB, user=None, command=None)
+
+
+def test_a_tool_that_fails_or_is_missing_shows_none(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tool / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'driver mismatch' >&2\nexit 9\n")
+    program.chmod(0o755)
+    assert (read_gpus(), read_gpu_users()) == ((), ())
+    program.write_text("#!/bin/sh\necho 'No running processes found'\n")
+    assert (read_gpus(), read_gpu_users()) == ((), ())
+    monkeypatch.setenv("PATH", str(tool / "nowhere"))
+    assert read_gpus() == ()
+
+
+def test_the_fake_answers_no_other_question(tool: Path) -> None:
+    program = install_fake_nvidia_smi(tool, [WHOLE])
+    for words in (["--query-gpu=serial", "--format=csv,noheader,nounits"], ["-q"], []):
+        asked = subprocess.run([program, *words], capture_output=True, text=True, check=False)
+        assert (asked.returncode, asked.stdout) == (6, "")
+        assert "Invalid combination of input arguments" in asked.stderr

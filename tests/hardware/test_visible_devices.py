@@ -1,0 +1,86 @@
+"""The forms of CUDA_VISIBLE_DEVICES, and roles that share what it shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.errors import CheckRefused, ConfigError
+from strop.hardware import DeviceForm, VisibleDevices, parse_visible_devices, remap_slices, share_out
+
+OLD_SLICE = "MIG-GPU-5d5ba0d6-d33d/7/0"
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "ids"),
+    [
+        (None, DeviceForm.UNSET, ()),
+        ("", DeviceForm.NONE, ()),
+        ("-1", DeviceForm.NONE, ()),
+        ("NoDevFiles", DeviceForm.NONE, ()),
+        ("0,3", DeviceForm.INDEX, ("0", "3")),
+        (" 2, 3 ", DeviceForm.INDEX, ("2", "3")),
+        ("GPU-5d5ba0d6,GPU-6e6c", DeviceForm.GPU_UUID, ("GPU-5d5ba0d6", "GPU-6e6c")),
+        ("MIG-c6d4f1ef-42e4", DeviceForm.MIG_UUID, ("MIG-c6d4f1ef-42e4",)),
+        (OLD_SLICE, DeviceForm.MIG_UUID, (OLD_SLICE,)),
+    ],
+)
+def test_every_form_is_read_as_names(text: str | None, form: DeviceForm, ids: tuple[str, ...]) -> None:
+    assert parse_visible_devices(text) == VisibleDevices(form=form, ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("0,GPU-5d5b", "mixes UUID of a GPU and index"),
+        ("1,2,1", "1 twice"),
+        ("0,-1,2", "no name of a GPU is '-1'"),
+        ("0,,2", "no name of a GPU is ''"),
+        ("cuda:0", "no name of a GPU is 'cuda:0'"),
+        ("MIG-", "no name of a GPU is 'MIG-'"),
+    ],
+)
+def test_what_cuda_would_cut_short_is_refused(text: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=rf"CUDA_VISIBLE_DEVICES={text}: {cause}.*Next: correct"):
+        parse_visible_devices(text)
+
+
+def test_prc_7_roles_get_slices_of_what_is_inherited() -> None:
+    """Incident: a launcher overwrote the inherited list with 0 to n - 1, and took other jobs' GPUs."""
+    visible = parse_visible_devices("2,3,5")
+    shares = share_out(visible, {"infer": 1, "train": 1})
+    assert {role: share.text for role, share in shares.items()} == {"infer": "2", "train": "3"}
+    # An environment role without a GPU sees none, and not all.
+    assert share_out(visible, {"train": 3, "environment": 0})["environment"].text == ""
+    assert parse_visible_devices(None).text is None
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (None, "CUDA_VISIBLE_DEVICES is not set"),
+        ("", "CUDA_VISIBLE_DEVICES shows none"),
+        ("0,4", "CUDA_VISIBLE_DEVICES shows 2: 0, 4"),
+    ],
+)
+def test_fewer_than_asked_for_is_refused(text: str | None, shown: str) -> None:
+    with pytest.raises(CheckRefused, match=rf"3 GPUs are asked for \(infer 1, train 2\), and {shown}\."):
+        share_out(parse_visible_devices(text), {"infer": 1, "train": 2})
+
+
+def test_slices_do_not_work_together() -> None:
+    visible = parse_visible_devices("MIG-a1,MIG-b2,MIG-c3")
+    assert [share.ids for share in share_out(visible, {"infer": 1, "train": 1}).values()] == [
+        ("MIG-a1",),
+        ("MIG-b2",),
+    ]
+    with pytest.raises(CheckRefused, match="train is to use several MIG slices together"):
+        share_out(visible, {"infer": 1, "train": 2})
+
+
+def test_slices_become_ordinals_only_where_no_other_can_be_seen() -> None:
+    """Incident: the first remedy seen in the field was the constant 0, right for one slice alone."""
+    assert remap_slices(["MIG-b", "MIG-a"], ["MIG-a", "MIG-b"]) == {"MIG-b": "0", "MIG-a": "1"}
+    with pytest.raises(CheckRefused, match="1 MIG slices are assigned and 2 can be seen, MIG-b among them"):
+        remap_slices(["MIG-a"], ["MIG-a", "MIG-b"])
+    with pytest.raises(CheckRefused, match="2 MIG slices are assigned and 1 can be seen"):
+        remap_slices(["MIG-a", "MIG-b"], ["MIG-a"])
