@@ -116,11 +116,17 @@ class RolePlan:
     name: str
     argv: tuple[str, ...]
     """`{run}`, `{job}` and `{code}` in a word stand for the member's directory, the job's, and the code's."""
-    num_gpus: int = 0
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """How many GPUs of its node it gets, by what they are for: `infer`, `train`."""
     nodes: str = "first"
     """`first`: node 0 of the main part; `all`: every node of it; `cpu`: the nodes of the CPU part."""
     must_succeed: bool = True
     """Whether its end with 0 is a success of the job. A companion's early end is always a failure."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of its node in all."""
+        return sum(self.gpus.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,7 @@
+"""`python -m strop.cli`: the program, for an interpreter whose scripts are not on PATH."""
+
+import sys
+
+from strop.cli.program import main
+
+sys.exit(main())

@@ -1,0 +1,109 @@
+"""The environment of one role on one node: what the job gives it, and what only the node can know.
+
+The launcher's own variables win over everything: devices, the attempt, caches of this role alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from strop.errors import CheckRefused, explain_refusal
+from strop.hardware import VisibleDevices, parse_visible_devices, share_out
+from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm
+from strop.launch.jobs.contract import RolePlan
+from strop.launch.node.task import NodeTask
+from strop.record.fence import ATTEMPT_VARIABLE, NUMBER_VARIABLE
+from strop.store import user_cache_dir
+
+INFER_DEVICES = "STROP_INFER_DEVICES"
+"""For a role that learns and starts its engine itself: the devices of that engine."""
+_CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+_DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Never inherited: they would be those of whoever submitted from inside another job."""
+
+
+def share_devices(roles: Sequence[RolePlan], environ: Mapping[str, str]) -> dict[str, VisibleDevices]:
+    """Return the devices of each role's parts, as `ROLE/infer`, from what this node was given.
+
+    Raises: CheckRefused if there are fewer than asked for; ConfigError if the list is no list of devices.
+    """
+    wanted = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
+    if not wanted:
+        return {}
+    # Generation first, whatever the roles' order: so that it is found in the same place on every site.
+    ordered = dict(sorted(wanted.items(), key=lambda item: not item[0].endswith("/infer")))
+    return share_out(parse_visible_devices(environ.get(VISIBLE_DEVICES)), ordered)
+
+
+def build_environment(
+    role: RolePlan,
+    task: NodeTask,
+    *,
+    given: Mapping[str, str],
+    devices: Mapping[str, VisibleDevices],
+    lease: Mapping[str, str],
+    work_path: Path,
+    code_path: Path,
+    environ: Mapping[str, str],
+) -> dict[str, str]:
+    """Return everything that a role finds in its environment.
+
+    `given`: the job's variables and this role's secrets; `work_path`: a folder of this node and attempt.
+    """
+    kept = {name: value for name, value in environ.items() if name not in _DISTRIBUTED}
+    variables = kept | dict(given)
+    # Before XDG_CACHE_HOME moves: models and the login of the hub stay where they are.
+    home = variables.get("XDG_CACHE_HOME") or os.path.join(variables.get("HOME", "/"), ".cache")
+    variables.setdefault("HF_HOME", os.path.join(home, "huggingface"))
+    variables.setdefault("STROP_CACHE", str(user_cache_dir()))
+    cache_path = work_path / "cache" / role.name
+    variables |= {name: str(cache_path / name.lower()) for name in _CACHES}
+    variables |= {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "TMPDIR": str(work_path / "tmp"),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        ATTEMPT_VARIABLE: task.attempt,
+        NUMBER_VARIABLE: str(task.number),
+        "STROP_NODE": str(task.node),
+        "STROP_NUM_NODES": str(task.num_nodes),
+        "STROP_NODE_ADDRESS": task.address,
+        **lease,
+    }
+    variables["PYTHONPATH"] = _python_path(code_path, variables.get("PYTHONPATH", ""))
+    return variables | _device_variables(role, devices)
+
+
+def require_names(role: RolePlan, variables: Mapping[str, str], names: Sequence[str]) -> None:
+    """Refuse to start a role without a variable that it was promised (LAU-4).
+
+    Raises: CheckRefused naming role and variables.
+    """
+    missing = [name for name in names if name not in variables]
+    if missing:
+        raise CheckRefused(
+            explain_refusal(
+                f"role {role.name} would start without {', '.join(missing)}",
+                allowed="every variable and secret that the job names",
+                next_step="submit again: the file with their values has gone",
+            )
+        )
+
+
+def _python_path(code_path: Path, inherited: str) -> str:
+    folders = [code_path / "src"] if (code_path / "src").is_dir() else []
+    return os.pathsep.join([*map(str, folders), *filter(None, [inherited])])
+
+
+def _device_variables(role: RolePlan, devices: Mapping[str, VisibleDevices]) -> dict[str, str]:
+    mine = {part: devices[f"{role.name}/{part}"] for part in role.gpus if f"{role.name}/{part}" in devices}
+    if not mine:
+        return {}
+    # A learner's process must not see its engine's devices, unless both share one.
+    own = mine.get("train") or next(iter(mine.values()))
+    found = {VISIBLE_DEVICES: own.text or "", "OMP_NUM_THREADS": "1"}
+    if "train" in mine and "infer" in mine:
+        found[INFER_DEVICES] = mine["infer"].text or ""
+    return found if own.form is not DeviceForm.UNSET else {}

@@ -1,0 +1,193 @@
+"""The processes of a job on one node: started together, watched together, ended together.
+
+The end of any role ends all: with 0 of every one that must succeed, or with the code, the name and the last
+lines of the first one that ended otherwise. A companion has no business ending while the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from strop.hardware import ChildProcess, spawn
+from strop.launch.jobs.contract import RolePlan
+from strop.launch.jobs.exit_codes import SIGNAL_BASE, describe_exit, from_wait
+
+NUM_TAIL_LINES = 20
+ORDERED_END_S = 10.0
+"""How long roles may take to end once another one has."""
+_POLL_S = 0.05
+_STACKS_S = 5.0
+"""How long roles may take to write their stacks."""
+_KILLED_BY_TERM = SIGNAL_BASE + signal.SIGTERM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeEnd:
+    """How the roles of a node ended."""
+
+    exit_code: int
+    cause: str
+    """For a person: which role, how, and its last lines; empty for a success."""
+    role: str = ""
+    """The role that decided it."""
+    is_stall: bool = False
+    """Whether nothing moved any more: then the stacks of all roles are written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """One started process."""
+
+    plan: RolePlan
+    child: ChildProcess
+
+    @property
+    def name(self) -> str:
+        """As the plan calls it."""
+        return self.plan.name
+
+
+class StopRequest:
+    """What signals ask of an agent: set by handlers, read by the loop."""
+
+    def __init__(self, *, grace_s: float, term_grace_s: float) -> None:
+        self.signal_name = ""
+        """The first signal that asked for an end; empty while none did."""
+        self.deadline = float("inf")
+        """On time.monotonic()."""
+        self._grace_s = {signal.SIGUSR2: grace_s, signal.SIGUSR1: grace_s, signal.SIGTERM: term_grace_s}
+        self._grace_s[signal.SIGINT] = term_grace_s
+
+    def install(self) -> None:
+        """Handle the signals of schedulers and of a person; only the main thread may."""
+        for number in self._grace_s:
+            signal.signal(number, lambda received, _frame: self.ask(signal.Signals(received)))
+
+    def ask(self, number: signal.Signals) -> None:
+        """Ask for an end. A later signal can only bring it nearer."""
+        self.signal_name = self.signal_name or number.name
+        self.deadline = min(self.deadline, time.monotonic() + self._grace_s[number])
+
+
+def start_roles(
+    plans: Sequence[RolePlan],
+    log_path: Path,
+    *,
+    environment_of: Callable[[RolePlan], Mapping[str, str]],
+    argv_of: Callable[[RolePlan], Sequence[str]],
+    cwd: Path,
+) -> list[Role]:
+    """Start every role in a process group of its own, with its output in `<log_path>/<role>.log`.
+
+    Raises: CheckRefused if a program is missing; the roles that were started before it are ended.
+    """
+    started: list[Role] = []
+    try:
+        for plan in plans:
+            child = spawn(argv_of(plan), log_path / f"{plan.name}.log", environment_of(plan), cwd=cwd)
+            started.append(Role(plan=plan, child=child))
+    except BaseException:
+        end_roles(started, time.monotonic())
+        raise
+    return started
+
+
+def watch_roles(
+    roles: Sequence[Role], stop: StopRequest, *, find_order: Callable[[], NodeEnd | None]
+) -> NodeEnd:
+    """Wait until the roles are done, one of them ends otherwise, or an end is asked for. All have ended then.
+
+    `find_order` is asked again and again whether something else ends this node: another one's end, a stall.
+    """
+    is_told = False
+    while True:
+        end = _find_end(roles, is_told=is_told)
+        if end is not None:
+            end_roles(roles, min(stop.deadline, time.monotonic() + ORDERED_END_S))
+            return end
+        if stop.signal_name and not is_told:
+            # Once: a second SIGTERM would end a role without a checkpoint.
+            _signal_all([role for role in roles if role.plan.must_succeed], signal.SIGTERM)
+            is_told = True
+        if time.monotonic() > stop.deadline:
+            end_roles(roles, time.monotonic())
+            return NodeEnd(
+                exit_code=SIGNAL_BASE + signal.SIGKILL,
+                cause=f"{_names(roles)} did not end within the grace after {stop.signal_name} and was killed",
+            )
+        if (order := find_order()) is not None:
+            stacks = f"; {write_stacks(roles)}" if order.is_stall else ""
+            end_roles(roles, min(stop.deadline, time.monotonic() + ORDERED_END_S))
+            return replace(order, cause=order.cause + stacks)
+        time.sleep(_POLL_S)
+
+
+def end_roles(roles: Sequence[Role], deadline: float) -> None:
+    """End what still runs, all by one deadline (time.monotonic()): TERM, wait, KILL."""
+    running = [role for role in roles if role.child.poll() is None]
+    _signal_all(running, signal.SIGTERM)
+    while any(role.child.poll() is None for role in running) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    _signal_all([role for role in running if role.child.poll() is None], signal.SIGKILL)
+    for role in running:
+        role.child.wait(10.0)
+
+
+def write_stacks(roles: Sequence[Role]) -> str:
+    """Let every Python process of the roles write the stacks of its threads into its log, and end it.
+
+    PYTHONFAULTHANDLER makes SIGABRT do both. What was stopped is continued first.
+    """
+    running = [role for role in roles if role.child.poll() is None]
+    _signal_all(running, signal.SIGCONT)
+    _signal_all(running, signal.SIGABRT)
+    end_roles(roles, time.monotonic() + _STACKS_S)
+    return f"stacks of {_names(running)} are at the end of their logs"
+
+
+def _find_end(roles: Sequence[Role], *, is_told: bool) -> NodeEnd | None:
+    """Return how the node ended, if it has."""
+    codes = {role.name: role.child.poll() for role in roles}
+    needed = [role for role in roles if role.plan.must_succeed]
+    if needed and all(codes[role.name] == EXIT_DONE for role in needed):
+        return NodeEnd(exit_code=EXIT_DONE, cause="", role=needed[0].name)
+    for role in roles:
+        code = codes[role.name]
+        if code is None or (code == EXIT_DONE and role.plan.must_succeed):
+            continue
+        exit_code = from_wait(code)
+        if is_told and exit_code == _KILLED_BY_TERM and role.plan.must_succeed:
+            # It had not begun to save yet: the last checkpoint is its state, and it can live again.
+            return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=role.name)
+        return _explain_end(role, exit_code)
+    return None
+
+
+def _explain_end(role: Role, exit_code: int) -> NodeEnd:
+    if exit_code == EXIT_INTERRUPTED:
+        return NodeEnd(exit_code=exit_code, cause="", role=role.name)
+    early = " while the run went on" if not role.plan.must_succeed else ""
+    words = role.child.tail(NUM_TAIL_LINES)
+    cause = f"role {role.name} ended{early} with {describe_exit(exit_code)}; its last lines:\n{words}"
+    # A companion that ends with 0 has left the run alone: that is no success.
+    code = EXIT_FAILED if exit_code == EXIT_DONE else exit_code
+    return NodeEnd(exit_code=code, cause=cause, role=role.name)
+
+
+def _signal_all(roles: Sequence[Role], number: signal.Signals) -> None:
+    for role in roles:
+        if role.child.poll() is None:
+            # Its leader is not waited for yet, so the group's number is still its own.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(role.child.pid, number)
+
+
+def _names(roles: Sequence[Role]) -> str:
+    return ", ".join(role.name for role in roles) or "no role"
