@@ -107,6 +107,8 @@ class JobEnvironment:
     """Name of every variable and secret to where its value comes from."""
     secrets: tuple[str, ...] = ()
     """Names alone; values are read when the job is handed over, and kept in a 0600 file until it ends."""
+    secret_roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Roles that get a secret; one that is not named here is for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
