@@ -176,6 +176,13 @@ class Cleared:
     surviving: tuple[int, ...] = ()
     """Processes that did not end; the lease is kept then."""
 
+    def __str__(self) -> str:
+        """Say it in one line."""
+        parts = [f"{len(self.ended)} processes ended", f"{len(self.removed)} folders removed"]
+        if self.surviving:
+            parts.append(f"{', '.join(map(str, self.surviving))} did not end")
+        return f"{self.lease}: {', '.join(parts)}"
+
 
 def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
     """End what dead runs of this user left on this machine. Living runs and strangers are not touched.
@@ -191,7 +198,7 @@ def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
         for lease in find_leases(place):
             if lease.is_alive:
                 continue
-            ended, surviving = _end_processes(lease)
+            ended, surviving = end_processes(lease)
             removed = _remove_directories(lease)
             if not surviving:
                 _path_of(lease, place).unlink(missing_ok=True)
@@ -204,7 +211,7 @@ def find_processes(lease_id: str) -> list[int]:
     return [pid for pid in _list_pids() if _carries(pid, lease_id)]
 
 
-def _end_processes(lease: Lease) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def end_processes(lease: Lease) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Kill all that carry a lease's id, those that they start meanwhile too; return ended and surviving."""
     if lease.holder.boot_id != read_boot_id():
         return (), ()

@@ -207,9 +207,14 @@ class JobPlan:
     user: str
     submitted_at: float
     environment: JobEnvironment
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    """The site's profile at that time: later changes of the file do not make the job unreachable."""
     max_requeue: int = 3
     grace_s: float = 120.0
     """How long before its end a job is told."""
+    preflight: str = "quick"
+    max_silence_s: float | None = None
+    """After which a job in which nothing moves is ended with the stacks of its roles."""
     gpu_hours: float | None = None
     """At most; None without a time limit."""
     cost_usd: float | None = None

@@ -1,0 +1,55 @@
+"""A member's directory on a disk that is seen here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from strop.errors import StoreError, explain_refusal
+
+
+class DirectoryRecord:
+    """`RecordFiles` of a directory. A file that is replaced while it is read is read whole, old or new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file's bytes, None if there is none. Raises: StoreError if the disk fails."""
+        try:
+            return (self.path / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._failed(name, error) from error
+
+    def read_from(self, name: str, offset: int) -> bytes:
+        """Return what a file has from a byte on; empty where there is no more. Raises: StoreError."""
+        try:
+            with (self.path / name).open("rb") as file:
+                file.seek(offset)
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+        except OSError as error:
+            raise self._failed(name, error) from error
+
+    def list(self, prefix: str) -> list[str]:
+        """Return the names of the files below a folder, sorted; links to folders are not followed."""
+        found = []
+        for folder, _, names in os.walk(self.path / prefix):
+            found += [(Path(folder) / name).relative_to(self.path).as_posix() for name in names]
+        return sorted(found)
+
+    def describe(self, name: str) -> str:
+        """Return a file's path."""
+        return str(self.path / name)
+
+    def _failed(self, name: str, error: OSError) -> StoreError:
+        return StoreError(
+            explain_refusal(
+                f"{self.path / name} cannot be read ({error.strerror})",
+                allowed="a run directory that answers",
+                next_step="check the disk or the file server, then ask again",
+            )
+        )

@@ -1,0 +1,110 @@
+"""Where a member stands, from all that is known: its own record, the scheduler's answer, the last state.
+
+The record outranks the scheduler, because it outlives the scheduler's memory; for the present and for what
+the job could not write itself (that it was cancelled, that it waits again) the scheduler is asked. What
+nobody says is `unknown`, and starts and ends nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from strop.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE
+from strop.launch.jobs.contract import Answer, AttemptRecord, JobState, StatusSource
+from strop.launch.jobs.exit_codes import describe_exit
+
+RECORD_LAG_S = 60.0
+"""How long a shared file system may hide a record that was written."""
+_FAILURES = {EXIT_REFUSED: "preflight", EXIT_USAGE: "usage"}
+_WAITING = {JobState.QUEUED, JobState.PREEMPTED}
+_LIVING = {JobState.STARTING, JobState.RUNNING}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """A state, and why it is that one."""
+
+    state: JobState
+    reason: str
+    source: StatusSource
+
+
+def judge(
+    attempts: Sequence[AttemptRecord], answer: Answer | None, *, max_requeue: int, now: float | None = None
+) -> Judgement:
+    """Return where a member stands. `answer` None: the scheduler does not know it, or does not answer."""
+    latest = max(attempts, key=lambda one: one.number, default=None)
+    if answer is not None and answer.state is JobState.CANCELLED:
+        # Even over an exit code: being stopped is no success, and a stopped job may well show 75.
+        return _said(answer)
+    is_over = latest is not None and latest.exit_code is not None
+    is_next = answer is not None and latest is not None and answer.num_restarts > latest.number
+    if latest is not None and is_over and not is_next:
+        return _judge_ended(latest, answer, max_requeue)
+    if answer is None:
+        return Judgement(state=JobState.UNKNOWN, reason="no source knows it", source=StatusSource.NOTHING)
+    has_begun = latest is not None and latest.started_at is not None and not is_next
+    return _judge_answer(answer, has_begun=has_begun, now=time.time() if now is None else now)
+
+
+def _judge_answer(answer: Answer, *, has_begun: bool, now: float) -> Judgement:
+    """Return what a scheduler's answer means for an attempt that has left no verdict."""
+    if answer.state is JobState.SUCCEEDED:
+        return _judge_unrecorded(answer, now)
+    state = answer.state
+    if state in _LIVING:
+        state = JobState.RUNNING if has_begun else JobState.STARTING
+    elif state is JobState.QUEUED and answer.num_restarts:
+        state = JobState.PREEMPTED
+    return _said(answer, state)
+
+
+def _judge_ended(latest: AttemptRecord, answer: Answer | None, max_requeue: int) -> Judgement:
+    """Return what the record of an ended attempt means."""
+    code = latest.exit_code
+    assert code is not None
+    if code == EXIT_DONE:
+        return Judgement(state=JobState.SUCCEEDED, reason="", source=StatusSource.RECORD)
+    if code != EXIT_INTERRUPTED:
+        word = _FAILURES.get(code, describe_exit(code))
+        reason = f"{word}: {latest.cause}" if latest.cause else word
+        return Judgement(state=JobState.FAILED, reason=reason, source=StatusSource.RECORD)
+    return _judge_saved(latest, answer, max_requeue)
+
+
+def _judge_saved(latest: AttemptRecord, answer: Answer | None, max_requeue: int) -> Judgement:
+    """Return where a member stands whose last attempt saved its state and asked to live again."""
+    state, reason = JobState.UNKNOWN, f"its state is saved; it was told to end by {latest.signal or 'nobody'}"
+    if answer is not None and answer.state in _WAITING | _LIVING:
+        # A new life has not begun, or its first node has not written so yet.
+        state, reason = JobState.PREEMPTED, answer.reason or "waits to live again"
+    elif answer is not None and answer.state is JobState.TIMEOUT:
+        return _said(answer)
+    elif not latest.signal and latest.number >= max_requeue:
+        state = JobState.FAILED
+        reason = f"requeue budget: it lived {latest.number + 1} times and may be requeued {max_requeue} times"
+    elif answer is not None:
+        return _said(answer)
+    return Judgement(state=state, reason=reason, source=StatusSource.RECORD)
+
+
+def _judge_unrecorded(answer: Answer, now: float) -> Judgement:
+    """Judge a job that a scheduler calls completed, and that left no record of it."""
+    if answer.since is not None and now - answer.since < RECORD_LAG_S:
+        return Judgement(
+            state=JobState.RUNNING,
+            reason="its record is not to be seen yet",
+            source=StatusSource.SCHEDULER,
+        )
+    return Judgement(
+        state=JobState.FAILED,
+        reason=f"no record: the scheduler says {answer.raw}, and the job wrote no verdict",
+        source=StatusSource.SCHEDULER,
+    )
+
+
+def _said(answer: Answer, state: JobState | None = None) -> Judgement:
+    reason = answer.reason or answer.raw
+    return Judgement(state=state or answer.state, reason=reason, source=StatusSource.SCHEDULER)

@@ -1,0 +1,174 @@
+"""The backend of this machine: a job is a supervisor that outlives the terminal."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.hardware.identity import identify
+from strop.hardware.leases import LEASE_VARIABLE
+from strop.launch.jobs.contract import (
+    Answer,
+    JobPlan,
+    JobRef,
+    JobRequest,
+    JobState,
+    LogSource,
+    Problem,
+    RecordFiles,
+    Severity,
+)
+from strop.launch.jobs.environment import clean_inherited
+from strop.launch.jobs.files import DirectoryRecord
+from strop.launch.jobs.home import job_path_of, read_plan
+from strop.launch.local.identity import read_identity
+
+START_LIMIT_S = 20.0
+"""How long a supervisor may take to say that it is there."""
+
+
+class LocalBackend:
+    """Keeps `Backend` on one machine. GPUs are chosen on start; there is no queue."""
+
+    name = "local"
+
+    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+        """Add the supervisor's command."""
+        argv = (plan.python, "-m", "strop.launch.local.supervisor", "--job", str(job_path_of(plan.home)))
+        return replace(plan, argv=argv)
+
+    def probe(self, plan: JobPlan) -> list[Problem]:
+        """Look for the interpreter."""
+        if shutil.which(plan.python) is not None:
+            return []
+        return [
+            Problem(
+                code="python",
+                given=f"{plan.python} is no program of this machine",
+                allowed="the interpreter of an environment that has strop",
+                next_step="correct `python` in the site profile, or remove it",
+                severity=Severity.ERROR,
+            )
+        ]
+
+    def hand_over(self, plan: JobPlan) -> JobRef:
+        """Start the supervisor, detached, and wait until it has said that it is there."""
+        job_path, job_id = job_path_of(plan.home), f"local-{secrets.token_hex(4)}"
+        before = read_identity(job_path)
+        environ = clean_inherited(os.environ)
+        # Submitted from inside a run, it would otherwise be ended with that run's leftovers.
+        environ.pop(LEASE_VARIABLE, None)
+        with (job_path / "supervisor.log").open("ab") as log:
+            started = subprocess.Popen(
+                [*plan.argv, "--job-id", job_id],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                cwd=plan.home,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_LIMIT_S
+        while read_identity(job_path) == before:
+            if started.poll() is not None or time.monotonic() > deadline:
+                started.kill()
+                words = (job_path / "supervisor.log").read_text(errors="replace")[-2000:]
+                raise CheckRefused(
+                    explain_refusal(
+                        f"the supervisor of {plan.name} did not start: {words or 'it said nothing'}",
+                        allowed="an environment in which `python -m strop.cli --version` works",
+                        next_step="mend the environment, then submit again",
+                    )
+                )
+            time.sleep(0.02)
+        return JobRef(
+            name=plan.name,
+            site=plan.site,
+            backend=self.name,
+            home=plan.home,
+            job_id=job_id,
+            plan_hash=plan.plan_hash,
+            submitted_at=plan.submitted_at,
+            details={"host": socket.gethostname()},
+        )
+
+    def find_accepted(self, plan: JobPlan) -> JobRef | None:
+        """Return None: a supervisor whose submitter was killed has an attempt's record, and no name."""
+        return None
+
+    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
+        """Say of each whether its supervisor lives. Of another machine's jobs nothing is known."""
+        answers: dict[tuple[str, int], Answer] = {}
+        for ref in refs:
+            answer = self._ask_one(ref)
+            if answer is not None:
+                for member in range(_count_members(ref)):
+                    answers[ref.job_id, member] = answer
+        return answers
+
+    def _ask_one(self, ref: JobRef) -> Answer | None:
+        found = read_identity(job_path_of(ref.home))
+        if found is None or found[0] != socket.gethostname():
+            return None
+        if found[1].is_alive():
+            return Answer(state=JobState.RUNNING, raw="alive", nodes=found[0])
+        return Answer(
+            state=JobState.FAILED,
+            raw="gone",
+            reason=f"its supervisor, process {found[1].pid}, was killed; submit it again with --resume",
+            nodes=found[0],
+        )
+
+    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
+        """Return the member's directory."""
+        return DirectoryRecord(Path(read_plan(job_path_of(ref.home)).members[member].path))
+
+    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+        """Return None: logs are files of the record."""
+        return None
+
+    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+        """Ask the supervisor for an end."""
+        self._signal(ref, signal.SIGTERM)
+
+    def preempt(self, ref: JobRef, member: int) -> str:
+        """Tell the supervisor what a scheduler would tell it."""
+        self._signal(ref, signal.SIGUSR2)
+        return "SIGUSR2"
+
+    def list_tagged(self) -> Iterator[JobRef]:
+        """Yield nothing: without its home a job of this machine does not exist."""
+        return iter(())
+
+    def _signal(self, ref: JobRef, number: signal.Signals) -> None:
+        found = read_identity(job_path_of(ref.home))
+        if found is None or found[0] != socket.gethostname():
+            raise StoreError(
+                explain_refusal(
+                    f"job {ref.name} runs on {found[0] if found else 'no machine yet'}",
+                    allowed="signals to jobs of this machine",
+                    next_step="run the command there",
+                )
+            )
+        # By descriptor, so that the number cannot become another process in between.
+        with suppress(OSError):
+            descriptor = os.pidfd_open(found[1].pid)
+            try:
+                if identify(found[1].pid) == found[1]:
+                    signal.pidfd_send_signal(descriptor, number)
+            finally:
+                os.close(descriptor)
+
+
+def _count_members(ref: JobRef) -> int:
+    return len(read_plan(job_path_of(ref.home)).members)

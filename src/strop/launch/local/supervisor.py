@@ -1,0 +1,156 @@
+"""The program above a job's agents where no scheduler is: it starts attempts, one after the other.
+
+    python -m strop.launch.local.supervisor --job DIR --job-id ID
+
+SIGUSR2 is a preemption: the attempt saves its state, and lives again while the budget lasts. SIGTERM and
+SIGINT are a cancellation. An agent that was killed counts as a lost node, which a scheduler would replace
+too. The members of a sweep live one after the other. It may be process 1 of a container.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
+from strop.hardware import ChildProcess, clear_leftovers, spawn
+from strop.hardware.orphans import adopt_orphans, bury_orphans
+from strop.launch.jobs.attempts import combine_exit_files, write_verdict
+from strop.launch.jobs.contract import JobPlan, MemberPlan
+from strop.launch.jobs.environment import remove_secrets
+from strop.launch.jobs.exit_codes import SIGNAL_BASE, from_wait
+from strop.launch.jobs.home import ATTEMPTS_FOLDER, read_plan
+from strop.launch.local.identity import write_identity
+
+_POLL_S = 0.1
+_KILLED = SIGNAL_BASE + signal.SIGKILL
+
+
+class _Orders:
+    """What signals ask for: set by handlers, passed on by the loop."""
+
+    def __init__(self) -> None:
+        self.pending: list[signal.Signals] = []
+        self.cancelled_by = ""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, _frame: object) -> None:
+        order = signal.Signals(number)
+        if order is not signal.SIGUSR2:
+            self.cancelled_by = order.name
+        self.pending.append(order)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Life:
+    """How one attempt ended."""
+
+    exit_code: int
+    signal_name: str
+    is_lost: bool
+    """Whether the agent itself was killed."""
+
+
+def supervise(job_path: Path, job_id: str) -> int:
+    """Let every member of a job live to its end; return the first code that is not 0, else 0.
+
+    Raises: StoreError if the job's folder cannot be read.
+    """
+    plan = read_plan(job_path)
+    write_identity(job_path)
+    adopt_orphans()
+    orders = _Orders()
+    result = EXIT_DONE
+    try:
+        for member in plan.members:
+            code = _supervise_member(plan, member, job_path, job_id, orders)
+            result = result or code
+            if orders.cancelled_by:
+                break
+    finally:
+        # Of a job that was saved and may go on, the next submission brings them again.
+        remove_secrets(job_path)
+    return result
+
+
+def _supervise_member(plan: JobPlan, member: MemberPlan, job_path: Path, job_id: str, orders: _Orders) -> int:
+    member_path = Path(member.path)
+    first = count_attempts(member_path)
+    for number in range(first, first + plan.max_requeue + 1):
+        life = _live(plan, member_path, job_path, f"{job_id}-{number}", number, orders)
+        is_saved = life.exit_code == EXIT_INTERRUPTED or life.is_lost
+        if not is_saved or orders.cancelled_by:
+            return life.exit_code
+    return life.exit_code
+
+
+def count_attempts(member_path: Path) -> int:
+    """Return how many attempts a member has begun: the next one's number."""
+    folders = (member_path / ATTEMPTS_FOLDER).glob("*/agent-0.json")
+    return sum(1 for _ in folders)
+
+
+def _live(
+    plan: JobPlan, member_path: Path, job_path: Path, attempt: str, number: int, orders: _Orders
+) -> _Life:
+    """Run one attempt, pass signals on, and write its verdict."""
+    attempt_path = member_path / ATTEMPTS_FOLDER / attempt
+    started_at = time.time()
+    orders.pending.clear()
+    argv = [sys.executable, "-m", "strop.launch.node", "--member", str(member_path), "--job", str(job_path)]
+    argv += ["--attempt", attempt, "--number", str(number), "--grace", str(plan.grace_s)]
+    argv += ["--term-grace", str(plan.grace_s)]
+    agent = spawn(argv, attempt_path / "supervisor.log", cwd=member_path)
+    told = _wait(agent, orders)
+    exit_code = from_wait(agent.poll() or 0)
+    is_lost = exit_code == _KILLED
+    if is_lost:
+        for cleared in clear_leftovers():
+            sys.stderr.write(f"after a kill: {cleared}\n")
+            sys.stderr.flush()
+    else:
+        exit_code = combine_exit_files(attempt_path, 1)
+    write_verdict(
+        attempt_path,
+        number=number,
+        exit_code=exit_code,
+        signal=told,
+        started_at=started_at,
+        ended_at=time.time(),
+        nodes=(socket.gethostname(),),
+    )
+    return _Life(exit_code=exit_code, signal_name=told, is_lost=is_lost)
+
+
+def _wait(agent: ChildProcess, orders: _Orders) -> str:
+    """Wait for an agent's end; return the first signal that was passed on to it."""
+    told = ""
+    while agent.poll() is None:
+        while orders.pending:
+            order = orders.pending.pop(0)
+            told = told or order.name
+            os.kill(agent.pid, order)
+        bury_orphans([agent.pid])
+        time.sleep(_POLL_S)
+    return told
+
+
+def main(arguments: list[str] | None = None, *, run: Callable[[Path, str], int] = supervise) -> int:
+    """Be the supervisor of one job; return its exit code."""
+    parser = argparse.ArgumentParser(prog="strop.launch.local.supervisor")
+    parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")
+    parser.add_argument("--job-id", required=True, help="what attempts are called after")
+    given = parser.parse_args(arguments)
+    return run(given.job, given.job_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

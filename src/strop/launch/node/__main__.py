@@ -1,0 +1,47 @@
+"""`python -m strop.launch.node --member DIR --job DIR --attempt NAME --number K --node I --num-nodes N`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from strop.launch.node.agent import run_node
+from strop.launch.node.task import TERM_GRACE_S, NodeTask
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Be the agent that a script asks for; return its exit code."""
+    parser = argparse.ArgumentParser(prog="strop.launch.node", description=__doc__)
+    parser.add_argument("--member", type=Path, required=True, help="the run's directory")
+    parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")
+    parser.add_argument("--attempt", required=True, help="name of the attempt's folder")
+    parser.add_argument("--number", type=int, required=True, help="how often the member lived before")
+    parser.add_argument("--node", type=int, default=0, help="which node this is, from 0")
+    parser.add_argument("--node-variable", help="environment variable that says which node this is")
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--part", choices=("main", "cpu"), default="main")
+    parser.add_argument("--grace", type=float, default=120.0, help="seconds after the announcement of an end")
+    parser.add_argument("--term-grace", type=float, default=TERM_GRACE_S, help="seconds after SIGTERM")
+    parser.add_argument("--address", default="127.0.0.1", help="of node 0, as other nodes reach it")
+    given = parser.parse_args(arguments)
+    node = int(os.environ[given.node_variable]) if given.node_variable else given.node
+    return run_node(
+        NodeTask(
+            job_path=given.job,
+            member_path=given.member,
+            attempt=given.attempt,
+            number=given.number,
+            node=node,
+            num_nodes=given.num_nodes,
+            part=given.part,
+            grace_s=given.grace,
+            term_grace_s=given.term_grace,
+            address=given.address,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

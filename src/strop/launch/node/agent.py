@@ -1,0 +1,253 @@
+"""One node of one attempt, from its lease to its exit code.
+
+In this order: folders and log, fence, start record, lease (and the end of what dead runs left), code,
+environment, preflight, roles, end. The exit code is written last, after the processes have gone: whoever sees
+it may use the node. A kill of the agent kills its roles; what outlives them carries the lease's id and is
+ended by the next agent of this user on the machine.
+
+Lines for people go to `<node>/agent.log` and to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, StropError
+from strop.hardware import HeldLease, VisibleDevices, clear_leftovers, take_lease
+from strop.hardware.identity import identify_self
+from strop.hardware.leases import end_processes
+from strop.hardware.orphans import adopt_orphans, bury_orphans
+from strop.launch.jobs.contract import JobPlan, RolePlan
+from strop.launch.jobs.environment import read_environment
+from strop.launch.jobs.home import CODE_NAME, read_plan
+from strop.launch.jobs.snapshot import unpack_code
+from strop.launch.node.environment import build_environment, require_names, share_devices
+from strop.launch.node.peers import PeerWatch
+from strop.launch.node.preflight import check_node
+from strop.launch.node.roles import NodeEnd, Role, StopRequest, start_roles, watch_roles
+from strop.launch.node.silence import SilenceWatch
+from strop.launch.node.task import NodeTask
+from strop.record.fence import raise_fence
+from strop.store.atomic import write_bytes_atomically
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Node:
+    """Everything that an agent holds while its roles run."""
+
+    task: NodeTask
+    plan: JobPlan
+    roles: tuple[RolePlan, ...]
+    """Those of this node."""
+    log: TextIO
+
+    def say(self, text: str) -> None:
+        """Tell a person."""
+        _say(self.task, self.log, text)
+
+
+def _say(task: NodeTask, log: TextIO, text: str) -> None:
+    stamp = time.strftime("%H:%M:%S", time.gmtime())
+    for stream in (log, sys.stderr):
+        print(f"{stamp} node {task.node}: {text}", file=stream, flush=True)
+
+
+def run_node(task: NodeTask) -> int:
+    """Run one node of an attempt to its end; return its exit code, which is also in `exit/<node>`.
+
+    Never raises what strop foresees: a refusal is an exit code and a cause on disk.
+    """
+    stop = StopRequest(grace_s=task.grace_s, term_grace_s=task.term_grace_s)
+    stop.install()
+    task.log_path.mkdir(parents=True, exist_ok=True)
+    task.exit_path.parent.mkdir(exist_ok=True)
+    with (task.log_path / "agent.log").open("a", encoding="utf-8", errors="backslashreplace") as log:
+        try:
+            end = _run(task, log, stop)
+        except StropError as error:
+            end = NodeEnd(exit_code=error.exit_code, cause=str(error), role="agent")
+        except Exception as error:  # boundary: a node's agent; peers and schedulers wait for its exit code
+            import traceback
+
+            traceback.print_exc(file=log)
+            end = NodeEnd(
+                exit_code=EXIT_FAILED,
+                cause=f"unexpected {type(error).__name__} in the agent: {error}; the traceback is in"
+                f" {task.log_path / 'agent.log'}",
+                role="agent",
+            )
+        if end.cause:
+            _say(task, log, end.cause)
+    _write_end(task, end, stop.signal_name)
+    return end.exit_code
+
+
+def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
+    plan = read_plan(task.job_path)
+    node = _Node(task=task, plan=plan, roles=tuple(_roles_of(plan, task)), log=log)
+    adopt_orphans()
+    if task.node == 0:
+        raise_fence(task.member_path, task.number, task.attempt)
+        _point_latest(task)
+    for cleared in clear_leftovers():
+        node.say(f"a dead run had left something: {cleared}")
+    devices = share_devices(node.roles, os.environ)
+    held = sorted({device for share in devices.values() for device in share.ids})
+    lease = take_lease(plan.name, task.attempt, gpus=held)
+    with lease:
+        _write_start(node, devices, lease)
+        end = _run_roles(node, devices, lease, stop)
+        strays, _ = end_processes(lease.lease)
+        if strays:
+            node.say(f"ended {len(strays)} processes that the roles had left: {', '.join(map(str, strays))}")
+    return end
+
+
+def _roles_of(plan: JobPlan, task: NodeTask) -> Iterator[RolePlan]:
+    """Yield what runs on this node."""
+    for role in plan.roles:
+        is_main = task.part == "main" and (role.nodes == "all" or (role.nodes == "first" and task.node == 0))
+        if is_main or (task.part == "cpu" and role.nodes == "cpu"):
+            yield role
+
+
+def _run_roles(
+    node: _Node, devices: Mapping[str, VisibleDevices], lease: HeldLease, stop: StopRequest
+) -> NodeEnd:
+    task, plan = node.task, node.plan
+    work_path = lease.make_directory()
+    (work_path / "tmp").mkdir()
+    code_path = Path(plan.details.get("project_path") or task.member_path)
+    if plan.code_sha256 is not None:
+        code_path = work_path / "code"
+        unpack_code(task.job_path / CODE_NAME, code_path, plan.code_sha256)
+    check_node(plan, task, devices, node.say)
+    if stop.signal_name:
+        # Told to end before anything began: what the last attempt saved is the state.
+        return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")
+    environments = {
+        role.name: _environment_of(role, node, devices, lease, work_path, code_path) for role in node.roles
+    }
+    if not node.roles:
+        # A node of the main part whose work another node's role does: it lends its devices.
+        return _wait_for_peers(task, stop)
+    roles = start_roles(
+        node.roles,
+        task.log_path,
+        environment_of=lambda role: environments[role.name],
+        argv_of=lambda role: [_fill(word, task, code_path) for word in role.argv],
+        cwd=code_path,
+    )
+    node.say(f"started {', '.join(f'{role.name} (process {role.child.pid})' for role in roles)}")
+    return _watch(node, roles, stop)
+
+
+def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
+    silence = SilenceWatch(node.plan, node.task, [role.name for role in roles])
+    with PeerWatch(node.task, is_companion=not any(role.plan.must_succeed for role in roles)) as peers:
+
+        def find_order() -> NodeEnd | None:
+            bury_orphans([role.child.pid for role in roles])
+            return peers.find_order() or silence.find_order()
+
+        return watch_roles(roles, stop, find_order=find_order)
+
+
+def _wait_for_peers(task: NodeTask, stop: StopRequest) -> NodeEnd:
+    with PeerWatch(task, is_companion=True) as peers:
+        while time.monotonic() < stop.deadline:
+            order = peers.find_order()
+            if order is not None:
+                return order
+            time.sleep(0.2)
+    return NodeEnd(exit_code=EXIT_DONE, cause="")
+
+
+def _environment_of(
+    role: RolePlan,
+    node: _Node,
+    devices: Mapping[str, VisibleDevices],
+    lease: HeldLease,
+    work_path: Path,
+    code_path: Path,
+) -> dict[str, str]:
+    given = read_environment(node.task.job_path, role.name)
+    built = build_environment(
+        role,
+        node.task,
+        given=given,
+        devices=devices,
+        lease=lease.variables,
+        work_path=work_path,
+        code_path=code_path,
+        environ=os.environ,
+    )
+    require_names(role, built, list(node.plan.environment.variables))
+    return built
+
+
+def _fill(word: str, task: NodeTask, code_path: Path) -> str:
+    """Put paths in the place of their names. Not str.format: a command may well hold other braces."""
+    places = {"{run}": task.member_path, "{job}": task.job_path, "{code}": code_path}
+    for name, path in places.items():
+        word = word.replace(name, str(path))
+    return word
+
+
+def _point_latest(task: NodeTask) -> None:
+    link = task.member_path / f"latest.{os.getpid()}"
+    link.symlink_to(Path("attempts") / task.attempt)
+    link.replace(task.member_path / "latest")
+
+
+def _write_start(node: _Node, devices: Mapping[str, VisibleDevices], lease: HeldLease) -> None:
+    """Write who began, where and with what."""
+    task, identity = node.task, identify_self()
+    _write_json(
+        task.attempt_path / f"agent-{task.node}.json",
+        {
+            "attempt": task.attempt,
+            "number": task.number,
+            "node": task.node,
+            "num_nodes": task.num_nodes,
+            "part": task.part,
+            "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "pid": identity.pid,
+            "start_ticks": identity.start_ticks,
+            "boot_id": identity.boot_id,
+            "lease": lease.lease.lease_id,
+            "started_at": time.time(),
+            "roles": [role.name for role in node.roles],
+            "devices": {name: list(share.ids) for name, share in devices.items()},
+            "code_sha256": node.plan.code_sha256,
+            "python": sys.version.split()[0],
+        },
+    )
+
+
+def _write_end(task: NodeTask, end: NodeEnd, signal_name: str) -> None:
+    """Write why a node ended, then its exit code, which says that everything else is written."""
+    _write_json(
+        task.attempt_path / f"end-{task.node}.json",
+        {
+            "node": task.node,
+            "exit_code": end.exit_code,
+            "role": end.role,
+            "cause": end.cause,
+            "signal": signal_name,
+            "ended_at": time.time(),
+        },
+    )
+    write_bytes_atomically(task.exit_path, str(end.exit_code).encode())
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_bytes_atomically(path, json.dumps(content, indent=1).encode())
