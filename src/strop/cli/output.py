@@ -60,10 +60,7 @@ class Output:
 
     def open_run(self, run_dir: RunDir) -> None:
         """Write to the log of the attempt that is about to begin."""
-        from strop.record import Attempt
-
-        index = run_dir.state.num_attempts + 1
-        self.log.open_at(Attempt(index=index, path=run_dir.path / "attempts" / str(index)).log_path)
+        self.log.open_at(run_dir.next_attempt().log_path)
         self.say(f"run {run_dir.path}")
 
     def say(self, text: str) -> None:

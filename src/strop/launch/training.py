@@ -32,6 +32,7 @@ from strop.evaluate import (
 from strop.hardware import describe_machine, keep_freed_memory, require_writable
 from strop.kernels import kernel_status
 from strop.record import Event, EventKind, RunDir, find_resumable
+from strop.record.run_dir import STATE_NAME
 from strop.rollout import Sampling, Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
 from strop.store import ModelHandle, follow_store, get_model
@@ -162,6 +163,8 @@ def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) 
     spec, digest = resolved.spec, spec_digest(resolved.spec)
     if spec.output.dir is not None:
         path = Path(spec.output.dir)
+        if is_prepared(path):
+            return RunDir.adopt(path, spec.name, write_spec(resolved), digest, facts)
         if path.exists():
             return _open_named_run(path, digest, is_new=is_new)
         run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
@@ -170,6 +173,11 @@ def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) 
     root = Path(spec.output.root)
     resumable = None if is_new else find_resumable(root, spec.name, digest)
     return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a launcher has prepared a folder for a run that has not begun in it."""
+    return (path / "attempts").is_dir() and not (path / STATE_NAME).exists()
 
 
 def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:

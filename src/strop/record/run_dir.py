@@ -2,7 +2,7 @@
 
     <name>-<YYYYmmdd-HHMMSS>/          UTC, with -2, -3 ... for runs born in the same second
       run.json  spec.toml  env.txt  lock
-      attempts/<k>/{attempt.json, train.log}          latest -> attempts/<k>
+      attempts/<k>/{attempt.json, train.log}          latest -> attempts/<k>; of a job: attempts/<its name>
       metrics.jsonl  events.jsonl  rollouts/step-000012.parquet
       checkpoints/step-000020/{..., COMPLETE}  eval/<task>-step-000020.json  report.html
 
@@ -28,6 +28,7 @@ from typing import Any
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError, explain_refusal
 from strop.record.environment_facts import describe_environment
 from strop.record.events import EventLog
+from strop.record.fence import ATTEMPT_VARIABLE, require_unfenced
 from strop.record.metrics import MetricsLog
 from strop.store.atomic import (
     explain_write_failure,
@@ -42,6 +43,9 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 STEP_PATTERN = re.compile(r"step-(\d{6,})(?:\.[a-z]+)?$")
 STATE_NAME = "run.json"
 LOCK_NAME = "lock"
+_FOLDERS = ("attempts", "rollouts", "checkpoints", "eval")
+OVERTAKE_LIMIT_S = 60.0
+"""How long an attempt of a job waits for the lock of the one before, which is cut off and ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +114,7 @@ class RunDir:
             partial_path.mkdir()
             # Locked before it has its name: nobody can find it unlocked.
             lock.acquire()
-            for folder in ("attempts", "rollouts", "checkpoints", "eval"):
+            for folder in _FOLDERS:
                 (partial_path / folder).mkdir()
             write_bytes_atomically(partial_path / "spec.toml", spec_text.encode())
             write_bytes_atomically(partial_path / "env.txt", describe_environment().encode())
@@ -124,6 +128,36 @@ class RunDir:
             shutil.rmtree(partial_path, ignore_errors=True)
         lock.path = path / LOCK_NAME
         return cls(path, state, lock)
+
+    @classmethod
+    def adopt(
+        cls, path: Path, name: str, spec_text: str, spec_digest: str, facts: Mapping[str, Any]
+    ) -> RunDir:
+        """Make a run directory of a folder that a launcher prepared; what is in it stays. Locked.
+
+        Raises: ConfigError if the name cannot be a directory name; CheckRefused if another process works
+            there; StoreError if the disk fails.
+        """
+        _check_name(name)
+        state = RunState(name=name, spec_digest=spec_digest, created_at=time.time(), facts=dict(facts))
+        run = cls(path, state, FileLock(path / LOCK_NAME))
+        if not run._lock.try_acquire():
+            raise run._in_use()
+        if (path / STATE_NAME).exists():
+            # Somebody was faster, and has ended since.
+            run.state = _read_state(path)
+            return run
+        try:
+            for folder in _FOLDERS:
+                (path / folder).mkdir(exist_ok=True)
+            write_bytes_atomically(path / "spec.toml", spec_text.encode())
+            write_bytes_atomically(path / "env.txt", describe_environment().encode())
+            # Last: a folder without it is no run yet.
+            write_bytes_atomically(path / STATE_NAME, _state_to_bytes(state))
+        except BaseException:
+            run.release()
+            raise
+        return run
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -179,14 +213,11 @@ class RunDir:
 
         Raises: CheckRefused naming the holder if another process works in this run.
         """
-        if not self._lock.try_acquire():
-            raise CheckRefused(
-                explain_refusal(
-                    f"run {self.path} is in use by {self._lock.holder() or 'another process'}",
-                    allowed="one process per run directory",
-                    next_step="wait for it or stop it, or give this run another name",
-                )
-            )
+        deadline = time.monotonic() + (OVERTAKE_LIMIT_S if ATTEMPT_VARIABLE in os.environ else 0.0)
+        while not self._lock.try_acquire():
+            if time.monotonic() >= deadline:
+                raise self._in_use()
+            time.sleep(0.1)
         self.state = _read_state(self.path)
         for parent in (self.path, self.path / "rollouts", self.checkpoints_path, self.path / "eval"):
             remove_leftovers(parent)
@@ -227,6 +258,15 @@ class RunDir:
         """Give the lock back."""
         self.release()
 
+    def next_attempt(self) -> Attempt:
+        """Return the attempt that `begin_attempt` would start now."""
+        return self._attempt_of(self.state.num_attempts + 1)
+
+    def _attempt_of(self, index: int) -> Attempt:
+        # A launcher has named the folder of the life that this process is part of.
+        name = os.environ.get(ATTEMPT_VARIABLE) or str(index)
+        return Attempt(index=index, path=self.path / "attempts" / name)
+
     def begin_attempt(self, facts: Mapping[str, Any] | None = None) -> Attempt:
         """Start the next attempt: its directory, attempt.json and the `latest` link.
 
@@ -234,9 +274,7 @@ class RunDir:
         """
         self._check_locked()
         self._save(replace(self.state, num_attempts=self.state.num_attempts + 1))
-        attempt = Attempt(
-            index=self.state.num_attempts, path=self.path / "attempts" / str(self.state.num_attempts)
-        )
+        attempt = self._attempt_of(self.state.num_attempts)
         attempt.path.mkdir(parents=True, exist_ok=True)
         content = {
             "attempt": attempt.index,
@@ -247,7 +285,7 @@ class RunDir:
         }
         write_bytes_atomically(attempt.path / "attempt.json", json.dumps(content, indent=1).encode())
         link_path = partial_path_of(self.path / "latest")
-        link_path.symlink_to(Path("attempts") / str(attempt.index))
+        link_path.symlink_to(Path("attempts") / attempt.path.name)
         link_path.replace(self.path / "latest")
         return attempt
 
@@ -313,6 +351,15 @@ class RunDir:
         self.metrics.sync()
         self.events.sync()
 
+    def _in_use(self) -> CheckRefused:
+        return CheckRefused(
+            explain_refusal(
+                f"run {self.path} is in use by {self._lock.holder() or 'another process'}",
+                allowed="one process per run directory",
+                next_step="wait for it or stop it, or give this run another name",
+            )
+        )
+
     def _save(self, state: RunState) -> None:
         write_bytes_atomically(self.path / STATE_NAME, _state_to_bytes(state))
         self.state = state
@@ -326,6 +373,7 @@ class RunDir:
                     next_step="call acquire() first",
                 )
             )
+        require_unfenced(self.path)
 
 
 def list_runs(root: Path, name: str | None = None) -> list[RunDir]:

@@ -109,7 +109,7 @@ def _read_trees(project_path: Path, environ: Mapping[str, str]) -> list[Tree]:
         ):
             raise ConfigError(
                 explain_refusal(
-                    f"{tree.origin((strange[0],)) if strange else tree.shown} holds something else than sites",
+                    f"{tree.origin((strange[0],)) if strange else tree.shown} holds no table of sites",
                     allowed=f"tables [{_TABLE}.NAME], one for each site",
                     next_step="correct the file",
                 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from strop.errors import CheckRefused, CorruptRecord, explain_refusal
 from strop.policy.learner import Learner
 from strop.policy.weights import export_model
+from strop.record.fence import require_unfenced
 from strop.record.run_dir import RunDir
 from strop.store.atomic import AtomicDirectory, verify_directory
 
@@ -40,8 +41,10 @@ class TrainerState:
 def save_checkpoint(run_dir: RunDir, learner: Learner, tokenizer_dir: Path, state: TrainerState) -> Path:
     """Write the checkpoint after `state.step` steps, replacing a damaged one of the same step.
 
-    Raises: StoreError if the disk is full or fails; nothing is left half-written.
+    Raises: StoreError if the disk is full or fails; nothing is left half-written. CheckRefused if a later
+        attempt has begun.
     """
+    require_unfenced(run_dir.path)
     run_dir.sync()
     target = run_dir.checkpoint_path(state.step)
     with AtomicDirectory(target, facts=asdict(state), replace=True) as partial:

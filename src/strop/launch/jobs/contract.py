@@ -372,7 +372,7 @@ class Backend(Protocol):
         """Return logs that are elsewhere than in the record's files; None: they are there."""
 
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
-        """Ask for an end (TERM, then KILL after the grace); None: all members. Returns at once.
+        """Ask for an end by TERM; with a grace of 0 by KILL. `member` None: all. Returns at once.
 
         Raises: StoreError if the scheduler does not answer.
         """

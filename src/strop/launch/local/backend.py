@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,6 +90,14 @@ class LocalBackend:
                     )
                 )
             time.sleep(0.02)
+        return self._refer_to(plan, job_id)
+
+    def find_accepted(self, plan: JobPlan) -> JobRef | None:
+        """Return the job whose supervisor has begun in this home."""
+        found = read_identity(job_path_of(plan.home))
+        return None if found is None else self._refer_to(plan, found.job_id)
+
+    def _refer_to(self, plan: JobPlan, job_id: str) -> JobRef:
         return JobRef(
             name=plan.name,
             site=plan.site,
@@ -99,12 +106,7 @@ class LocalBackend:
             job_id=job_id,
             plan_hash=plan.plan_hash,
             submitted_at=plan.submitted_at,
-            details={"host": socket.gethostname()},
         )
-
-    def find_accepted(self, plan: JobPlan) -> JobRef | None:
-        """Return None: a supervisor whose submitter was killed has an attempt's record, and no name."""
-        return None
 
     def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
         """Say of each whether its supervisor lives. Of another machine's jobs nothing is known."""
@@ -118,15 +120,15 @@ class LocalBackend:
 
     def _ask_one(self, ref: JobRef) -> Answer | None:
         found = read_identity(job_path_of(ref.home))
-        if found is None or found[0] != socket.gethostname():
+        if found is None or not found.is_here:
             return None
-        if found[1].is_alive():
-            return Answer(state=JobState.RUNNING, raw="alive", nodes=found[0])
+        if found.process.is_alive():
+            return Answer(state=JobState.RUNNING, raw="alive", nodes=found.host)
         return Answer(
             state=JobState.FAILED,
             raw="gone",
-            reason=f"its supervisor, process {found[1].pid}, was killed; submit it again with --resume",
-            nodes=found[0],
+            reason=f"its supervisor, process {found.process.pid}, has gone; submit it again with --resume",
+            nodes=found.host,
         )
 
     def open_record(self, ref: JobRef, member: int) -> RecordFiles:
@@ -138,8 +140,8 @@ class LocalBackend:
         return None
 
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
-        """Ask the supervisor for an end."""
-        self._signal(ref, signal.SIGTERM)
+        """Ask the supervisor for an end; with no grace kill it, and everything of it at once."""
+        self._signal(ref, signal.SIGTERM if grace_s > 0.0 else signal.SIGKILL)
 
     def preempt(self, ref: JobRef, member: int) -> str:
         """Tell the supervisor what a scheduler would tell it."""
@@ -152,19 +154,19 @@ class LocalBackend:
 
     def _signal(self, ref: JobRef, number: signal.Signals) -> None:
         found = read_identity(job_path_of(ref.home))
-        if found is None or found[0] != socket.gethostname():
+        if found is None or not found.is_here:
             raise StoreError(
                 explain_refusal(
-                    f"job {ref.name} runs on {found[0] if found else 'no machine yet'}",
+                    f"job {ref.name} runs on {found.host if found else 'no machine yet'}",
                     allowed="signals to jobs of this machine",
                     next_step="run the command there",
                 )
             )
         # By descriptor, so that the number cannot become another process in between.
         with suppress(OSError):
-            descriptor = os.pidfd_open(found[1].pid)
+            descriptor = os.pidfd_open(found.process.pid)
             try:
-                if identify(found[1].pid) == found[1]:
+                if identify(found.process.pid) == found.process:
                     signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)

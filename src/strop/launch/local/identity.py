@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from strop.hardware.identity import ProcessIdentity, identify_self
@@ -13,16 +13,31 @@ from strop.store.atomic import write_bytes_atomically
 _NAME = "supervisor.json"
 
 
-def write_identity(job_path: Path) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Supervisor:
+    """The process above a job's agents."""
+
+    host: str
+    process: ProcessIdentity
+    job_id: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs, or ran, on this machine: of others nothing can be known."""
+        return self.host == socket.gethostname()
+
+
+def write_identity(job_path: Path, job_id: str) -> None:
     """Write who supervises, and where. Raises: StoreError."""
-    content = {"host": socket.gethostname(), "process": asdict(identify_self())}
+    content = {"host": socket.gethostname(), "process": asdict(identify_self()), "job_id": job_id}
     write_bytes_atomically(job_path / _NAME, json.dumps(content).encode())
 
 
-def read_identity(job_path: Path) -> tuple[str, ProcessIdentity] | None:
-    """Return host and process of the supervisor; None where none has begun."""
+def read_identity(job_path: Path) -> Supervisor | None:
+    """Return who supervises; None where none has begun."""
     try:
         content = json.loads((job_path / _NAME).read_bytes())
-        return str(content["host"]), ProcessIdentity(**content["process"])
+        process = ProcessIdentity(**content["process"])
+        return Supervisor(host=str(content["host"]), process=process, job_id=str(content["job_id"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

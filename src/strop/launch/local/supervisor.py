@@ -65,7 +65,7 @@ def supervise(job_path: Path, job_id: str) -> int:
     Raises: StoreError if the job's folder cannot be read.
     """
     plan = read_plan(job_path)
-    write_identity(job_path)
+    write_identity(job_path, job_id)
     adopt_orphans()
     orders = _Orders()
     result = EXIT_DONE

@@ -1,0 +1,101 @@
+"""Where this user's jobs are, whatever folder a command is typed in: one line per submission.
+
+The list only helps to find homes; what a job is stands in its home. A home that has gone is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.launch.jobs.contract import JobRef
+from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
+from strop.store import FileLock
+from strop.store.atomic import explain_write_failure
+
+
+def index_path(environ: Mapping[str, str]) -> Path:
+    """Return the list's place: XDG_STATE_HOME, else ~/.local/state."""
+    state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "/"), ".local", "state")
+    return Path(state) / "strop" / "jobs.jsonl"
+
+
+def note_job(ref: JobRef, environ: Mapping[str, str]) -> None:
+    """Add a job to the list. Raises: StoreError if it cannot be written."""
+    path = index_path(environ)
+    line = json.dumps({"name": ref.name, "home": ref.home, "job_id": ref.job_id, "site": ref.site})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")), path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+
+
+def list_homes(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
+    """Return the homes of jobs below some folders and in the list, newest first."""
+    found = {path.resolve() for root in roots for path in _find_below(root)}
+    found |= {path.resolve() for path in _read_index(index_path(environ)) if has_plan(path)}
+    return sorted(found, key=lambda path: (job_path_of(path) / "plan.json").stat().st_mtime, reverse=True)
+
+
+def find_home(reference: str, roots: list[Path], environ: Mapping[str, str]) -> Path:
+    """Return the one home that a reference names: a path, a job's id, a run's name or a unique beginning.
+
+    A name alone is the newest job of that name.
+    Raises: ConfigError if there is none, or a beginning fits several.
+    """
+    direct = Path(reference)
+    if has_plan(direct):
+        return direct.resolve()
+    homes = list_homes(roots, environ)
+    exact = [home for home in homes if reference in _names_of(home)]
+    if exact:
+        return exact[0]
+    begun = [home for home in homes if home.name.startswith(reference)]
+    if len(begun) == 1:
+        return begun[0]
+    shown = ", ".join(home.name for home in (begun or homes)[:8]) or "there is none yet"
+    raise ConfigError(
+        explain_refusal(
+            f"{reference!r} names {f'{len(begun)} jobs' if begun else 'no job'}",
+            allowed=f"a run directory, a job id, a run's name or a unique beginning: {shown}",
+            next_step="`strop ls` lists runs and jobs",
+        )
+    )
+
+
+def _names_of(home: Path) -> set[str]:
+    names = {home.name, read_plan(job_path_of(home)).name}
+    if has_ref(home):
+        names.add(read_ref(job_path_of(home)).job_id)
+    return names
+
+
+def _find_below(root: Path) -> Iterator[Path]:
+    if root.is_dir():
+        yield from (path for path in root.iterdir() if has_plan(path))
+
+
+def _read_index(path: Path) -> Iterator[Path]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{path}, the list of your jobs, cannot be read ({error.strerror})",
+                allowed="a file of your own",
+                next_step="remove it; jobs are still found by their directories",
+            )
+        ) from error
+    for line in lines:
+        try:
+            yield Path(json.loads(line)["home"])
+        except (ValueError, KeyError, TypeError):
+            # A line that was cut by a full disk; the others are whole.
+            continue

@@ -1,0 +1,202 @@
+"""From what a user typed to a request: run file, site profile, code and variables are read here, once.
+
+After this nothing is read any more until something is submitted: a plan is made of the request alone.
+"""
+
+from __future__ import annotations
+
+import getpass
+import itertools
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+from strop.launch.jobs.contract import JobRequest, Resources, RolePlan
+from strop.launch.jobs.environment import EnvironmentFlags, gather_environment
+from strop.launch.jobs.filling import name_home
+from strop.launch.jobs.snapshot import take_snapshot
+from strop.spec import ResolvedSpec, load_spec
+from strop.spec.durations import parse_duration_s
+from strop.spec.flags import Flag
+from strop.spec.site import SageMakerSite, Site, SlurmSite
+from strop.spec.sites import find_site
+
+COMMANDS = ("train", "sft")
+COMPANION = "companion"
+MAX_MEMBERS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubmitOptions:
+    """What the command line says beside the run file."""
+
+    site: str
+    command: str = "train"
+    overrides: tuple[str, ...] = ()
+    flags: tuple[Flag, ...] = ()
+    project_path: Path | None = None
+    """None: the current folder."""
+    sweep: tuple[str, ...] = ()
+    """`key=value,value`, one for each varied setting."""
+    has_snapshot: bool = True
+    variables: tuple[str, ...] = ()
+    """Names of the submitter's variables that the job gets."""
+    env_file: Path | None = None
+    environment: EnvironmentFlags = field(default_factory=EnvironmentFlags)
+    is_strict: bool = False
+    """Refuse where a flag beats another value."""
+    backend: Mapping[str, Any] = field(default_factory=dict)
+    """What only one backend understands: partition, dependency, instance type, ..."""
+
+
+def read_request(
+    run_file: str, options: SubmitOptions, *, environ: Mapping[str, str], now: float
+) -> JobRequest:
+    """Read everything that a plan is made of.
+
+    Raises: ConfigError for what cannot work as written; StoreError if the code cannot be read.
+    """
+    project_path = (options.project_path or Path.cwd()).absolute()
+    if not project_path.is_dir():
+        raise ConfigError(
+            explain_refusal(
+                f"--project-dir {project_path} is no folder",
+                allowed="the folder of the project whose code the job runs",
+                next_step="correct it, or leave it out for the current folder",
+            )
+        )
+    resolved = load_spec(run_file, options.overrides, options.flags)
+    site = find_site(options.site, project_path, environ)
+    root = Path(site.profile.run_root or resolved.spec.output.root).absolute()
+    environment, conflicts = gather_environment(
+        site, project_path, options.variables, options.env_file, options.environment, environ
+    )
+    conflicts = (*map(str, resolved.conflicts), *conflicts)
+    if options.is_strict:
+        _refuse_conflicts(resolved)
+    excluded = [root, Path(resolved.spec.output.root)]
+    home = resolved.spec.output.dir or str(name_home(root, resolved.spec.name, now))
+    python = site.profile.python or sys.executable
+    return JobRequest(
+        resolved=resolved,
+        site=site,
+        command=_check_command(options.command, resolved),
+        resources=_count_resources(resolved, site, options),
+        roles=tuple(_list_roles(options.command, resolved, python)),
+        environment=environment,
+        snapshot=take_snapshot(project_path, excluded=excluded) if options.has_snapshot else None,
+        project_path=project_path,
+        home=home,
+        python=python,
+        user=getpass.getuser(),
+        submitted_at=now,
+        sweep=expand_sweep(options.sweep),
+        options=options.backend,
+        conflicts=conflicts,
+    )
+
+
+def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the overrides of every member: all combinations, the last setting varying fastest; () for none.
+
+    Raises: ConfigError if a text is no `key=value,value`, a key stands twice, or there are too many.
+    """
+    axes: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        listed = [value for value in split_values(values) if value]
+        if not equals or not key.strip() or not listed or key in axes:
+            raise ConfigError(
+                explain_refusal(
+                    f"--sweep {text!r} is not understood",
+                    allowed="key=value,value,... with each key once, for example optimizer.lr=1e-5,2e-5",
+                    next_step="correct it",
+                )
+            )
+        axes[key] = [f"{key}={value}" for value in listed]
+    members = tuple(itertools.product(*axes.values())) if axes else ()
+    if len(members) > MAX_MEMBERS:
+        raise ConfigError(
+            explain_refusal(
+                f"the sweep has {len(members)} members",
+                allowed=f"{MAX_MEMBERS} at most",
+                next_step="vary less at once",
+            )
+        )
+    return members
+
+
+def split_values(text: str) -> list[str]:
+    """Split at commas that stand in no bracket and no quotation marks."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        if character == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _check_command(command: str, resolved: ResolvedSpec) -> str:
+    from strop.launch.terms import require_sft
+
+    if command == "sft":
+        require_sft(resolved)
+    return command
+
+
+def _list_roles(command: str, resolved: ResolvedSpec, python: str) -> list[RolePlan]:
+    job = resolved.spec.job
+    argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
+    roles = [RolePlan(name="train", argv=argv, gpus=job.gpu_roles)]
+    if job.cpu_command is not None:
+        words = tuple(shlex.split(job.cpu_command))
+        roles.append(RolePlan(name=COMPANION, argv=words, nodes="cpu", must_succeed=False))
+    return roles
+
+
+def _count_resources(resolved: ResolvedSpec, site: Site, options: SubmitOptions) -> Resources:
+    job, profile = resolved.spec.job, site.profile
+    limit = job.time_limit
+    gpu_type, cpus_per_gpu, memory = None, job.cpus_per_gpu, job.memory
+    if isinstance(profile, SlurmSite):
+        limit = limit or profile.time_limit
+        gpu_type = options.backend.get("gpu_type") or profile.gpu_type
+        cpus_per_gpu, memory = cpus_per_gpu or profile.cpus_per_gpu, memory or profile.memory
+    if isinstance(profile, SageMakerSite):
+        limit = limit or profile.max_runtime
+    return Resources(
+        num_nodes=job.nodes,
+        gpus_per_node=job.gpus_per_node,
+        is_whole_node=0 < profile.gpus_per_node == job.gpus_per_node,
+        cpus_per_gpu=cpus_per_gpu,
+        cpus=job.cpus,
+        memory=memory,
+        gpu_type=gpu_type,
+        time_limit_s=None if limit is None else parse_duration_s(limit),
+        num_cpu_nodes=job.cpu_nodes,
+    )
+
+
+def _refuse_conflicts(resolved: ResolvedSpec) -> None:
+    beaten = [str(conflict) for conflict in resolved.conflicts if conflict.has_flag]
+    if beaten:
+        raise ConfigError(
+            explain_refusal(
+                "; ".join(beaten),
+                allowed="with --strict, flags that contradict nothing",
+                next_step="remove the values that are not meant",
+            )
+        )
