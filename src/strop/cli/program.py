@@ -15,6 +15,7 @@ from strop.cli.compare import compare
 from strop.cli.doctor import doctor
 from strop.cli.eval import evaluate
 from strop.cli.explain import explain
+from strop.cli.jobs import cancel, logs, status
 from strop.cli.ls import list_runs
 from strop.cli.model import model_commands
 from strop.cli.output import Output
@@ -23,6 +24,7 @@ from strop.cli.rescore import rescore
 from strop.cli.sample import sample
 from strop.cli.sft import sft
 from strop.cli.stage import stage
+from strop.cli.submit import submit
 from strop.cli.tasks import task_commands
 from strop.cli.train import train
 from strop.cli.view import view
@@ -45,6 +47,10 @@ for _name, _command in (
     ("sample", sample),
     ("plan", plan),
     ("stage", stage),
+    ("submit", submit),
+    ("status", status),
+    ("logs", logs),
+    ("cancel", cancel),
     ("explain", explain),
     ("ls", list_runs),
     ("view", view),

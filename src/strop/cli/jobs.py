@@ -1,0 +1,154 @@
+"""`strop status|logs|cancel REF`: what has become of jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strop.cli.arguments import Json
+from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.launch.jobs.contract import JobRef, JobStatus
+    from strop.launch.jobs.launcher import Launcher
+
+Reference = Annotated[
+    str,
+    typer.Argument(metavar="REF", help="A job's directory or id, a run's name or a unique beginning of it."),
+]
+Member = Annotated[int | None, typer.Option(min=0, help="One member of a sweep.")]
+Root = Annotated[Path, typer.Option(help="Folder with runs in it.")]
+RUNS = Path("runs")
+
+
+def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
+    """Return the launcher of a job's site, and the job.
+
+    Raises: ConfigError if there is no such job; StoreError if it was never accepted.
+    """
+    from strop.errors import StoreError, explain_refusal
+    from strop.launch.backends import backend_of
+    from strop.launch.jobs.home import has_ref, job_path_of, read_plan, read_ref
+    from strop.launch.jobs.index import find_home
+    from strop.launch.jobs.launcher import REFUSED_NAME, Launcher
+
+    home = find_home(reference, [root], os.environ)
+    job_path = job_path_of(home)
+    if not has_ref(home):
+        refused = job_path / REFUSED_NAME
+        words = refused.read_text().strip() if refused.is_file() else "it was never handed over"
+        raise StoreError(
+            explain_refusal(
+                f"{home} was not submitted: {words}",
+                allowed="a job that a scheduler accepted",
+                next_step="submit it again: the same command goes on where it stopped",
+            )
+        )
+    return Launcher(backend_of(read_plan(job_path))), read_ref(job_path)
+
+
+def status(
+    context: typer.Context,
+    references: Annotated[list[str] | None, typer.Argument(metavar="[REF ...]")] = None,
+    root: Root = RUNS,
+    json: Json = False,
+) -> None:
+    """Show where jobs stand; without a name, all of yours that have not ended."""
+    from strop.launch.jobs.overview import list_statuses
+
+    output: Output = context.obj
+    if references:
+        found = [one for reference in references for one in _status_of(*open_job(reference, root))]
+    else:
+        found = [one for one in list_statuses([root], os.environ) if not one.state.is_terminal]
+    show_statuses(output, found, is_json=json)
+
+
+def _status_of(launcher: Launcher, ref: JobRef) -> list[JobStatus]:
+    return launcher.status([ref])
+
+
+def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) -> None:
+    """Print states, one row for each member."""
+    from strop.launch.jobs.overview import status_to_json
+
+    if is_json:
+        output.give_json([status_to_json(one) for one in found])
+        return
+    if not found:
+        output.say("no job is waiting or running")
+        return
+    rows = [
+        (
+            one.ref.name + (f"[{one.member}]" if "/members/" in _member_path(one) else ""),
+            one.state.value,
+            one.ref.site,
+            one.ref.job_id,
+            "-" if one.attempt is None else one.attempt.number,
+            one.nodes or "-",
+            one.source.value + (f", {one.age_s:.0f} s old" if one.age_s else ""),
+            one.reason.splitlines()[0] if one.reason else "-",
+        )
+        for one in found
+    ]
+    output.give_table(("run", "state", "site", "job", "attempt", "nodes", "according to", "why"), rows)
+    for one in found:
+        if len(one.reason.splitlines()) > 1:
+            output.give(f"{one.ref.name}: {one.reason}")
+
+
+def _member_path(status: JobStatus) -> str:
+    from strop.launch.jobs.home import job_path_of, read_plan
+
+    return read_plan(job_path_of(status.ref.home)).members[status.member].path
+
+
+def logs(
+    context: typer.Context,
+    reference: Reference,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    attempt: Annotated[str | None, typer.Option(help="Name or number; none: all.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="One node.")] = None,
+    role: Annotated[str | None, typer.Option(help="One role, for example train or agent.")] = None,
+    member: Member = None,
+    root: Root = RUNS,
+) -> None:
+    """Show what a job's roles wrote, every line with its node and role."""
+    from strop.launch.jobs.logs import LogFilter
+    from strop.view import make_harmless
+
+    launcher, ref = open_job(reference, root)
+    wanted = LogFilter(attempt=attempt, node=node, role=role)
+    for line in launcher.logs(ref, member or 0, wanted, is_followed=follow):
+        print(f"[{line.attempt} {line.node} {line.role}] {make_harmless(line.text)}", flush=True)
+
+
+def cancel(
+    context: typer.Context,
+    reference: Reference,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds until what does not end is killed.")] = 120.0,
+    member: Member = None,
+    root: Root = RUNS,
+) -> None:
+    """End a job: ask, wait, kill. Says which of these ended it."""
+    from strop.errors import StoreError, explain_refusal
+
+    output: Output = context.obj
+    launcher, ref = open_job(reference, root)
+    outcome = launcher.cancel(ref, member=member, grace_s=grace)
+    for one in outcome.statuses:
+        output.give(
+            f"{ref.name} [{one.member}]: {one.state.value}, ended by: {outcome.ended_by or 'nothing yet'}"
+        )
+    if not outcome.ended_by:
+        raise StoreError(
+            explain_refusal(
+                f"job {ref.job_id} was told to end and has not been seen to",
+                allowed="an end that its record or its scheduler shows",
+                next_step=f"ask again with `strop status {ref.job_id}`",
+            )
+        )

@@ -1,0 +1,272 @@
+"""`strop submit RUN.toml --on SITE [key=value ...]`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strop.cli.arguments import Json, NewRun, Overrides, RunFile
+from strop.cli.options import takes
+from strop.cli.output import Output
+
+if TYPE_CHECKING:
+    from strop.launch.jobs.contract import JobPlan, JobRequest
+    from strop.launch.jobs.launcher import Submitted
+    from strop.launch.jobs.requesting import SubmitOptions
+
+Site = Annotated[
+    str,
+    typer.Option(
+        "--on", metavar="SITE", help="A site of strop-sites.toml; or local, container, slurm, sagemaker."
+    ),
+]
+Gpus = Annotated[int | None, typer.Option(min=0, max=8, help="GPUs per node, all for the learner.")]
+TrainGpus = Annotated[int | None, typer.Option(min=1, max=4, help="GPUs for the learner.")]
+InferGpus = Annotated[int | None, typer.Option(min=1, max=7, help="GPUs for generation.")]
+SingleGpu = Annotated[bool, typer.Option("--single-gpu", help="One GPU for learner and generation together.")]
+Text = str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubmitArguments:
+    """What `strop submit` takes: the run, its resources, the site's own words, the manner of submitting."""
+
+    run_file: RunFile
+    overrides: Overrides = None
+    on: Site = "local"
+    command: Annotated[str, typer.Option(help="What runs there: train or sft.")] = "train"
+    output_dir: Annotated[Text, typer.Option(help="The job's directory; none: a dated one.")] = None
+    job_name: Annotated[Text, typer.Option(help="Name of run and job; none: the run file's.")] = None
+    gpus: Gpus = None
+    train_gpus: TrainGpus = None
+    infer_gpus: InferGpus = None
+    single_gpu: SingleGpu = False
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.")] = None
+    cpus_per_gpu: Annotated[int | None, typer.Option(min=1, max=32, help="Cores for each GPU.")] = None
+    cpus: Annotated[int | None, typer.Option(min=1, help="Cores of a job without GPUs.")] = None
+    mem: Annotated[Text, typer.Option(help="Memory per node, as 64G.")] = None
+    time: Annotated[Text, typer.Option(help="Wall time: 90m, 12h, 2d, HH:MM:SS or D-HH:MM:SS.")] = None
+    max_requeue: Annotated[int | None, typer.Option(min=0, help="How often it may live again.")] = None
+    requeue: Annotated[bool, typer.Option(help="Whether it lives again after an orderly end.")] = True
+    grace: Annotated[float | None, typer.Option(min=1, help="Seconds of warning before its end.")] = None
+    gpu_type: Annotated[Text, typer.Option(help="SLURM: type of GPU.")] = None
+    partition: Annotated[Text, typer.Option(help="SLURM: partition.")] = None
+    account: Annotated[Text, typer.Option(help="SLURM: account that pays.")] = None
+    qos: Annotated[Text, typer.Option(help="SLURM: quality of service.")] = None
+    constraint: Annotated[Text, typer.Option(help="SLURM: features of nodes.")] = None
+    reservation: Annotated[Text, typer.Option(help="SLURM: reservation.")] = None
+    nodelist: Annotated[Text, typer.Option(help="SLURM: nodes that must be among the job's.")] = None
+    exclude: Annotated[Text, typer.Option(help="SLURM: nodes that must not.")] = None
+    dependency: Annotated[Text, typer.Option(help="SLURM: jobs to wait for, as afterok:123.")] = None
+    comment: Annotated[Text, typer.Option(help="SLURM: words for the job's comment.")] = None
+    container_image: Annotated[Text, typer.Option(help="Image that the job runs in.")] = None
+    sweep: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=V,V", help="One member for each value; repeatable.")
+    ] = None
+    array: Annotated[int | None, typer.Option(min=1, help="Members of a sweep at one time.")] = None
+    instance_type: Annotated[Text, typer.Option(help="SageMaker: instance type.")] = None
+    instance_count: Annotated[int | None, typer.Option(min=1, help="SageMaker: instances.")] = None
+    spot: Annotated[bool | None, typer.Option(help="SageMaker: spot instances.")] = None
+    description: Annotated[Text, typer.Option(help="SageMaker: words for the job log.")] = None
+    project_dir: Annotated[Path | None, typer.Option(help="Whose code runs; none: this folder.")] = None
+    snapshot: Annotated[bool, typer.Option(help="Whether the code is packed and sent along.")] = True
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A variable of yours that the job gets; repeatable."),
+    ] = None
+    env_file: Annotated[Path | None, typer.Option(help="File of variables, as .env.")] = None
+    hf_cache_dir: Annotated[Text, typer.Option(help="Model cache of the job, HF_HOME.")] = None
+    hf_hub_offline: Annotated[bool | None, typer.Option(help="Whether the hub may not be asked.")] = None
+    auto_auth: Annotated[bool, typer.Option(help="Take the hub's local login along.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write and show everything; submit nothing.")] = (
+        False
+    )
+    check: Annotated[bool, typer.Option("--check", help="Only look for what would stop the job.")] = False
+    resume: Annotated[Text, typer.Option(metavar="REF", help="Go on in the home of a job that ended.")] = None
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse flags that beat other values.")] = False
+    new: NewRun = False
+    json: Json = False
+
+
+_FLAGS = {
+    "gpus": "job.gpus",
+    "train_gpus": "job.train_gpus",
+    "infer_gpus": "job.infer_gpus",
+    "nodes": "job.nodes",
+    "cpus_per_gpu": "job.cpus_per_gpu",
+    "cpus": "job.cpus",
+    "mem": "job.memory",
+    "time": "job.time_limit",
+    "max_requeue": "job.max_requeue",
+    "grace": "job.grace_s",
+    "job_name": "name",
+}
+"""Options that are settings of the run file, too."""
+_OF_BACKEND = (
+    "gpu_type",
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "reservation",
+    "nodelist",
+    "exclude",
+    "dependency",
+    "comment",
+    "container_image",
+    "array",
+    "instance_type",
+    "instance_count",
+    "spot",
+    "description",
+)
+
+
+@takes(SubmitArguments)
+def submit(context: typer.Context, given: SubmitArguments) -> None:
+    """Send a run to a site: this machine, a container, SLURM, SageMaker. The same again changes nothing."""
+    import os
+    import time
+
+    from strop.launch.jobs.requesting import read_request
+
+    output: Output = context.obj
+    request = read_request(given.run_file, to_options(given), environ=os.environ, now=time.time())
+    submit_request(output, request, given)
+
+
+def submit_request(output: Output, request: JobRequest, given: SubmitArguments) -> None:
+    """Plan, and do with the plan what the arguments ask for."""
+    from strop.launch.backends import open_backend
+    from strop.launch.jobs.environment import describe_auth
+    from strop.launch.jobs.launcher import Launcher
+
+    launcher = Launcher(open_backend(request.site))
+    plan = launcher.plan(request)
+    for conflict in plan.conflicts:
+        output.say(conflict)
+    for notice in plan.notices:
+        output.say(f"notice: {notice}")
+    if (auth := describe_auth(plan.environment)) is not None:
+        output.say(auth)
+    if request.snapshot is not None:
+        output.say(f"code {request.snapshot.sha256[:12]}: {len(request.snapshot.files)} files")
+        output.say(request.snapshot.diffstat)
+    if given.dry_run:
+        _show_dry_run(output, plan, request, is_json=given.json)
+        return
+    if given.check:
+        _show_problems(output, launcher, plan, is_json=given.json)
+        return
+    if given.resume is not None:
+        submitted = launcher.resume(_find(given.resume, request), request)
+    else:
+        submitted = launcher.submit(request, is_new=given.new)
+    _show_submitted(output, submitted, is_json=given.json)
+
+
+def to_options(given: SubmitArguments) -> SubmitOptions:
+    """Return the options as the launcher reads them."""
+    from strop.launch.jobs.environment import EnvironmentFlags
+    from strop.launch.jobs.requesting import SubmitOptions
+    from strop.spec.flags import Flag
+
+    named = {name: getattr(given, name) for name in _FLAGS}
+    flags = [
+        Flag(key=_FLAGS[name], value=value, name=f"--{name.replace('_', '-')}")
+        for name, value in named.items()
+        if value is not None
+    ]
+    if given.single_gpu:
+        flags.append(Flag(key="job.single_gpu", value=True, name="--single-gpu"))
+    if not given.requeue:
+        flags.append(Flag(key="job.max_requeue", value=0, name="--no-requeue"))
+    if given.output_dir is not None:
+        path = str(Path(given.output_dir).absolute())
+        flags.append(Flag(key="output.dir", value=path, name="--output-dir"))
+    backend = {name: getattr(given, name) for name in _OF_BACKEND if getattr(given, name) is not None}
+    return SubmitOptions(
+        site=given.on,
+        command=given.command,
+        overrides=tuple(given.overrides or ()),
+        flags=tuple(flags),
+        project_path=given.project_dir,
+        sweep=tuple(given.sweep or ()),
+        has_snapshot=given.snapshot,
+        variables=tuple(given.env or ()),
+        env_file=given.env_file,
+        environment=EnvironmentFlags(
+            hf_cache_dir=given.hf_cache_dir, hf_hub_offline=given.hf_hub_offline, auto_auth=given.auto_auth
+        ),
+        is_strict=given.strict,
+        backend=backend,
+    )
+
+
+def _find(reference: str, request: JobRequest) -> Path:
+    import os
+
+    from strop.launch.jobs.index import find_home
+
+    return find_home(reference, [Path(request.home).parent], os.environ)
+
+
+def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json: bool) -> None:
+    import shlex
+
+    from strop.launch.jobs.filling import describe_resolved, write_files
+    from strop.launch.jobs.home import RESOLVED_NAME, SPEC_NAME, job_path_of, plan_to_json
+    from strop.spec import write_spec
+    from strop.store.atomic import write_bytes_atomically
+
+    job_path = job_path_of(plan.home)
+    if request.resolved.spec.output.dir is not None:
+        job_path.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(job_path / SPEC_NAME, write_spec(request.resolved).encode())
+        write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(request.resolved).encode())
+        write_files(plan)
+        output.say(f"written to {job_path}; nothing was submitted")
+    if is_json:
+        output.give(plan_to_json(plan))
+        return
+    for name, content in plan.files.items():
+        output.give(f"--- {name}")
+        output.give(content.rstrip("\n"))
+    if plan.argv:
+        output.give(f"--- command: {shlex.join(plan.argv)}")
+    output.say("nothing was submitted")
+
+
+def _show_problems(output: Output, launcher: Any, plan: JobPlan, *, is_json: bool) -> None:
+    from strop.errors import CheckRefused
+    from strop.launch.jobs.contract import Severity
+
+    problems = launcher.check(plan)
+    if is_json:
+        output.give_json([asdict(problem) for problem in problems])
+    for problem in problems if not is_json else ():
+        output.give(f"{problem.severity}: {problem}")
+    errors = [problem for problem in problems if problem.severity is Severity.ERROR]
+    if errors:
+        raise CheckRefused("\n".join(map(str, errors)))
+    if not is_json:
+        output.give("nothing was found that would stop this job" if not problems else "no error was found")
+
+
+def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> None:
+    ref = submitted.ref
+    if is_json:
+        output.give_json(asdict(ref) | {"is_new": submitted.is_new})
+        return
+    word = "submitted" if submitted.is_new else "was submitted before:"
+    output.give(f"{ref.name} {word} to {ref.site} as job {ref.job_id}")
+    if submitted.plan.gpu_hours:
+        price = "" if submitted.plan.cost_usd is None else f", {submitted.plan.cost_usd:.2f} USD"
+        output.give(f"at most {submitted.plan.gpu_hours:.1f} GPU hours{price}")
+    output.give(f"  directory      {ref.home}")
+    output.give(f"  strop status   {ref.job_id}")
+    output.give(f"  strop logs -f  {ref.job_id}")
+    output.give(f"  strop cancel   {ref.job_id}")
