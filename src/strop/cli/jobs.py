@@ -152,3 +152,76 @@ def cancel(
                 next_step=f"ask again with `strop status {ref.job_id}`",
             )
         )
+
+
+def fetch(
+    context: typer.Context,
+    reference: Reference,
+    to: Annotated[Path, typer.Option(help="Folder that is made.")],
+    only: Annotated[str, typer.Option(help="all, traces, checkpoints or latest.")] = "all",
+    member: Member = None,
+    root: Root = RUNS,
+) -> None:
+    """Bring a job's artefacts here. The same command again goes on where it stopped."""
+    from strop.errors import ConfigError, explain_refusal
+    from strop.launch.jobs.fetch import Part, fetch_run
+
+    output: Output = context.obj
+    if only not in set(Part):
+        raise ConfigError(
+            explain_refusal(
+                f"--only {only!r} is no part of a run",
+                allowed=", ".join(Part),
+                next_step="choose one of them",
+            )
+        )
+    launcher, ref = open_job(reference, root)
+    fetched = fetch_run(launcher.backend.open_record(ref, member or 0), to.absolute(), Part(only))
+    steps = ", ".join(map(str, fetched.steps)) or "none"
+    output.give(
+        f"{fetched.path}: {fetched.num_files} files, {fetched.moved_bytes / 1e6:.1f} MB; checkpoints {steps}"
+    )
+
+
+def drill(
+    context: typer.Context,
+    reference: Reference,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that the next attempt must train.")] = 2,
+    against: Annotated[Path | None, typer.Option(help="An undisturbed run of the same spec.")] = None,
+    restart_limit: Annotated[float, typer.Option(min=1, help="Seconds that a restart may take.")] = 600.0,
+    member: Member = None,
+    root: Root = RUNS,
+    json: Json = False,
+) -> None:
+    """Send a running job the real signal of a preemption, and prove that it comes back as it was."""
+    from dataclasses import asdict
+
+    from strop.errors import StropError, explain_refusal
+    from strop.launch.jobs.drill import drill as rehearse
+
+    output: Output = context.obj
+    launcher, ref = open_job(reference, root)
+    report = rehearse(
+        launcher,
+        ref,
+        member=member or 0,
+        num_steps=steps,
+        against=against,
+        restart_limit_s=restart_limit,
+        say=output.say,
+    )
+    if json:
+        output.give_json(asdict(report) | {"has_passed": report.has_passed})
+    else:
+        words = {True: "yes", False: "NO", None: "not shown"}
+        rows = [(proof.name, words[proof.is_given], proof.detail) for proof in report.proofs]
+        output.give_table(("proof", "given", "seen"), rows)
+    missing = report.first_missing
+    if missing is not None:
+        raise StropError(
+            explain_refusal(
+                f"the drill failed: {missing.name}: {missing.detail}",
+                allowed="a newer checkpoint, an end with 75, a next attempt from it, and an equal curve",
+                next_step=f"read `strop logs {ref.job_id}`; a real preemption would have lost the same",
+            )
+        )

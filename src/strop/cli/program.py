@@ -15,7 +15,7 @@ from strop.cli.compare import compare
 from strop.cli.doctor import doctor
 from strop.cli.eval import evaluate
 from strop.cli.explain import explain
-from strop.cli.jobs import cancel, logs, status
+from strop.cli.jobs import cancel, drill, fetch, logs, status
 from strop.cli.ls import list_runs
 from strop.cli.model import model_commands
 from strop.cli.output import Output
@@ -51,6 +51,8 @@ for _name, _command in (
     ("status", status),
     ("logs", logs),
     ("cancel", cancel),
+    ("fetch", fetch),
+    ("drill", drill),
     ("explain", explain),
     ("ls", list_runs),
     ("view", view),

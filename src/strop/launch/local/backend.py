@@ -42,9 +42,10 @@ class LocalBackend:
     name = "local"
 
     def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
-        """Add the supervisor's command."""
+        """Add the supervisor's command. Companions have no nodes of their own here."""
+        roles = tuple(replace(role, nodes="first") if role.nodes == "cpu" else role for role in plan.roles)
         argv = (plan.python, "-m", "strop.launch.local.supervisor", "--job", str(job_path_of(plan.home)))
-        return replace(plan, argv=argv)
+        return replace(plan, argv=argv, roles=roles)
 
     def probe(self, plan: JobPlan) -> list[Problem]:
         """Look for the interpreter."""
@@ -122,6 +123,8 @@ class LocalBackend:
         found = read_identity(job_path_of(ref.home))
         if found is None or not found.is_here:
             return None
+        if found.cancelled_by:
+            return Answer(state=JobState.CANCELLED, raw=found.cancelled_by, nodes=found.host)
         if found.process.is_alive():
             return Answer(state=JobState.RUNNING, raw="alive", nodes=found.host)
         return Answer(

@@ -20,6 +20,8 @@ class Supervisor:
     host: str
     process: ProcessIdentity
     job_id: str
+    cancelled_by: str = ""
+    """The signal that cancelled the job, once it has ended for that reason."""
 
     @property
     def is_here(self) -> bool:
@@ -27,9 +29,14 @@ class Supervisor:
         return self.host == socket.gethostname()
 
 
-def write_identity(job_path: Path, job_id: str) -> None:
+def write_identity(job_path: Path, job_id: str, *, cancelled_by: str = "") -> None:
     """Write who supervises, and where. Raises: StoreError."""
-    content = {"host": socket.gethostname(), "process": asdict(identify_self()), "job_id": job_id}
+    content = {
+        "host": socket.gethostname(),
+        "process": asdict(identify_self()),
+        "job_id": job_id,
+        "cancelled_by": cancelled_by,
+    }
     write_bytes_atomically(job_path / _NAME, json.dumps(content).encode())
 
 
@@ -38,6 +45,7 @@ def read_identity(job_path: Path) -> Supervisor | None:
     try:
         content = json.loads((job_path / _NAME).read_bytes())
         process = ProcessIdentity(**content["process"])
-        return Supervisor(host=str(content["host"]), process=process, job_id=str(content["job_id"]))
+        rest = {name: str(content[name]) for name in ("host", "job_id", "cancelled_by")}
+        return Supervisor(process=process, **rest)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -75,6 +75,8 @@ def supervise(job_path: Path, job_id: str) -> int:
             result = result or code
             if orders.cancelled_by:
                 break
+        if result and orders.cancelled_by:
+            write_identity(job_path, job_id, cancelled_by=orders.cancelled_by)
     finally:
         # Of a job that was saved and may go on, the next submission brings them again.
         remove_secrets(job_path)
