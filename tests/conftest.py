@@ -39,6 +39,14 @@ def require_system_part(name: str, found: bool) -> None:
     pytest.skip(reason)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leases of this session, and not of the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STROP_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def bubblewrap() -> None:
     """Ask for a host on which bubblewrap makes sandboxes."""

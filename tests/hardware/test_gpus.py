@@ -10,7 +10,7 @@ import pytest
 
 from strop.hardware import Gpu, GpuUser, MigSlice, describe_machine, read_gpu_users, read_gpus
 from strop.hardware.fake_nvidia_smi import install_fake_nvidia_smi
-from strop.hardware.gpus import parse_gpu_line, parse_slices
+from strop.hardware.gpus import GpuReport, Probe, parse_gpu_line, parse_slices, report_gpus
 
 GIB = 1 << 30
 WHOLE = Gpu(index="0", uuid="GPU-5a", name="NVIDIA H100", memory_bytes=80 * GIB, free_memory_bytes=79 * GIB)
@@ -45,16 +45,18 @@ def test_what_is_installed_is_read_back(tool: Path) -> None:
 def test_prc_7_gpu_ids_stay_strings() -> None:
     """Incident: UUIDs parsed as integers, MIG ids replaced by a hard-coded 0."""
     # 81559 MiB = 81559 * 1048576 bytes.
-    assert parse_gpu_line("0, GPU-5a, NVIDIA H100 80GB HBM3, 81559, 81000, Disabled") == Gpu(
+    assert parse_gpu_line("0, GPU-5a, NVIDIA H100 80GB HBM3, 81559, 81000, Disabled, 550.54") == Gpu(
         index="0",
         uuid="GPU-5a",
         name="NVIDIA H100 80GB HBM3",
         memory_bytes=85_520_809_984,
         free_memory_bytes=81_000 << 20,
+        driver_version="550.54",
     )
-    unified = parse_gpu_line("1, GPU-5b, NVIDIA GB10, [N/A], [N/A], [N/A]")
+    unified = parse_gpu_line("1, GPU-5b, NVIDIA GB10, [N/A], [N/A], [N/A], [N/A]")
     assert unified is not None
-    assert (unified.memory_bytes, unified.free_memory_bytes, unified.has_mig) == (None, None, False)
+    assert (unified.memory_bytes, unified.free_memory_bytes, unified.used_bytes) == (None, None, None)
+    assert (unified.has_mig, unified.driver_version) == (False, None)
     assert parse_gpu_line("Unable to determine the device handle") is None
 
 
@@ -94,10 +96,13 @@ def test_a_tool_that_fails_or_is_missing_shows_none(tool: Path, monkeypatch: pyt
     program.write_text("#!/bin/sh\necho 'driver mismatch' >&2\nexit 9\n")
     program.chmod(0o755)
     assert (read_gpus(), read_gpu_users()) == ((), ())
+    assert report_gpus() == GpuReport(gpus=(), probe=Probe.FAILED, complaint="driver mismatch")
     program.write_text("#!/bin/sh\necho 'No running processes found'\n")
     assert (read_gpus(), read_gpu_users()) == ((), ())
+    program.write_text("not a program")
+    assert report_gpus().probe is Probe.FAILED
     monkeypatch.setenv("PATH", str(tool / "nowhere"))
-    assert read_gpus() == ()
+    assert report_gpus() == GpuReport(gpus=(), probe=Probe.MISSING)
 
 
 def test_the_fake_answers_no_other_question(tool: Path) -> None:

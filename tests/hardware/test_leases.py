@@ -18,7 +18,8 @@ import pytest
 from strop.errors import CheckRefused, StoreError
 from strop.hardware import clear_leftovers, find_leases, identify, take_lease
 from strop.hardware.identity import identify_self
-from strop.hardware.leases import LEASE_VARIABLE, MARKER_NAME, find_processes, leases_dir
+from strop.hardware.leases import FOLDER_VARIABLE, LEASE_VARIABLE, MARKER_NAME, leases_dir
+from strop.hardware.leftovers import find_processes
 from strop.store.leftovers import is_process_alive
 
 # Takes a lease, starts a process in a session of its own and one that makes others, and waits to be killed.
@@ -164,12 +165,13 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
 
 
 def test_where_leases_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    # As in a role of a job, whose temporary folder and runtime folder are its own.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert leases_dir() == tmp_path / "strop" / "leases"
-    # As in the steps of a scheduler, where it is named and not made.
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
-    assert leases_dir().name == "leases"
-    assert str(os.getuid()) in leases_dir().parent.name
+    assert leases_dir() == Path(f"/tmp/strop-{os.getuid()}/leases")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "own"))
+    assert leases_dir() == tmp_path / "own" / "leases"
     assert clear_leftovers(tmp_path / "none") == []
 
 

@@ -12,7 +12,8 @@ from strop.hardware.allocator import keep_freed_memory
 from strop.hardware.calibrate import Calibration, calibrate_machine, read_calibration
 from strop.hardware.gpus import Gpu, GpuUser, MigSlice, read_gpu_users, read_gpus
 from strop.hardware.identity import ProcessIdentity, identify
-from strop.hardware.leases import HeldLease, Lease, clear_leftovers, find_leases, take_lease
+from strop.hardware.leases import HeldLease, Lease, find_inherited, find_leases, take_lease
+from strop.hardware.leftovers import Cleared, clear_leftovers
 from strop.hardware.machine import Machine, describe_machine, free_memory_bytes
 from strop.hardware.memory import (
     free_disk_bytes,
@@ -34,6 +35,7 @@ from strop.hardware.visible_devices import (
 __all__ = [
     "Calibration",
     "ChildProcess",
+    "Cleared",
     "DeviceForm",
     "Gpu",
     "GpuUser",
@@ -46,6 +48,7 @@ __all__ = [
     "calibrate_machine",
     "clear_leftovers",
     "describe_machine",
+    "find_inherited",
     "find_leases",
     "free_disk_bytes",
     "free_memory_bytes",

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,34 @@ STATE_NAME = "fake-gpus.json"
 _WRONG_QUESTION = 6
 
 
+class Fault(StrEnum):
+    """What is wrong with a GPU that is not there."""
+
+    CHECKSUM = "checksum"
+    """It multiplies wrongly."""
+    HANG = "hang"
+    """It does not answer."""
+    SLOW = "slow"
+    """Its node reduces far below the speed of the others."""
+    ECC = "ecc"
+    """It has an uncorrected memory error."""
+
+
 def install_fake_nvidia_smi(
-    folder: Path, gpus: Sequence[Gpu], users: Sequence[tuple[str, int, int]] = ()
+    folder: Path,
+    gpus: Sequence[Gpu],
+    users: Sequence[tuple[str, int, int]] = (),
+    *,
+    faults: Mapping[str, Sequence[Fault]] | None = None,
 ) -> Path:
     """Write the program and what it knows into a folder; return the program's path.
 
-    `users`: UUID of a GPU, process id and bytes used, for each process that computes.
+    `users`: UUID of a GPU, process id and bytes used, for each process that computes. `faults`: what is
+    wrong, by UUID; probes of a preflight do as if it were so.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / STATE_NAME
-    write_bytes_atomically(state, json.dumps(_to_state(gpus, users), indent=1).encode())
+    write_bytes_atomically(state, json.dumps(_to_state(gpus, users, faults or {}), indent=1).encode())
     program = folder / NVIDIA_SMI
     words = [sys.executable, "-m", __name__, str(state)]
     write_bytes_atomically(program, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
@@ -39,7 +59,22 @@ def install_fake_nvidia_smi(
     return program
 
 
-def _to_state(gpus: Sequence[Gpu], users: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
+def find_rehearsal() -> Path | None:
+    """Return the state file of the fake that stands in for nvidia-smi here; None where it is the real one."""
+    program = shutil.which(NVIDIA_SMI)
+    state = None if program is None else Path(program).with_name(STATE_NAME)
+    return state if state is not None and state.exists() else None
+
+
+def read_faults(state: Path) -> dict[str, tuple[Fault, ...]]:
+    """Return what is wrong with which GPU."""
+    faults = json.loads(state.read_text())["faults"]
+    return {uuid: tuple(map(Fault, found)) for uuid, found in faults.items()}
+
+
+def _to_state(
+    gpus: Sequence[Gpu], users: Sequence[tuple[str, int, int]], faults: Mapping[str, Sequence[Fault]]
+) -> dict[str, Any]:
     return {
         "gpus": [
             {
@@ -49,6 +84,8 @@ def _to_state(gpus: Sequence[Gpu], users: Sequence[tuple[str, int, int]]) -> dic
                 "memory.total": _mebibytes(gpu.memory_bytes),
                 "memory.free": _mebibytes(gpu.free_memory_bytes),
                 "mig.mode.current": "Enabled" if gpu.has_mig else "Disabled",
+                "driver_version": gpu.driver_version or "[N/A]",
+                "ecc.errors.uncorrected.volatile.total": str(int(Fault.ECC in faults.get(gpu.uuid, ()))),
                 "slices": [[part.profile, part.uuid] for part in gpu.slices],
             }
             for gpu in gpus
@@ -57,6 +94,7 @@ def _to_state(gpus: Sequence[Gpu], users: Sequence[tuple[str, int, int]]) -> dic
             {"gpu_uuid": uuid, "pid": str(pid), "used_memory": _mebibytes(num_bytes)}
             for uuid, pid, num_bytes in users
         ],
+        "faults": {uuid: list(found) for uuid, found in faults.items()},
     }
 
 

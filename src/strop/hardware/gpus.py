@@ -12,11 +12,17 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
+
+from strop.hardware.leftovers import read_lease_id
 
 NVIDIA_SMI = "nvidia-smi"
 NVIDIA_SMI_LIMIT_S = 10.0
-_GPU_FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "mig.mode.current")
+_GPU_FIELDS = (
+    *("index", "uuid", "name"),
+    *("memory.total", "memory.free", "mig.mode.current", "driver_version"),
+)
 _USER_FIELDS = ("gpu_uuid", "pid", "used_memory")
 _GPU_LINE = re.compile(r"GPU (?P<index>\S+): .*\(UUID: (?P<uuid>[^)]+)\)\s*")
 _SLICE_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\S+: \(UUID: (?P<uuid>[^)]+)\)\s*")
@@ -53,6 +59,14 @@ class Gpu:
     has_mig: bool = False
     """Whether it is divided: then only its slices can be used."""
     slices: tuple[MigSlice, ...] = ()
+    driver_version: str | None = None
+
+    @property
+    def used_bytes(self) -> int | None:
+        """What programs and the driver hold of it; None where that is not told."""
+        if self.memory_bytes is None or self.free_memory_bytes is None:
+            return None
+        return self.memory_bytes - self.free_memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,33 +80,76 @@ class GpuUser:
     user: str | None
     command: str | None
     """Both None where this machine does not show the process."""
+    lease_id: str | None = None
+    """Of the run that it belongs to, if it is one of ours."""
+
+    def __str__(self) -> str:
+        """Name it for a message."""
+        shown = (
+            f"of {self.user}: {self.command or 'command unknown'}" if self.user else "not visible from here"
+        )
+        return f"process {self.pid} ({shown})"
+
+
+class Probe(StrEnum):
+    """How nvidia-smi answered."""
+
+    ANSWERED = "answered"
+    MISSING = "missing"
+    """There is no such program here."""
+    FAILED = "failed"
+    """It ended with an error, or not in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What nvidia-smi said to one question."""
+
+    probe: Probe
+    lines: tuple[str, ...] = ()
+    complaint: str = ""
+    """Its own words where it failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuReport:
+    """The GPUs, and whether the answer can be trusted to be all."""
+
+    gpus: tuple[Gpu, ...]
+    probe: Probe
+    complaint: str = ""
 
 
 def read_gpus() -> tuple[Gpu, ...]:
     """Ask nvidia-smi for the GPUs, in the order of PCI addresses, with their slices."""
-    lines = _ask(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
-    gpus = [gpu for line in lines if (gpu := parse_gpu_line(line)) is not None]
-    if not any(gpu.has_mig for gpu in gpus):
-        return tuple(gpus)
-    slices = parse_slices(_ask("-L"))
-    return tuple(replace(gpu, slices=slices.get(gpu.uuid, ())) for gpu in gpus)
+    return report_gpus().gpus
+
+
+def report_gpus() -> GpuReport:
+    """Do as `read_gpus`, and tell a machine without GPUs from one whose driver is broken."""
+    answer = ask_nvidia_smi(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
+    gpus = [gpu for line in answer.lines if (gpu := parse_gpu_line(line)) is not None]
+    if any(gpu.has_mig for gpu in gpus):
+        slices = parse_slices(ask_nvidia_smi("-L").lines)
+        gpus = [replace(gpu, slices=slices.get(gpu.uuid, ())) for gpu in gpus]
+    return GpuReport(gpus=tuple(gpus), probe=answer.probe, complaint=answer.complaint)
 
 
 def read_gpu_users() -> tuple[GpuUser, ...]:
     """Ask nvidia-smi which processes compute. In a container the answer may be empty, or name strangers."""
-    lines = _ask(f"--query-compute-apps={','.join(_USER_FIELDS)}", "--format=csv,noheader,nounits")
-    return tuple(_read_users(lines))
+    question = f"--query-compute-apps={','.join(_USER_FIELDS)}"
+    return tuple(_read_users(ask_nvidia_smi(question, "--format=csv,noheader,nounits").lines))
 
 
 def parse_gpu_line(line: str) -> Gpu | None:
-    """Read `index, uuid, name, MiB, MiB, MIG mode`; None if the line has another form.
+    """Read `index, uuid, name, MiB, MiB, MIG mode, driver`; None if the line has another form.
 
     '[N/A]' memory is unknown, and a GPU that knows no MIG says '[N/A]' too.
     """
     parts = [part.strip() for part in line.split(",")]
     if len(parts) < len(_GPU_FIELDS):
         return None
-    index, uuid, *name, total, free, mig_mode = parts
+    index, uuid, *name, total, free, mig_mode, driver = parts
     return Gpu(
         index=index,
         uuid=uuid,
@@ -100,6 +157,7 @@ def parse_gpu_line(line: str) -> Gpu | None:
         memory_bytes=_read_mebibytes(total),
         free_memory_bytes=_read_mebibytes(free),
         has_mig=mig_mode == "Enabled",
+        driver_version=None if driver.startswith("[") else driver,
     )
 
 
@@ -123,7 +181,12 @@ def _read_users(lines: Sequence[str]) -> Iterator[GpuUser]:
             uuid, pid, used = parts[0], int(parts[1]), parts[2]
             user, command = describe_process(pid)
             yield GpuUser(
-                gpu_uuid=uuid, pid=pid, memory_bytes=_read_mebibytes(used), user=user, command=command
+                gpu_uuid=uuid,
+                pid=pid,
+                memory_bytes=_read_mebibytes(used),
+                user=user,
+                command=command,
+                lease_id=read_lease_id(pid),
             )
 
 
@@ -145,20 +208,23 @@ def _read_mebibytes(text: str) -> int | None:
     return int(text) << 20 if text.isdigit() else None
 
 
-def _ask(*words: str) -> list[str]:
-    """Return the lines that nvidia-smi prints; none where it is missing or fails."""
+def ask_nvidia_smi(*words: str) -> Answer:
+    """Put one question to nvidia-smi, and wait ten seconds at most."""
     program = shutil.which(NVIDIA_SMI)
     if program is None:
-        return []
+        return Answer(probe=Probe.MISSING)
     try:
         done = subprocess.run(
             [program, *words],
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_LIMIT_S,
-            check=True,
+            check=False,
             stdin=subprocess.DEVNULL,
         )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        return Answer(probe=Probe.FAILED, complaint=str(error))
+    if done.returncode != 0:
+        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        return Answer(probe=Probe.FAILED, complaint=said)
+    return Answer(probe=Probe.ANSWERED, lines=tuple(done.stdout.splitlines()))

@@ -1,8 +1,8 @@
 """Which process this is, for whoever finds its number later.
 
-A process number alone names nobody: it is used again, and after a reboot by anybody. A process is the same
-if the machine has not booted since and the process began in the same tick. Linux; elsewhere nothing is
-known of any process but that its number is in use.
+A process number alone names nobody: it is used again, after a reboot by anybody, and in a container it is
+another process's. A process is the same if the machine has not booted since, the number is of the same
+namespace, and the process began in the same tick. No clock that can be set has a say. Linux only.
 """
 
 from __future__ import annotations
@@ -23,19 +23,33 @@ class ProcessIdentity:
     start_ticks: int
     """Clock ticks after the boot; field 22 of proc_pid_stat(5)."""
     boot_id: str
+    pid_namespace: str
+    """Where its number counts; containers have their own."""
+
+    @property
+    def is_of_this_boot(self) -> bool:
+        """Whether this machine has not booted since."""
+        return self.boot_id == read_boot_id()
+
+    @property
+    def is_seen_here(self) -> bool:
+        """Whether its number means that process here, if it means any."""
+        return self.is_of_this_boot and self.pid_namespace == read_pid_namespace()
 
     def is_alive(self) -> bool:
-        """Whether this very process exists and has not ended."""
-        return self.boot_id == read_boot_id() and _read_start_ticks(self.pid) == self.start_ticks
+        """Whether this very process can be seen, and has not ended."""
+        return self.is_seen_here and read_start_ticks(self.pid) == self.start_ticks
 
 
 def identify(pid: int | None = None) -> ProcessIdentity | None:
     """Return who a process is, this one if none is named; None if it has ended or cannot be seen."""
     number = os.getpid() if pid is None else pid
-    start_ticks = _read_start_ticks(number)
+    start_ticks = read_start_ticks(number)
     if start_ticks is None:
         return None
-    return ProcessIdentity(pid=number, start_ticks=start_ticks, boot_id=read_boot_id())
+    return ProcessIdentity(
+        pid=number, start_ticks=start_ticks, boot_id=read_boot_id(), pid_namespace=read_pid_namespace()
+    )
 
 
 def identify_self() -> ProcessIdentity:
@@ -61,11 +75,26 @@ def read_boot_id() -> str:
         return ""
 
 
-def _read_start_ticks(pid: int) -> int | None:
+def read_pid_namespace() -> str:
+    """Return what this process's namespace of process numbers is called; empty where nothing tells."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def read_start_ticks(pid: int) -> int | None:
+    """Return when a process began, in clock ticks after the boot; None if it has ended or is not seen."""
+    found = read_parent_and_start(pid)
+    return None if found is None else found[1]
+
+
+def read_parent_and_start(pid: int) -> tuple[int, int] | None:
+    """Return a process's parent and when it began; None if it has ended or is not seen."""
     try:
         # The program's name in field 2 may hold spaces and brackets, so count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # A zombie has ended: its number is only kept for whoever waits for it.
-        return None if fields[0] in "ZX" else int(fields[19])
+        return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]))
     except (OSError, LookupError, ValueError):
         return None

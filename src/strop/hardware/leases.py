@@ -1,13 +1,13 @@
-"""Who uses which GPUs, ports and temporary directories of this machine, and what dead runs left of them.
+"""Who uses which GPUs, ports and temporary directories of this machine.
 
 A run takes a *lease*: a file of this user on this machine that says what it holds and which process
-answers for it. A lease lives as long as that very process (`identity`). What a dead one left is known by its
-lease alone: processes carry its id in their environment, directories in a marker file. Nothing is ever
-ended by its name or its command line, and what carries no id of ours is not touched.
+answers for it. A lease lives as long as that very process (`identity`): no heartbeat and no clock, so a
+stopped clock or a suspended machine ends nothing. What dead runs left is the business of `leftovers`.
 
-Covered: descendants in sessions of their own, numbers of processes that were used again, reboots, a kill at
-any moment. Not covered: a process that cleared its environment; other machines, each of which has its own
-leases; other users, whose leases nobody else can read.
+Covered: numbers of processes that were used again, reboots, clocks that jump, a kill at any moment,
+containers that share the folder of leases. Not covered: other machines, each of which has its own leases;
+other users, whose leases nobody else can read; a system that removes old files below /tmp, for runs that are
+older than it allows.
 """
 
 from __future__ import annotations
@@ -16,28 +16,39 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
-from strop.hardware.identity import ProcessIdentity, identify_self, read_boot_id
+from strop.hardware.identity import ProcessIdentity, identify, identify_self
 from strop.store.atomic import explain_write_failure, write_bytes_atomically
 from strop.store.lock import FileLock
 
 LEASE_VARIABLE = "STROP_LEASE"
 """In the environment of every process of a run: the id of its lease."""
+FOLDER_VARIABLE = "STROP_RUNTIME_DIR"
+"""Where leases are, if not below /tmp."""
 MARKER_NAME = ".strop-lease"
 """In every temporary directory of a run: a file that holds the id of its lease."""
-_LOCK_NAME = "lock"
-_END_LIMIT_S = 5.0
+LOCK_NAME = "lock"
+
+
+class LeaseState(StrEnum):
+    """What can be said of a lease from here."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    """The process that answered for it has ended, or the machine has booted since."""
+    ELSEWHERE = "elsewhere"
+    """Of another machine, or of a container that seems to have ended. Nothing is done with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +58,22 @@ class Lease:
     lease_id: str
     run: str
     attempt: str
+    host: str
     holder: ProcessIdentity
     """The process that answers for it: with it the lease ends."""
+    taken_at: float
+    """Unix seconds, for people to read; nothing is decided by it."""
     gpus: tuple[str, ...] = ()
     """UUIDs of GPUs or of slices."""
     ports: tuple[int, ...] = ()
     directories: tuple[str, ...] = ()
     """Absolute paths of temporary directories, each with the marker."""
+    processes: tuple[ProcessIdentity, ...] = ()
+    """Those that it started and named; all others are known by their environment."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process that answers for it is there."""
+        """Whether the process that answers for it can be seen."""
         return self.holder.is_alive()
 
     def __str__(self) -> str:
@@ -66,14 +82,13 @@ class Lease:
 
 
 def leases_dir() -> Path:
-    """Return where this user's leases of this machine are: below XDG_RUNTIME_DIR, else below /tmp.
+    """Return where this user's leases of this machine are: below STROP_RUNTIME_DIR, else below /tmp.
 
-    Steps of schedulers and containers often lack the first one.
+    Not below XDG_RUNTIME_DIR, which a logout removes under a run that goes on, and which the steps of
+    schedulers lack; and not below TMPDIR, which is another one for each job, and for each role.
     """
-    shared = os.environ.get("XDG_RUNTIME_DIR")
-    if shared and Path(shared).is_dir():
-        return Path(shared) / "strop" / "leases"
-    return Path(tempfile.gettempdir()) / f"strop-{os.getuid()}" / "leases"
+    named = os.environ.get(FOLDER_VARIABLE)
+    return (Path(named) if named else Path(f"/tmp/strop-{os.getuid()}")) / "leases"
 
 
 class HeldLease:
@@ -82,30 +97,68 @@ class HeldLease:
     def __init__(self, lease: Lease, folder: Path) -> None:
         self.lease = lease
         self._folder = folder
+        # Says in other namespaces of process numbers that its holder lives.
+        self._lock = FileLock(lock_path_of(lease, folder))
 
     @property
     def variables(self) -> Mapping[str, str]:
         """What the environment of every process of the run needs."""
         return {LEASE_VARIABLE: self.lease.lease_id}
 
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let every process that is started meanwhile carry the id."""
+        before = os.environ.get(LEASE_VARIABLE)
+        os.environ.update(self.variables)
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(LEASE_VARIABLE, None)
+            else:
+                os.environ[LEASE_VARIABLE] = before
+
     def make_directory(self, parent: Path | None = None) -> Path:
         """Make a private temporary directory that goes with the lease; by default below TMPDIR.
 
         Raises: StoreError if it cannot be made.
         """
+        place = (parent or Path(tempfile.gettempdir())).absolute()
+        path = place / f"strop-{self.lease.lease_id}-{secrets.token_hex(4)}"
+        # Noted first: a kill in between leaves a note of nothing, and no directory that nobody knows.
+        self._write(replace(self.lease, directories=(*self.lease.directories, str(path))))
         try:
-            path = Path(tempfile.mkdtemp(prefix=f"strop-{self.lease.lease_id}-", dir=parent)).absolute()
+            path.mkdir(mode=0o700)
             (path / MARKER_NAME).write_text(self.lease.lease_id)
         except OSError as error:
-            raise explain_write_failure(error, parent or Path(tempfile.gettempdir())) from error
-        self.lease = replace(self.lease, directories=(*self.lease.directories, str(path)))
-        _write(self.lease, self._folder)
+            raise explain_write_failure(error, path) from error
         return path
+
+    def record_process(self, pid: int) -> None:
+        """Note a child by its number and start, so that it is found even if it clears its environment."""
+        found = identify(pid)
+        if found is not None:
+            self._write(replace(self.lease, processes=(*self.lease.processes, found)))
+
+    def record_port(self, port: int) -> None:
+        """Note a port that the run listens on."""
+        self._write(replace(self.lease, ports=(*self.lease.ports, port)))
 
     def release(self) -> None:
         """Remove the directories and the lease. What still runs is the business of who started it."""
-        _remove_directories(self.lease)
-        _path_of(self.lease, self._folder).unlink(missing_ok=True)
+        remove_directories(self.lease)
+        forget_lease(self.lease, self._folder)
+        self._lock.release()
+
+    def take(self) -> None:
+        """Write the lease down. Raises: StoreError if that fails."""
+        self._lock.acquire()
+        self._write(self.lease)
+
+    def _write(self, lease: Lease) -> None:
+        path = path_of(lease, self._folder)
+        write_bytes_atomically(path, json.dumps(asdict(lease), indent=1).encode())
+        self.lease = lease
 
     def __enter__(self) -> HeldLease:
         """Hold it."""
@@ -134,28 +187,31 @@ def take_lease(
     Raises: CheckRefused naming the run that has a GPU or port; StoreError if the folder of leases is not
         this user's own, or cannot be written.
     """
-    place = _open_folder(folder or leases_dir())
+    place = open_folder(folder or leases_dir())
     lease = Lease(
         lease_id=secrets.token_hex(6),
         run=run,
         attempt=attempt,
+        host=socket.gethostname(),
         holder=identify_self(),
+        taken_at=time.time(),
         gpus=tuple(gpus),
         ports=tuple(ports),
     )
-    with FileLock(place / _LOCK_NAME):
+    held = HeldLease(lease, place)
+    with FileLock(place / LOCK_NAME):
         for other in find_leases(place):
             shared = [*sorted({*gpus} & {*other.gpus}), *map(str, sorted({*ports} & {*other.ports}))]
-            if shared and other.is_alive:
+            if shared and state_of(other, place) is LeaseState.ALIVE:
                 raise CheckRefused(
                     explain_refusal(
-                        f"{', '.join(shared)} of {socket.gethostname()} is held by {other}",
+                        f"{', '.join(shared)} of {lease.host} is held by {other}",
                         allowed="GPUs and ports that no living run holds",
                         next_step="wait for that run, end it, or ask for others",
                     )
                 )
-        _write(lease, place)
-    return HeldLease(lease, place)
+        held.take()
+    return held
 
 
 def find_leases(folder: Path | None = None) -> list[Lease]:
@@ -164,100 +220,35 @@ def find_leases(folder: Path | None = None) -> list[Lease]:
     return [lease for path in sorted(place.glob("*.json")) if (lease := _read(path)) is not None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cleared:
-    """What a dead run had left, and what became of it."""
-
-    lease: Lease
-    ended: tuple[int, ...]
-    """Processes that were ended."""
-    removed: tuple[str, ...]
-    """Directories."""
-    surviving: tuple[int, ...] = ()
-    """Processes that did not end; the lease is kept then."""
-
-    def __str__(self) -> str:
-        """Say it in one line."""
-        parts = [f"{len(self.ended)} processes ended", f"{len(self.removed)} folders removed"]
-        if self.surviving:
-            parts.append(f"{', '.join(map(str, self.surviving))} did not end")
-        return f"{self.lease}: {', '.join(parts)}"
-
-
-def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
-    """End what dead runs of this user left on this machine. Living runs and strangers are not touched.
-
-    Raises: StoreError if the folder of leases is not this user's own.
-    """
+def find_inherited(folder: Path | None = None) -> Lease | None:
+    """Return the living lease that this process was started under; None if there is none."""
     place = folder or leases_dir()
-    if not place.is_dir():
-        return []
-    _open_folder(place)
-    cleared = []
-    with FileLock(place / _LOCK_NAME):
-        for lease in find_leases(place):
-            if lease.is_alive:
-                continue
-            ended, surviving = end_processes(lease)
-            removed = _remove_directories(lease)
-            if not surviving:
-                _path_of(lease, place).unlink(missing_ok=True)
-            cleared.append(Cleared(lease=lease, ended=ended, removed=removed, surviving=surviving))
-    return cleared
+    carried = os.environ.get(LEASE_VARIABLE)
+    mine = [lease for lease in find_leases(place) if lease.lease_id == carried]
+    return next((lease for lease in mine if state_of(lease, place) is LeaseState.ALIVE), None)
 
 
-def find_processes(lease_id: str) -> list[int]:
-    """Return the processes of this user that carry the id of a lease."""
-    return [pid for pid in _list_pids() if _carries(pid, lease_id)]
+def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:
+    """Say whether a lease holds, as far as this process can see."""
+    if lease.holder.is_seen_here:
+        return LeaseState.ALIVE if lease.is_alive else LeaseState.DEAD
+    if not lease.holder.is_of_this_boot:
+        return LeaseState.DEAD if lease.host == socket.gethostname() else LeaseState.ELSEWHERE
+    # A process of another namespace: its number says nothing here, its lock does.
+    path = lock_path_of(lease, folder or leases_dir())
+    if not path.exists():
+        return LeaseState.ELSEWHERE
+    lock = FileLock(path)
+    is_free = lock.try_acquire()
+    lock.release()
+    return LeaseState.ELSEWHERE if is_free else LeaseState.ALIVE
 
 
-def end_processes(lease: Lease) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Kill all that carry a lease's id, those that they start meanwhile too; return ended and surviving."""
-    if lease.holder.boot_id != read_boot_id():
-        return (), ()
-    ended: set[int] = set()
-    deadline = time.monotonic() + _END_LIMIT_S
-    while (found := find_processes(lease.lease_id)) and time.monotonic() < deadline:
-        for pid in found:
-            if _kill(pid, lease.lease_id):
-                ended.add(pid)
-        time.sleep(0.01)
-    return tuple(sorted(ended - set(found))), tuple(found)
+def remove_directories(lease: Lease) -> tuple[str, ...]:
+    """Remove the directories of a lease that carry its id; any other of that name is somebody else's.
 
-
-def _kill(pid: int, lease_id: str) -> bool:
-    """Kill a process if it carries the id. Held by a descriptor, it cannot become another in between."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not _carries(pid, lease_id):
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def _list_pids() -> Iterator[int]:
-    with suppress(OSError):
-        yield from (int(name) for name in os.listdir("/proc") if name.isdigit())
-
-
-def _carries(pid: int, lease_id: str) -> bool:
-    try:
-        # Of a zombie it is empty; of another user's process it cannot be read.
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return f"{LEASE_VARIABLE}={lease_id}".encode() in variables
-
-
-def _remove_directories(lease: Lease) -> tuple[str, ...]:
-    """Remove the directories of a lease that carry its id; any other of that name is somebody else's."""
+    Returns those that were removed.
+    """
     removed = []
     for name in lease.directories:
         marker = Path(name) / MARKER_NAME
@@ -268,7 +259,13 @@ def _remove_directories(lease: Lease) -> tuple[str, ...]:
     return tuple(removed)
 
 
-def _open_folder(folder: Path) -> Path:
+def forget_lease(lease: Lease, folder: Path) -> None:
+    """Remove the files of a lease."""
+    path_of(lease, folder).unlink(missing_ok=True)
+    lock_path_of(lease, folder).unlink(missing_ok=True)
+
+
+def open_folder(folder: Path) -> Path:
     """Make the folder of leases, for this user alone.
 
     Raises: StoreError if somebody else could write there: below /tmp anybody may have made it first.
@@ -279,23 +276,27 @@ def _open_folder(folder: Path) -> Path:
         facts = [path.lstat() for path in (folder.parent, folder)]
     except OSError as error:
         raise explain_write_failure(error, folder) from error
-    if any(fact.st_uid != os.getuid() for fact in facts) or facts[1].st_mode & 0o077:
+    above, own = facts
+    is_shared = bool(above.st_mode & 0o022) or bool(own.st_mode & 0o077)
+    if is_shared or any(fact.st_uid != os.getuid() for fact in facts):
         raise StoreError(
             explain_refusal(
                 f"{folder}, where leases are kept, can be written by others",
                 allowed="a folder of this user's own, with mode 700",
-                next_step="remove it, or set XDG_RUNTIME_DIR to a folder of your own",
+                next_step=f"remove it, or set {FOLDER_VARIABLE} to a folder of your own",
             )
         )
     return folder
 
 
-def _path_of(lease: Lease, folder: Path) -> Path:
+def path_of(lease: Lease, folder: Path) -> Path:
+    """Return where a lease is written."""
     return folder / f"{lease.lease_id}.json"
 
 
-def _write(lease: Lease, folder: Path) -> None:
-    write_bytes_atomically(_path_of(lease, folder), json.dumps(asdict(lease), indent=1).encode())
+def lock_path_of(lease: Lease, folder: Path) -> Path:
+    """Return the file that its holder keeps locked."""
+    return folder / f"{lease.lease_id}.lock"
 
 
 def _read(path: Path) -> Lease | None:
@@ -303,6 +304,8 @@ def _read(path: Path) -> Lease | None:
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
         lists = {name: tuple(values[name]) for name in ("gpus", "ports", "directories")}
-        return Lease(**{**values, **lists, "holder": ProcessIdentity(**values["holder"])})
+        processes = tuple(ProcessIdentity(**process) for process in values["processes"])
+        holder = ProcessIdentity(**values["holder"])
+        return Lease(**{**values, **lists, "holder": holder, "processes": processes})
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -1,0 +1,168 @@
+"""What dead runs left on this machine: found by their leases, and exactly that ended.
+
+A process belongs to a run if it carries the id of the lease in its environment, if the lease names it by
+number and start, or if one of these started it. Directories carry the id in a marker file. Nothing is ever
+ended by its name, its command line or what it uses; what carries no id of ours is not touched.
+
+Covered: descendants in sessions and groups of their own, processes that start others while they are ended,
+numbers that were used again. Not covered: a process that cleared its environment and whose parents have
+ended, unless the lease names it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.hardware.identity import read_parent_and_start, read_start_ticks
+from strop.hardware.leases import (
+    LEASE_VARIABLE,
+    LOCK_NAME,
+    Lease,
+    LeaseState,
+    find_leases,
+    forget_lease,
+    leases_dir,
+    open_folder,
+    remove_directories,
+    state_of,
+)
+from strop.store.lock import FileLock
+
+_END_LIMIT_S = 5.0
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cleared:
+    """What a dead run had left, and what became of it."""
+
+    lease: Lease
+    ended: tuple[int, ...]
+    """Processes that were ended."""
+    removed: tuple[str, ...]
+    """Directories."""
+    surviving: tuple[int, ...] = ()
+    """Processes that did not end; the lease is kept then."""
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        parts = [f"run {self.lease.run}, attempt {self.lease.attempt}, had ended without clearing up"]
+        parts += [f"{name} {_count(found)}" for name, found in (("ended", self.ended),) if found]
+        parts += [f"removed {', '.join(self.removed)}"] if self.removed else []
+        parts += [f"{_count(self.surviving)} did not end"] if self.surviving else []
+        return "; ".join(parts)
+
+
+def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
+    """End what dead runs of this user left on this machine. Living runs and strangers are not touched.
+
+    Raises: StoreError if the folder of leases is not this user's own.
+    """
+    place = folder or leases_dir()
+    if not place.is_dir():
+        return []
+    open_folder(place)
+    cleared = []
+    with FileLock(place / LOCK_NAME):
+        for lease in find_leases(place):
+            if state_of(lease, place) is not LeaseState.DEAD:
+                continue
+            ended, surviving = _end_processes(lease)
+            # What still runs may still write there.
+            removed = () if surviving else remove_directories(lease)
+            if not surviving:
+                forget_lease(lease, place)
+            cleared.append(Cleared(lease=lease, ended=ended, removed=removed, surviving=surviving))
+    return cleared
+
+
+def find_processes(lease_id: str) -> list[int]:
+    """Return the processes of this user that carry the id of a lease."""
+    return [pid for pid in _list_pids() if read_lease_id(pid) == lease_id]
+
+
+def find_strays(folder: Path | None = None) -> dict[int, str]:
+    """Return processes that carry the id of a lease that is not there, with that id.
+
+    For people to look at: their lease may be in a folder that cannot be seen from here.
+    """
+    known = {lease.lease_id for lease in find_leases(folder)}
+    found = {pid: read_lease_id(pid) for pid in _list_pids()}
+    return {pid: lease_id for pid, lease_id in found.items() if lease_id and lease_id not in known}
+
+
+def read_lease_id(pid: int) -> str | None:
+    """Return the id of the lease that a process carries; None if there is none, or it cannot be read."""
+    try:
+        # Of a zombie it is empty; of another user's process it cannot be read.
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    prefix = f"{LEASE_VARIABLE}=".encode()
+    carried = [entry.removeprefix(prefix) for entry in variables if entry.startswith(prefix)]
+    return carried[0].decode(errors="replace") if carried else None
+
+
+def _end_processes(lease: Lease) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Kill all that belong to a lease, those that they start meanwhile too; return ended and surviving."""
+    if not lease.holder.is_seen_here:
+        return (), ()
+    ended: set[int] = set()
+    deadline = time.monotonic() + _END_LIMIT_S
+    while (found := _find_belonging(lease)) and time.monotonic() < deadline:
+        ended |= {pid for pid, start_ticks in found.items() if _kill(pid, start_ticks)}
+        time.sleep(_POLL_S)
+    return tuple(sorted(ended - set(found))), tuple(sorted(found))
+
+
+def _find_belonging(lease: Lease) -> dict[int, int]:
+    """Return all processes of a lease, by number, with their starts."""
+    table = {pid: found for pid in _list_pids() if (found := read_parent_and_start(pid)) is not None}
+    named = {process.pid for process in lease.processes if process.is_alive()}
+    belonging = {pid for pid in table if pid in named or read_lease_id(pid) == lease.lease_id}
+    while more := {pid for pid, (parent, _) in table.items() if parent in belonging} - belonging:
+        belonging |= more
+    # Who clears up may have been started by what it clears up after.
+    belonging -= set(_own_line(table))
+    return {pid: table[pid][1] for pid in belonging if pid in table}
+
+
+def _own_line(table: Mapping[int, tuple[int, int]]) -> Iterator[int]:
+    """Yield this process, its parent, and so on."""
+    pid = os.getpid()
+    while pid in table:
+        yield pid
+        pid = table[pid][0]
+
+
+def _kill(pid: int, start_ticks: int) -> bool:
+    """Kill a process if it began then. Held by a descriptor, it cannot become another in between."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if read_start_ticks(pid) != start_ticks:
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _list_pids() -> Iterator[int]:
+    with suppress(OSError):
+        yield from (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _count(pids: tuple[int, ...]) -> str:
+    noun = "process" if len(pids) == 1 else "processes"
+    return f"{noun} {', '.join(map(str, pids))}"
