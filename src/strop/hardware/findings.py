@@ -1,0 +1,50 @@
+"""What a check of a machine found, in the three parts of every message, and with a word for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from strop.errors import CheckRefused, explain_refusal
+
+
+class Severity(StrEnum):
+    """How bad a finding is."""
+
+    ERROR = "error"
+    """The run would fail, or harm another one; it is not started."""
+    WARNING = "warning"
+    UNKNOWN = "unknown"
+    """It could not be looked at: not a success."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is not as it must be, or could not be looked at."""
+
+    code: str
+    """A short fixed word, for example `free_memory`."""
+    given: str
+    allowed: str
+    next_step: str
+    where: str = ""
+    """UUID of a GPU or of a slice, or the name of a node."""
+    severity: Severity = Severity.ERROR
+
+    def __str__(self) -> str:
+        """Say it in one sentence, with its place."""
+        place = f"{self.where}: " if self.where else ""
+        return explain_refusal(f"{place}{self.given}", allowed=self.allowed, next_step=self.next_step)
+
+
+def require_none(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings that do not forbid a start.
+
+    Raises: CheckRefused naming all that do, each with its code.
+    """
+    found = list(findings)
+    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    if errors:
+        raise CheckRefused("\n".join(f"{finding.code}: {finding}" for finding in errors))
+    return found

@@ -1,0 +1,228 @@
+"""GPUs for roles: cut from what a job was given, or chosen among the free ones of a machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused, ConfigError
+from strop.hardware import Gpu, GpuUser, MigSlice, identify, take_lease
+from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus, lease_gpus
+from strop.hardware.fake_nvidia_smi import install_fake_nvidia_smi
+from strop.hardware.gpus import GpuReport, Probe
+from strop.hardware.inventory import Inventory
+from strop.hardware.leases import Lease
+from tests.fixtures.devices import GIB, divided, whole
+
+THREE = [whole(0, 70), whole(1, 13), whole(2, 79)]
+SLICED = divided(3, "MIG-c6d4", "MIG-77aa")
+OLD_SLICE = "MIG-GPU-3/7/0"
+
+
+def found(*gpus: Gpu, users: tuple[GpuUser, ...] = (), leases: tuple[Lease, ...] = ()) -> Inventory:
+    return Inventory(report=GpuReport(gpus=gpus, probe=Probe.ANSWERED), users=users, leases=leases)
+
+
+def user_of(uuid: str, *, lease_id: str | None = None) -> GpuUser:
+    return GpuUser(
+        gpu_uuid=uuid, pid=4711, memory_bytes=GIB, user="ada", command="python serve.py", lease_id=lease_id
+    )
+
+
+def seen(allocation: Allocation) -> Mapping[str, str | None]:
+    return {name: role.visible.text for name, role in allocation.roles.items()}
+
+
+@pytest.mark.parametrize(
+    ("inherited", "engine", "learner", "uuids"),
+    [
+        ("3,5", "3", "5", ("GPU-3", "GPU-5")),
+        ("5,3", "5", "3", ("GPU-5", "GPU-3")),
+        ("GPU-5,GPU-3", "GPU-5", "GPU-3", ("GPU-5", "GPU-3")),
+        ("MIG-c6d4,MIG-77aa", "MIG-c6d4", "MIG-77aa", ("MIG-c6d4", "MIG-77aa")),
+        ("MIG-GPU-6/1/0,MIG-GPU-6/2/0", "MIG-GPU-6/1/0", "MIG-GPU-6/2/0", ("MIG-GPU-6/1/0", "MIG-GPU-6/2/0")),
+    ],
+)
+def test_a_given_list_is_cut_in_its_order_and_never_renumbered(
+    inherited: str, engine: str, learner: str, uuids: tuple[str, ...]
+) -> None:
+    machine = found(whole(3, 70), whole(5, 70), divided(6, "MIG-c6d4", "MIG-77aa"))
+    wanted = {"engine": 1, "learner": 1, "environments": 0}
+    made = allocate_gpus(GpuRequest(wanted=wanted, inherited=inherited), machine)
+    assert seen(made) == {"engine": engine, "learner": learner, "environments": ""}
+    assert made.uuids == uuids
+    assert made.roles["environments"].variables == {
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    assert made.record()["inherited"] == inherited
+    assert made.record()["roles"] == {
+        "engine": {"uuids": [uuids[0]], "visible": engine},
+        "learner": {"uuids": [uuids[1]], "visible": learner},
+        "environments": {"uuids": [], "visible": ""},
+    }
+
+
+def test_what_is_given_beyond_the_request_stays_unused_and_is_told() -> None:
+    made = allocate_gpus(GpuRequest(wanted={"learner": 2}, inherited="2,0,1"), found(*THREE))
+    assert seen(made) == {"learner": "2,0"}
+    assert made.notices == (
+        "3 GPUs are visible and 2 are asked for: the first are used, 2, 0, and 1 stay unused",
+    )
+
+
+def test_the_beginning_of_a_uuid_is_its_gpu() -> None:
+    machine = found(whole(12, 70), whole(13, 70))
+    made = allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited="GPU-12"), machine)
+    assert made.uuids == ("GPU-12",)
+    for inherited, shown in (
+        ("GPU-1", "names GPU-1, which is several GPUs"),
+        ("GPU-7", r"names GPU-7, which is no GPU of this machine.*Allowed: .*GPU-12, GPU-13"),
+        ("7", "names 7, which is no GPU"),
+        ("MIG-7", "names MIG-7, which is no GPU"),
+    ):
+        with pytest.raises(ConfigError, match=shown):
+            allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited=inherited), machine)
+    with pytest.raises(ConfigError, match="names one GPU twice"):
+        allocate_gpus(GpuRequest(wanted={"learner": 2}, inherited="GPU-ab,GPU-a"), found(whole("ab", 70)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "inherited", "shown"),
+    [
+        (
+            {"learner": 2, "engine": 1},
+            "0,1",
+            r"3 GPUs are asked for \(learner 2, engine 1\), and .* shows 2: 0, 1",
+        ),
+        ({"learner": 1}, "NoDevFiles", "CUDA_VISIBLE_DEVICES shows none"),
+        (
+            {"learner": 1},
+            None,
+            "asked for 1 GPUs, and CUDA_VISIBLE_DEVICES is not set, so that CUDA would see",
+        ),
+        ({"learner": 2}, "MIG-c6d4,MIG-77aa", "learner is to use several MIG slices together"),
+        ({"learner": 1}, "3", r"names GPU 3, which is divided .* its slices \(MIG-c6d4, MIG-77aa\)"),
+        ({"learner": 1}, "GPU-3", "names GPU GPU-3, which is divided into MIG slices"),
+    ],
+)
+def test_a_job_that_was_given_something_else_is_refused(
+    wanted: Mapping[str, int], inherited: str | None, shown: str
+) -> None:
+    request = GpuRequest(wanted=wanted, inherited=inherited, is_granted=True)
+    with pytest.raises(CheckRefused, match=shown) as caught:
+        allocate_gpus(request, found(*THREE, SLICED))
+    assert caught.value.exit_code == 76
+
+
+def test_slices_and_whole_gpus_are_never_mixed() -> None:
+    with pytest.raises(ConfigError, match="mixes UUID of a GPU and UUID of a MIG slice"):
+        allocate_gpus(GpuRequest(wanted={"learner": 2}, inherited="GPU-0,MIG-c6d4"), found(*THREE, SLICED))
+    # One whole GPU and two slices are three devices, and no set of two of one kind for a role of two.
+    with pytest.raises(CheckRefused, match="has 1 whole GPUs and 2 MIG slices; a role sees one MIG slice"):
+        allocate_gpus(GpuRequest(wanted={"learner": 2}), found(THREE[0], SLICED))
+    made = allocate_gpus(GpuRequest(wanted={"engine": 1, "learner": 1}), found(THREE[0], SLICED))
+    assert seen(made) == {"engine": "MIG-c6d4", "learner": "MIG-77aa"}
+
+
+def test_the_emptiest_gpus_are_taken_where_nothing_is_given() -> None:
+    made = allocate_gpus(GpuRequest(wanted={"engine": 0, "learner": 2}), found(*THREE))
+    # 79 and 70 GiB free: GPUs 2 and 0, in the order of the machine.
+    assert seen(made) == {"engine": "", "learner": "0,2"}
+    assert made.uuids == ("GPU-0", "GPU-2")
+    # The one that needs most gets the emptiest, whatever the order of roles.
+    needs = {"engine": 12 * GIB, "learner": 75 * GIB}
+    made = allocate_gpus(GpuRequest(wanted={"engine": 1, "learner": 1}, need_bytes=needs), found(*THREE[1:]))
+    assert seen(made) == {"engine": "1", "learner": "2"}
+
+
+def test_who_is_in_the_way_is_named_with_need_and_room() -> None:
+    machine = found(*THREE, users=(user_of("GPU-0"),), leases=(a_lease("GPU-2"),))
+    with pytest.raises(CheckRefused) as caught:
+        allocate_gpus(GpuRequest(wanted={"learner": 1}, need_bytes={"learner": 20 * GIB}), machine)
+    said = str(caught.value)
+    for part in (
+        "GPU GPU-0 (Test, index 0) is used by process 4711 (of ada: python serve.py); 70.00 GiB free of",
+        "learner on GPU GPU-1 (Test, index 1): 13.00 GiB free of 80.00 GiB, 20.00 GiB needed",
+        "67.00 GiB are used by no process that can be seen, which strop never frees",
+    ):
+        assert part in said
+    # Enough were free, so who holds the third is beside the point; for two it is not.
+    with pytest.raises(
+        CheckRefused, match=r"GPU-2 \(Test, index 2\) is held by run other, attempt 1, process"
+    ):
+        allocate_gpus(GpuRequest(wanted={"learner": 2}), machine)
+
+
+def test_own_processes_are_no_strangers() -> None:
+    machine = found(THREE[0], users=(user_of("GPU-0", lease_id="mine"),))
+    request = GpuRequest(wanted={"learner": 1}, own_lease_id="mine")
+    assert seen(allocate_gpus(request, machine)) == {"learner": "0"}
+
+
+def test_a_slice_is_promised_its_own_memory_and_not_that_of_its_gpu() -> None:
+    machine = found(divided(0, "MIG-c6d4"))
+    # 10 GB of the slice are less than 12 GiB, although its GPU has 80.
+    with pytest.raises(CheckRefused, match=r"learner on MIG slice MIG-c6d4 .*: 9\.31 GiB, 12\.00 GiB needed"):
+        allocate_gpus(GpuRequest(wanted={"learner": 1}, need_bytes={"learner": 12 * GIB}), machine)
+
+
+def test_a_machine_whose_gpus_nobody_tells_of() -> None:
+    missing = Inventory(report=GpuReport(gpus=(), probe=Probe.MISSING))
+    with pytest.raises(CheckRefused, match=r"1 GPUs are asked for and nvidia-smi shows none \(missing\)"):
+        allocate_gpus(GpuRequest(wanted={"learner": 1}), missing)
+    # What a scheduler gave is still divided by name.
+    made = allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited="0,1"), missing)
+    assert (seen(made), made.uuids) == ({"learner": "0"}, ())
+    assert allocate_gpus(GpuRequest(wanted={"learner": 0}), missing).roles["learner"].visible.text == ""
+
+
+def test_two_runs_on_one_machine_get_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_nvidia_smi(tmp_path / "bin", THREE)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    folder = tmp_path / "leases"
+    request = GpuRequest(wanted={"learner": 1})
+    first, mine = lease_gpus("first", "1", request, folder=folder)
+    second, other = lease_gpus("second", "1", request, folder=folder)
+    assert (mine.uuids, other.uuids) == (("GPU-2",), ("GPU-0",))
+    with pytest.raises(CheckRefused, match=r"GPU-2 of .* is held by run first"):
+        lease_gpus("third", "1", GpuRequest(wanted={"learner": 1}, inherited="2"), folder=folder)
+    first.release()
+    third, again = lease_gpus("third", "1", GpuRequest(wanted={"learner": 1}, inherited="2"), folder=folder)
+    assert again.uuids == ("GPU-2",)
+    for held in (second, third):
+        held.release()
+
+
+def a_lease(*gpus: str) -> Lease:
+    holder = identify()
+    assert holder is not None
+    return Lease(
+        lease_id="other", run="other", attempt="1", host="here", holder=holder, taken_at=0.0, gpus=gpus
+    )
+
+
+def test_a_process_is_named_by_what_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real path: a stranger's process, seen by way of nvidia-smi, untouched."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    with subprocess.Popen(["sleep", "61"]) as stranger:
+        install_fake_nvidia_smi(tmp_path / "bin", [whole(0, 60)], [("GPU-0", stranger.pid, GIB)])
+        with pytest.raises(CheckRefused, match=rf"used by process {stranger.pid} \(of \w+: sleep 61\)"):
+            lease_gpus("run", "1", GpuRequest(wanted={"learner": 1}), folder=tmp_path / "leases")
+        assert stranger.poll() is None
+        stranger.kill()
+    take_lease("run", "1", gpus=["GPU-0"], folder=tmp_path / "leases").release()
+
+
+def test_slices_are_listed_as_devices_of_their_own() -> None:
+    devices = found(THREE[0], SLICED).devices
+    assert [(device.uuid, device.is_slice) for device in devices] == [
+        ("GPU-0", False),
+        ("MIG-c6d4", True),
+        ("MIG-77aa", True),
+    ]
+    assert MigSlice(uuid="MIG-c6d4", profile="1g.10gb") in SLICED.slices
