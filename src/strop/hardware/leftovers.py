@@ -73,7 +73,7 @@ def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
         for lease in find_leases(place):
             if state_of(lease, place) is not LeaseState.DEAD:
                 continue
-            ended, surviving = _end_processes(lease)
+            ended, surviving = end_processes(lease)
             # What still runs may still write there.
             removed = () if surviving else remove_directories(lease)
             if not surviving:
@@ -109,7 +109,7 @@ def read_lease_id(pid: int) -> str | None:
     return carried[0].decode(errors="replace") if carried else None
 
 
-def _end_processes(lease: Lease) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def end_processes(lease: Lease) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Kill all that belong to a lease, those that they start meanwhile too; return ended and surviving."""
     if not lease.holder.is_seen_here:
         return (), ()

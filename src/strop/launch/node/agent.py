@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, StropError
-from strop.hardware import HeldLease, VisibleDevices, clear_leftovers, take_lease
+from strop.hardware import HeldLease, clear_leftovers
+from strop.hardware.allocation import Allocation, lease_gpus
 from strop.hardware.identity import identify_self
-from strop.hardware.leases import end_processes
+from strop.hardware.leftovers import end_processes
 from strop.hardware.orphans import adopt_orphans, bury_orphans
 from strop.launch.jobs.contract import JobPlan, RolePlan
 from strop.launch.jobs.environment import read_environment
 from strop.launch.jobs.home import CODE_NAME, read_plan
 from strop.launch.jobs.snapshot import unpack_code
-from strop.launch.node.environment import build_environment, require_names, share_devices
+from strop.launch.node.environment import GRANTING, build_environment, request_devices, require_names
 from strop.launch.node.peers import PeerWatch
 from strop.launch.node.preflight import check_node
 from strop.launch.node.roles import NodeEnd, Role, StopRequest, start_roles, watch_roles
@@ -99,12 +100,12 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
         _point_latest(task)
     for cleared in clear_leftovers():
         node.say(f"a dead run had left something: {cleared}")
-    devices = share_devices(node.roles, os.environ)
-    held = sorted({device for share in devices.values() for device in share.ids})
-    lease = take_lease(plan.name, task.attempt, gpus=held)
+    lease, allocation = lease_gpus(plan.name, task.attempt, request_devices(plan, node.roles, os.environ))
     with lease:
-        _write_start(node, devices, lease)
-        end = _run_roles(node, devices, lease, stop)
+        for notice in allocation.notices:
+            node.say(notice)
+        _write_start(node, allocation, lease)
+        end = _run_roles(node, allocation, lease, stop)
         strays, _ = end_processes(lease.lease)
         if strays:
             node.say(f"ended {len(strays)} processes that the roles had left: {', '.join(map(str, strays))}")
@@ -119,9 +120,7 @@ def _roles_of(plan: JobPlan, task: NodeTask) -> Iterator[RolePlan]:
             yield role
 
 
-def _run_roles(
-    node: _Node, devices: Mapping[str, VisibleDevices], lease: HeldLease, stop: StopRequest
-) -> NodeEnd:
+def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: StopRequest) -> NodeEnd:
     task, plan = node.task, node.plan
     work_path = lease.make_directory()
     (work_path / "tmp").mkdir()
@@ -129,12 +128,12 @@ def _run_roles(
     if plan.code_sha256 is not None:
         code_path = work_path / "code"
         unpack_code(task.job_path / CODE_NAME, code_path, plan.code_sha256)
-    check_node(plan, task, devices, node.say)
+    check_node(plan, task, allocation, node.say)
     if stop.signal_name:
         # Told to end before anything began: what the last attempt saved is the state.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")
     environments = {
-        role.name: _environment_of(role, node, devices, lease, work_path, code_path) for role in node.roles
+        role.name: _environment_of(role, node, allocation, lease, work_path, code_path) for role in node.roles
     }
     if not node.roles:
         # A node of the main part whose work another node's role does: it lends its devices.
@@ -146,6 +145,8 @@ def _run_roles(
         argv_of=lambda role: [_fill(word, task, code_path) for word in role.argv],
         cwd=code_path,
     )
+    for role in roles:
+        lease.record_process(role.child.pid)
     node.say(f"started {', '.join(f'{role.name} (process {role.child.pid})' for role in roles)}")
     return _watch(node, roles, stop)
 
@@ -174,7 +175,7 @@ def _wait_for_peers(task: NodeTask, stop: StopRequest) -> NodeEnd:
 def _environment_of(
     role: RolePlan,
     node: _Node,
-    devices: Mapping[str, VisibleDevices],
+    allocation: Allocation,
     lease: HeldLease,
     work_path: Path,
     code_path: Path,
@@ -184,7 +185,8 @@ def _environment_of(
         role,
         node.task,
         given=given,
-        devices=devices,
+        devices=allocation.roles,
+        is_fenced=node.plan.backend in GRANTING or bool(allocation.uuids),
         lease=lease.variables,
         work_path=work_path,
         code_path=code_path,
@@ -208,7 +210,7 @@ def _point_latest(task: NodeTask) -> None:
     link.replace(task.member_path / "latest")
 
 
-def _write_start(node: _Node, devices: Mapping[str, VisibleDevices], lease: HeldLease) -> None:
+def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:
     """Write who began, where and with what."""
     task, identity = node.task, identify_self()
     _write_json(
@@ -226,7 +228,7 @@ def _write_start(node: _Node, devices: Mapping[str, VisibleDevices], lease: Held
             "lease": lease.lease.lease_id,
             "started_at": time.time(),
             "roles": [role.name for role in node.roles],
-            "devices": {name: list(share.ids) for name, share in devices.items()},
+            "devices": allocation.record(),
             "code_sha256": node.plan.code_sha256,
             "python": sys.version.split()[0],
         },

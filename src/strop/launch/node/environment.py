@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
-from strop.hardware import VisibleDevices, parse_visible_devices, share_out
-from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm
-from strop.launch.jobs.contract import RolePlan
+from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, GpuRequest, RoleDevices
+from strop.hardware.visible_devices import VISIBLE_DEVICES
+from strop.launch.jobs.contract import JobPlan, RolePlan
 from strop.launch.node.task import NodeTask
 from strop.record.fence import ATTEMPT_VARIABLE, NUMBER_VARIABLE
 from strop.store import user_cache_dir
@@ -24,17 +24,17 @@ _DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"
 """Never inherited: they would be those of whoever submitted from inside another job."""
 
 
-def share_devices(roles: Sequence[RolePlan], environ: Mapping[str, str]) -> dict[str, VisibleDevices]:
-    """Return the devices of each role's parts, as `ROLE/infer`, from what this node was given.
+GRANTING = ("slurm", "sagemaker")
+"""Backends that give a job its GPUs: a role that asked for none must not see any."""
 
-    Raises: CheckRefused if there are fewer than asked for; ConfigError if the list is no list of devices.
-    """
+
+def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[str, str]) -> GpuRequest:
+    """Return what the roles of this node want, by `ROLE/part`; generation first, whatever the roles' order."""
     wanted = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
-    if not wanted:
-        return {}
-    # Generation first, whatever the roles' order: so that it is found in the same place on every site.
     ordered = dict(sorted(wanted.items(), key=lambda item: not item[0].endswith("/infer")))
-    return share_out(parse_visible_devices(environ.get(VISIBLE_DEVICES)), ordered)
+    return GpuRequest(
+        wanted=ordered, inherited=environ.get(VISIBLE_DEVICES), is_granted=plan.backend in GRANTING
+    )
 
 
 def build_environment(
@@ -42,7 +42,8 @@ def build_environment(
     task: NodeTask,
     *,
     given: Mapping[str, str],
-    devices: Mapping[str, VisibleDevices],
+    devices: Mapping[str, RoleDevices],
+    is_fenced: bool,
     lease: Mapping[str, str],
     work_path: Path,
     code_path: Path,
@@ -50,7 +51,8 @@ def build_environment(
 ) -> dict[str, str]:
     """Return everything that a role finds in its environment.
 
-    `given`: the job's variables and this role's secrets; `work_path`: a folder of this node and attempt.
+    `given`: the job's variables and this role's secrets; `work_path`: a folder of this node and attempt;
+    `is_fenced`: whether a role that asked for no GPU must not see one.
     """
     kept = {name: value for name, value in environ.items() if name not in _DISTRIBUTED}
     variables = kept | dict(given)
@@ -64,7 +66,6 @@ def build_environment(
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "TMPDIR": str(work_path / "tmp"),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         ATTEMPT_VARIABLE: task.attempt,
         NUMBER_VARIABLE: str(task.number),
         "STROP_NODE": str(task.node),
@@ -73,7 +74,7 @@ def build_environment(
         **lease,
     }
     variables["PYTHONPATH"] = _python_path(code_path, variables.get("PYTHONPATH", ""))
-    return variables | _device_variables(role, devices)
+    return variables | _device_variables(role, devices, is_fenced=is_fenced)
 
 
 def require_names(role: RolePlan, variables: Mapping[str, str], names: Sequence[str]) -> None:
@@ -97,13 +98,15 @@ def _python_path(code_path: Path, inherited: str) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, [inherited])])
 
 
-def _device_variables(role: RolePlan, devices: Mapping[str, VisibleDevices]) -> dict[str, str]:
+def _device_variables(
+    role: RolePlan, devices: Mapping[str, RoleDevices], *, is_fenced: bool
+) -> dict[str, str]:
     mine = {part: devices[f"{role.name}/{part}"] for part in role.gpus if f"{role.name}/{part}" in devices}
     if not mine:
-        return {}
+        return {VISIBLE_DEVICES: "", DEVICE_ORDER: PCI_BUS_ID} if is_fenced else {}
     # A learner's process must not see its engine's devices, unless both share one.
     own = mine.get("train") or next(iter(mine.values()))
-    found = {VISIBLE_DEVICES: own.text or "", "OMP_NUM_THREADS": "1"}
+    found = {**own.variables, "OMP_NUM_THREADS": "1"}
     if "train" in mine and "infer" in mine:
-        found[INFER_DEVICES] = mine["infer"].text or ""
-    return found if own.form is not DeviceForm.UNSET else {}
+        found[INFER_DEVICES] = mine["infer"].visible.text or ""
+    return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from strop.hardware import VisibleDevices, require_free_disk, require_writable
+from strop.hardware import require_free_disk, require_writable
+from strop.hardware.allocation import Allocation
 from strop.launch.jobs.contract import JobPlan
 from strop.launch.node.task import NodeTask
 
@@ -12,9 +13,7 @@ MIN_FREE_BYTES = 256 << 20
 """Of the run's disk: less would not hold the logs of the attempt."""
 
 
-def check_node(
-    plan: JobPlan, task: NodeTask, devices: Mapping[str, VisibleDevices], say: Callable[[str], None]
-) -> None:
+def check_node(plan: JobPlan, task: NodeTask, allocation: Allocation, say: Callable[[str], None]) -> None:
     """Check that this node can do what the plan asks of it.
 
     Raises: CheckRefused naming what is missing (exit code 76); StoreError if the run's folder fails.
