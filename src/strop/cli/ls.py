@@ -2,43 +2,94 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strop.cli.arguments import Json
 from strop.cli.output import Output
 
+if TYPE_CHECKING:
+    from strop.launch.jobs.contract import JobStatus
+    from strop.launch.runs import RunSummary
+
 
 def list_runs(
     context: typer.Context,
     root: Annotated[Path, typer.Argument(help="Folder with runs in it.")] = Path("runs"),
+    everywhere: Annotated[bool, typer.Option("--all", help="Also jobs with homes elsewhere.")] = False,
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="Jobs without a home, and homes whose job has gone.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """List runs, newest first, and where each stands."""
+    """List runs and jobs, newest first, and where each stands."""
+    from strop.launch.jobs.overview import find_orphans, list_statuses, status_to_json
     from strop.launch.runs import summarize_runs
 
     output: Output = context.obj
-    runs = summarize_runs(root)
-    if json:
-        output.give_json([asdict(run) | {"path": str(run.path)} for run in runs])
+    if orphans:
+        _show_orphans(output, find_orphans([root], os.environ), is_json=json)
         return
-    if not runs:
+    runs = summarize_runs(root)
+    jobs = [one for one in list_statuses([root], os.environ) if everywhere or _is_below(one, root)]
+    if json:
+        by_home = {one.ref.home: status_to_json(one) for one in jobs}
+        output.give_json(
+            [
+                asdict(run) | {"path": str(run.path), "job": by_home.get(str(run.path.resolve()))}
+                for run in runs
+            ]
+            + [status_to_json(one) for one in jobs if not _has_begun(one, runs)]
+        )
+        return
+    rows = [_row_of_run(run, jobs) for run in runs]
+    rows += [_row_of_job(one) for one in jobs if not _has_begun(one, runs)]
+    if not rows:
         output.say(f"no runs in {root}")
         return
-    rows = [
-        (
-            run.path.name,
-            run.phase.value,
-            run.num_steps,
-            "-" if run.last_accuracy is None else f"{run.last_accuracy:.1%}",
-            "-"
-            if run.created_at is None
-            else f"{datetime.fromtimestamp(run.created_at, tz=UTC):%Y-%m-%d %H:%M}",
-        )
-        for run in runs
-    ]
-    output.give_table(("run", "state", "steps", "held-out accuracy", "begun (UTC)"), rows)
+    output.give_table(("run", "state", "steps", "held-out accuracy", "begun (UTC)", "job"), rows)
+
+
+def _is_below(status: JobStatus, root: Path) -> bool:
+    return Path(status.ref.home).parent == root.resolve()
+
+
+def _has_begun(status: JobStatus, runs: list[RunSummary]) -> bool:
+    """Whether a job's run is in the list of runs by itself."""
+    return any(str(run.path.resolve()) == status.ref.home for run in runs)
+
+
+def _row_of_run(run: RunSummary, jobs: list[JobStatus]) -> tuple[object, ...]:
+    job = next((one for one in jobs if one.ref.home == str(run.path.resolve())), None)
+    return (
+        run.path.name,
+        run.phase.value if job is None else job.state.value,
+        run.num_steps,
+        "-" if run.last_accuracy is None else f"{run.last_accuracy:.1%}",
+        _show_time(run.created_at),
+        "-" if job is None else f"{job.ref.site} {job.ref.job_id}",
+    )
+
+
+def _row_of_job(job: JobStatus) -> tuple[object, ...]:
+    name = Path(job.ref.home).name + (f"/members/{job.member}" if job.member else "")
+    where = f"{job.ref.site} {job.ref.job_id}"
+    return (name, job.state.value, 0, "-", _show_time(job.ref.submitted_at), where)
+
+
+def _show_time(at: float | None) -> str:
+    return "-" if at is None else f"{datetime.fromtimestamp(at, tz=UTC):%Y-%m-%d %H:%M}"
+
+
+def _show_orphans(output: Output, found: list[tuple[str, str]], *, is_json: bool) -> None:
+    if is_json:
+        output.give_json([{"what": what, "why": why} for what, why in found])
+    elif not found:
+        output.say("no orphans")
+    else:
+        output.give_table(("what", "why it is one"), found)

@@ -185,6 +185,8 @@ class JobRequest:
     """What flags say to this one backend: partition, dependency, instance type, ..."""
     conflicts: tuple[str, ...] = ()
     """Values that lost against others, as sentences."""
+    first_number: int = 0
+    """Of its attempts: as many as its home has seen before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,6 +211,8 @@ class JobPlan:
     environment: JobEnvironment
     profile: Mapping[str, Any] = field(default_factory=dict)
     """The site's profile at that time: later changes of the file do not make the job unreachable."""
+    first_number: int = 0
+    """Number of its first attempt: above 0 where it goes on in the home of a job that has ended."""
     max_requeue: int = 3
     grace_s: float = 120.0
     """How long before its end a job is told."""

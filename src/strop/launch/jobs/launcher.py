@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from strop.launch.jobs.contract import (
     Severity,
     StatusSource,
 )
+from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.filling import fill_home, find_homes_of
-from strop.launch.jobs.home import STATE_NAME, has_ref, job_path_of, read_plan, read_ref, write_ref
+from strop.launch.jobs.home import PLAN_NAME, STATE_NAME, has_ref, job_path_of, read_plan, read_ref, write_ref
 from strop.launch.jobs.index import note_job
 from strop.launch.jobs.logs import FileLogs, LogFilter, follow, require_logs
 from strop.launch.jobs.planning import make_plan, move_plan
@@ -47,6 +48,8 @@ REFUSED_NAME = "refused.txt"
 MIN_FREE_BYTES = 1 << 30
 KILL_LIMIT_S = 60.0
 """How long a scheduler may take to show that a killed job has ended."""
+SETTLE_LIMIT_S = 10.0
+"""How long a scheduler may take to see the end of a job whose record says that it has ended."""
 _ASK_EVERY_S = 0.5
 
 
@@ -121,7 +124,10 @@ class Launcher:
         Raises: CheckRefused if it may still live, has succeeded, or is another run.
         """
         old = read_plan(job_path_of(home))
-        plan = self.plan(move_plan(request, str(home)))
+        if has_ref(home):
+            self._refuse_living(read_ref(job_path_of(home)))
+        request = replace(move_plan(request, str(home)), first_number=_count_attempts(old))
+        plan = self.plan(request)
         if plan.spec_digest != old.spec_digest:
             raise CheckRefused(
                 explain_refusal(
@@ -130,10 +136,9 @@ class Launcher:
                     next_step="submit it as a new job, without --resume",
                 )
             )
-        if has_ref(home):
-            self._refuse_living(read_ref(job_path_of(home)))
         self._refuse_problems(plan)
-        fill_home(plan, move_plan(request, str(home)), self._environ)
+        (job_path_of(home) / PLAN_NAME).unlink()
+        fill_home(plan, request, self._environ)
         return Submitted(ref=self._hand_over(plan), plan=plan, is_new=True)
 
     def status(self, refs: Sequence[JobRef]) -> list[JobStatus]:
@@ -221,15 +226,27 @@ class Launcher:
             raise CheckRefused("\n".join(map(str, errors)))
 
     def _refuse_living(self, ref: JobRef) -> None:
-        for status in self.status([ref]):
-            if status.state is JobState.SUCCEEDED or not status.state.is_terminal:
-                raise CheckRefused(
-                    explain_refusal(
-                        f"job {ref.job_id} of {ref.home} is {status.state}",
-                        allowed="a job that has ended without success: two lives would write into one run",
-                        next_step="wait for its end, or `strop cancel` it",
-                    )
+        """Refuse to let a job live again whose first life may go on.
+
+        Its record says earlier that it has ended than its scheduler does, so that is asked too.
+        """
+        deadline = time.monotonic() + SETTLE_LIMIT_S
+        while True:
+            answers = self.backend.ask([ref])
+            living = [answer for answer in answers.values() if not answer.state.is_terminal]
+            if not living or time.monotonic() > deadline:
+                break
+            time.sleep(_ASK_EVERY_S)
+        standing = [answer.state for answer in living]
+        standing += [one.state for one in self.status([ref]) if not _may_live_again(one.state)]
+        if standing:
+            raise CheckRefused(
+                explain_refusal(
+                    f"job {ref.job_id} of {ref.home} is {standing[0].value}",
+                    allowed="a job that has ended without success: two lives would write into one run",
+                    next_step="wait for its end, or `strop cancel` it",
                 )
+            )
 
     def _hand_over(self, plan: JobPlan) -> JobRef:
         job_path = job_path_of(plan.home)
@@ -258,7 +275,8 @@ class Launcher:
         except StoreError as error:
             attempts, silence = [], silence or str(error)
         answer = (answers or {}).get((ref.job_id, member))
-        found = judge(attempts, answer, max_requeue=plan.max_requeue)
+        attempts = [one for one in attempts if one.number >= plan.first_number]
+        found = judge(attempts, answer, max_requeue=plan.max_requeue, first_number=plan.first_number)
         if found.state is JobState.UNKNOWN and silence:
             return _recall(ref, member, silence)
         status = JobStatus(
@@ -288,6 +306,21 @@ class Launcher:
         while not (ended := self._all_ended(ref, member)) and time.monotonic() < deadline:
             time.sleep(_ASK_EVERY_S)
         return ended
+
+
+def _may_live_again(state: JobState) -> bool:
+    """Whether a state is no success, and none of a job that its scheduler still knows."""
+    return state is JobState.UNKNOWN or (state.is_terminal and state is not JobState.SUCCEEDED)
+
+
+def _count_attempts(plan: JobPlan) -> int:
+    """Return the number that the next attempt gets: above those of all members."""
+    numbers = [
+        attempt.number
+        for member in plan.members
+        for attempt in read_attempts(DirectoryRecord(Path(member.path)))
+    ]
+    return max(numbers, default=-1) + 1
 
 
 def _check_disk(home: Path) -> list[Problem]:

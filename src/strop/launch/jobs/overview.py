@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from strop.launch.backends import backend_of
-from strop.launch.jobs.contract import JobPlan, JobRef, JobStatus
-from strop.launch.jobs.home import has_ref, job_path_of, read_plan, read_ref
+from strop.errors import StropError
+from strop.launch.backends import backend_of, open_backend
+from strop.launch.jobs.contract import JobPlan, JobRef, JobState, JobStatus
+from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
 from strop.launch.jobs.index import list_homes
 from strop.launch.jobs.launcher import Launcher
+from strop.spec.sites import BACKENDS, KnownSite, find_site, list_sites
 
 
 def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStatus]:
@@ -23,6 +25,35 @@ def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStat
             groups.setdefault(key, (plan, []))[1].append(read_ref(job_path_of(home)))
     found = [one for plan, refs in groups.values() for one in Launcher(backend_of(plan)).status(refs)]
     return sorted(found, key=lambda one: one.ref.submitted_at, reverse=True)
+
+
+def find_orphans(roots: list[Path], environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return what has lost its other half: jobs whose home is gone, and homes whose job nobody knows.
+
+    Raises: StoreError if a scheduler does not answer.
+    """
+    found = []
+    homes = list_homes(roots, environ)
+    known = {read_ref(job_path_of(home)).job_id for home in homes if has_ref(home)}
+    for site in (
+        *list_sites(Path.cwd(), environ),
+        *(KnownSite(name=one, backend=one, files=()) for one in BACKENDS),
+    ):
+        backend = open_backend(find_site(site.name, Path.cwd(), environ))
+        try:
+            tagged = list(backend.list_tagged())
+        except (StropError, ImportError):
+            # A site that is not in use here has no scheduler to ask.
+            continue
+        found += [
+            (f"job {ref.job_id} on {site.name}", f"its directory {ref.home or '(unknown)'} is not there")
+            for ref in tagged
+            if ref.job_id not in known and not (ref.home and has_plan(Path(ref.home)))
+        ]
+    for status in list_statuses(roots, environ):
+        if status.state is JobState.UNKNOWN:
+            found.append((status.ref.home, f"job {status.ref.job_id}: {status.reason}"))
+    return list(dict.fromkeys(found))
 
 
 def status_to_json(status: JobStatus) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
         user=request.user,
         submitted_at=request.submitted_at,
         environment=request.environment,
+        first_number=request.first_number,
         max_requeue=job.max_requeue,
         grace_s=job.grace_s,
         preflight=job.preflight,

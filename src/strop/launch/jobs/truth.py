@@ -32,17 +32,26 @@ class Judgement:
 
 
 def judge(
-    attempts: Sequence[AttemptRecord], answer: Answer | None, *, max_requeue: int, now: float | None = None
+    attempts: Sequence[AttemptRecord],
+    answer: Answer | None,
+    *,
+    max_requeue: int,
+    first_number: int = 0,
+    now: float | None = None,
 ) -> Judgement:
-    """Return where a member stands. `answer` None: the scheduler does not know it, or does not answer."""
+    """Return where a member stands.
+
+    `attempts`: those of this job, whose first one has `first_number`. `answer` None: the scheduler does not
+    know it, or does not answer.
+    """
     latest = max(attempts, key=lambda one: one.number, default=None)
     if answer is not None and answer.state is JobState.CANCELLED:
         # Even over an exit code: being stopped is no success, and a stopped job may well show 75.
         return _said(answer)
     is_over = latest is not None and latest.exit_code is not None
-    is_next = answer is not None and latest is not None and answer.num_restarts > latest.number
+    is_next = answer is not None and latest is not None and answer.num_restarts > latest.number - first_number
     if latest is not None and is_over and not is_next:
-        return _judge_ended(latest, answer, max_requeue)
+        return _judge_ended(latest, answer, first_number + max_requeue)
     if answer is None:
         return Judgement(state=JobState.UNKNOWN, reason="no source knows it", source=StatusSource.NOTHING)
     has_begun = latest is not None and latest.started_at is not None and not is_next
@@ -61,7 +70,7 @@ def _judge_answer(answer: Answer, *, has_begun: bool, now: float) -> Judgement:
     return _said(answer, state)
 
 
-def _judge_ended(latest: AttemptRecord, answer: Answer | None, max_requeue: int) -> Judgement:
+def _judge_ended(latest: AttemptRecord, answer: Answer | None, last_number: int) -> Judgement:
     """Return what the record of an ended attempt means."""
     code = latest.exit_code
     assert code is not None
@@ -71,10 +80,10 @@ def _judge_ended(latest: AttemptRecord, answer: Answer | None, max_requeue: int)
         word = _FAILURES.get(code, describe_exit(code))
         reason = f"{word}: {latest.cause}" if latest.cause else word
         return Judgement(state=JobState.FAILED, reason=reason, source=StatusSource.RECORD)
-    return _judge_saved(latest, answer, max_requeue)
+    return _judge_saved(latest, answer, last_number)
 
 
-def _judge_saved(latest: AttemptRecord, answer: Answer | None, max_requeue: int) -> Judgement:
+def _judge_saved(latest: AttemptRecord, answer: Answer | None, last_number: int) -> Judgement:
     """Return where a member stands whose last attempt saved its state and asked to live again."""
     state, reason = JobState.UNKNOWN, f"its state is saved; it was told to end by {latest.signal or 'nobody'}"
     if answer is not None and answer.state in _WAITING | _LIVING:
@@ -82,9 +91,9 @@ def _judge_saved(latest: AttemptRecord, answer: Answer | None, max_requeue: int)
         state, reason = JobState.PREEMPTED, answer.reason or "waits to live again"
     elif answer is not None and answer.state is JobState.TIMEOUT:
         return _said(answer)
-    elif not latest.signal and latest.number >= max_requeue:
+    elif not latest.signal and latest.number >= last_number:
         state = JobState.FAILED
-        reason = f"requeue budget: it lived {latest.number + 1} times and may be requeued {max_requeue} times"
+        reason = f"requeue budget: attempt {latest.number} was the last that it may have"
     elif answer is not None:
         return _said(answer)
     return Judgement(state=state, reason=reason, source=StatusSource.RECORD)

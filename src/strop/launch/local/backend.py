@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.hardware.detached import start_detached
 from strop.hardware.identity import identify
 from strop.hardware.leases import LEASE_VARIABLE
 from strop.launch.jobs.contract import (
@@ -68,20 +68,12 @@ class LocalBackend:
         environ = clean_inherited(os.environ)
         # Submitted from inside a run, it would otherwise be ended with that run's leftovers.
         environ.pop(LEASE_VARIABLE, None)
-        with (job_path / "supervisor.log").open("ab") as log:
-            started = subprocess.Popen(
-                [*plan.argv, "--job-id", job_id],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                cwd=plan.home,
-                start_new_session=True,
-            )
+        python = shutil.which(plan.argv[0]) or plan.argv[0]
+        argv = [python, *plan.argv[1:], "--job-id", job_id]
+        started = start_detached(argv, job_path / "supervisor.log", environ, cwd=Path(plan.home))
         deadline = time.monotonic() + START_LIMIT_S
         while read_identity(job_path) == before:
-            if started.poll() is not None or time.monotonic() > deadline:
-                started.kill()
+            if started is None or not started.is_alive() or time.monotonic() > deadline:
                 words = (job_path / "supervisor.log").read_text(errors="replace")[-2000:]
                 raise CheckRefused(
                     explain_refusal(

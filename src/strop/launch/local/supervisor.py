@@ -25,12 +25,11 @@ from strop.hardware.orphans import adopt_orphans, bury_orphans
 from strop.launch.jobs.attempts import combine_exit_files, write_verdict
 from strop.launch.jobs.contract import JobPlan, MemberPlan
 from strop.launch.jobs.environment import remove_secrets
-from strop.launch.jobs.exit_codes import SIGNAL_BASE, from_wait
+from strop.launch.jobs.exit_codes import from_wait
 from strop.launch.jobs.home import ATTEMPTS_FOLDER, read_plan
 from strop.launch.local.identity import write_identity
 
 _POLL_S = 0.1
-_KILLED = SIGNAL_BASE + signal.SIGKILL
 
 
 class _Orders:
@@ -84,26 +83,23 @@ def supervise(job_path: Path, job_id: str) -> int:
 
 
 def _supervise_member(plan: JobPlan, member: MemberPlan, job_path: Path, job_id: str, orders: _Orders) -> int:
-    member_path = Path(member.path)
-    first = count_attempts(member_path)
-    for number in range(first, first + plan.max_requeue + 1):
-        life = _live(plan, member_path, job_path, f"{job_id}-{number}", number, orders)
+    member_path, last = Path(member.path), plan.first_number + plan.max_requeue
+    for number in range(plan.first_number, last + 1):
+        attempt = f"{job_id}-{number}"
+        life = _live(plan, member_path, job_path, attempt, number, orders)
         is_saved = life.exit_code == EXIT_INTERRUPTED or life.is_lost
         if not is_saved or orders.cancelled_by:
-            return life.exit_code
+            break
     return life.exit_code
-
-
-def count_attempts(member_path: Path) -> int:
-    """Return how many attempts a member has begun: the next one's number."""
-    folders = (member_path / ATTEMPTS_FOLDER).glob("*/agent-0.json")
-    return sum(1 for _ in folders)
 
 
 def _live(
     plan: JobPlan, member_path: Path, job_path: Path, attempt: str, number: int, orders: _Orders
 ) -> _Life:
-    """Run one attempt, pass signals on, and write its verdict."""
+    """Run one attempt, pass signals on, and write its verdict.
+
+    One whose agent was killed could not say how it ended: it has no code unless it was the last one.
+    """
     attempt_path = member_path / ATTEMPTS_FOLDER / attempt
     started_at = time.time()
     orders.pending.clear()
@@ -112,8 +108,9 @@ def _live(
     argv += ["--term-grace", str(plan.grace_s)]
     agent = spawn(argv, attempt_path / "supervisor.log", cwd=member_path)
     told = _wait(agent, orders)
-    exit_code = from_wait(agent.poll() or 0)
-    is_lost = exit_code == _KILLED
+    ended = agent.poll() or 0
+    # By its own death: an agent whose role was killed returns the role's code, and is not lost.
+    exit_code, is_lost = from_wait(ended), ended < 0
     if is_lost:
         for cleared in clear_leftovers():
             sys.stderr.write(f"after a kill: {cleared}\n")
@@ -123,7 +120,7 @@ def _live(
     write_verdict(
         attempt_path,
         number=number,
-        exit_code=exit_code,
+        exit_code=None if is_lost and number < plan.first_number + plan.max_requeue else exit_code,
         signal=told,
         started_at=started_at,
         ended_at=time.time(),

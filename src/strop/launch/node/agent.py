@@ -30,7 +30,7 @@ from strop.launch.jobs.contract import JobPlan, RolePlan
 from strop.launch.jobs.environment import read_environment
 from strop.launch.jobs.home import CODE_NAME, read_plan
 from strop.launch.jobs.snapshot import unpack_code
-from strop.launch.node.environment import GRANTING, build_environment, request_devices, require_names
+from strop.launch.node.environment import Workplace, build_environment, request_devices, require_names
 from strop.launch.node.peers import PeerWatch
 from strop.launch.node.preflight import check_node
 from strop.launch.node.roles import NodeEnd, Role, StopRequest, start_roles, watch_roles
@@ -105,11 +105,14 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
         for notice in allocation.notices:
             node.say(notice)
         _write_start(node, allocation, lease)
-        end = _run_roles(node, allocation, lease, stop)
-        strays, _ = end_processes(lease.lease)
-        if strays:
-            node.say(f"ended {len(strays)} processes that the roles had left: {', '.join(map(str, strays))}")
-    return end
+        try:
+            return _run_roles(node, allocation, lease, stop)
+        finally:
+            strays, _ = end_processes(lease.lease)
+            if strays:
+                node.say(
+                    f"ended {len(strays)} processes that the roles had left: {', '.join(map(str, strays))}"
+                )
 
 
 def _roles_of(plan: JobPlan, task: NodeTask) -> Iterator[RolePlan]:
@@ -132,9 +135,15 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     if stop.signal_name:
         # Told to end before anything began: what the last attempt saved is the state.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")
-    environments = {
-        role.name: _environment_of(role, node, allocation, lease, work_path, code_path) for role in node.roles
-    }
+    place = Workplace(
+        task=task,
+        plan=plan,
+        allocation=allocation,
+        lease=lease.variables,
+        work_path=work_path,
+        code_path=code_path,
+    )
+    environments = {role.name: _environment_of(role, place) for role in node.roles}
     if not node.roles:
         # A node of the main part whose work another node's role does: it lends its devices.
         return _wait_for_peers(task, stop)
@@ -172,27 +181,10 @@ def _wait_for_peers(task: NodeTask, stop: StopRequest) -> NodeEnd:
     return NodeEnd(exit_code=EXIT_DONE, cause="")
 
 
-def _environment_of(
-    role: RolePlan,
-    node: _Node,
-    allocation: Allocation,
-    lease: HeldLease,
-    work_path: Path,
-    code_path: Path,
-) -> dict[str, str]:
-    given = read_environment(node.task.job_path, role.name)
-    built = build_environment(
-        role,
-        node.task,
-        given=given,
-        devices=allocation.roles,
-        is_fenced=node.plan.backend in GRANTING or bool(allocation.uuids),
-        lease=lease.variables,
-        work_path=work_path,
-        code_path=code_path,
-        environ=os.environ,
-    )
-    require_names(role, built, list(node.plan.environment.variables))
+def _environment_of(role: RolePlan, place: Workplace) -> dict[str, str]:
+    given = read_environment(place.task.job_path, role.name)
+    built = build_environment(role, place, given=given, environ=os.environ)
+    require_names(role, built, list(place.plan.environment.variables))
     return built
 
 

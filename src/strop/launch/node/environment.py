@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
-from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, GpuRequest, RoleDevices
+from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, Allocation, GpuRequest
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.launch.jobs.contract import JobPlan, RolePlan
 from strop.launch.node.task import NodeTask
@@ -29,7 +30,7 @@ GRANTING = ("slurm", "sagemaker")
 
 
 def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[str, str]) -> GpuRequest:
-    """Return what the roles of this node want, by `ROLE/part`; generation first, whatever the roles' order."""
+    """Return what the roles of this node want, by `ROLE/part`; generation first, whatever their order."""
     wanted = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
     ordered = dict(sorted(wanted.items(), key=lambda item: not item[0].endswith("/infer")))
     return GpuRequest(
@@ -37,23 +38,28 @@ def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[s
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workplace:
+    """What the roles of one node and attempt share."""
+
+    task: NodeTask
+    plan: JobPlan
+    allocation: Allocation
+    lease: Mapping[str, str]
+    """Variables that mark processes as belonging to this attempt."""
+    work_path: Path
+    """A temporary folder that goes with the lease."""
+    code_path: Path
+
+
 def build_environment(
-    role: RolePlan,
-    task: NodeTask,
-    *,
-    given: Mapping[str, str],
-    devices: Mapping[str, RoleDevices],
-    is_fenced: bool,
-    lease: Mapping[str, str],
-    work_path: Path,
-    code_path: Path,
-    environ: Mapping[str, str],
+    role: RolePlan, place: Workplace, *, given: Mapping[str, str], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return everything that a role finds in its environment.
 
-    `given`: the job's variables and this role's secrets; `work_path`: a folder of this node and attempt;
-    `is_fenced`: whether a role that asked for no GPU must not see one.
+    `given`: the job's variables and this role's secrets.
     """
+    task, work_path = place.task, place.work_path
     kept = {name: value for name, value in environ.items() if name not in _DISTRIBUTED}
     variables = kept | dict(given)
     # Before XDG_CACHE_HOME moves: models and the login of the hub stay where they are.
@@ -71,10 +77,10 @@ def build_environment(
         "STROP_NODE": str(task.node),
         "STROP_NUM_NODES": str(task.num_nodes),
         "STROP_NODE_ADDRESS": task.address,
-        **lease,
+        **place.lease,
     }
-    variables["PYTHONPATH"] = _python_path(code_path, variables.get("PYTHONPATH", ""))
-    return variables | _device_variables(role, devices, is_fenced=is_fenced)
+    variables["PYTHONPATH"] = _python_path(place.code_path, variables.get("PYTHONPATH", ""))
+    return variables | _device_variables(role, place)
 
 
 def require_names(role: RolePlan, variables: Mapping[str, str], names: Sequence[str]) -> None:
@@ -98,15 +104,15 @@ def _python_path(code_path: Path, inherited: str) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, [inherited])])
 
 
-def _device_variables(
-    role: RolePlan, devices: Mapping[str, RoleDevices], *, is_fenced: bool
-) -> dict[str, str]:
-    mine = {part: devices[f"{role.name}/{part}"] for part in role.gpus if f"{role.name}/{part}" in devices}
+def _device_variables(role: RolePlan, place: Workplace) -> dict[str, str]:
+    found = place.allocation.roles
+    mine = {part: found[f"{role.name}/{part}"] for part in role.gpus if f"{role.name}/{part}" in found}
     if not mine:
+        is_fenced = place.plan.backend in GRANTING or place.allocation.uuids
         return {VISIBLE_DEVICES: "", DEVICE_ORDER: PCI_BUS_ID} if is_fenced else {}
     # A learner's process must not see its engine's devices, unless both share one.
     own = mine.get("train") or next(iter(mine.values()))
-    found = {**own.variables, "OMP_NUM_THREADS": "1"}
+    variables = {**own.variables, "OMP_NUM_THREADS": "1"}
     if "train" in mine and "infer" in mine:
-        found[INFER_DEVICES] = mine["infer"].visible.text or ""
-    return found
+        variables[INFER_DEVICES] = mine["infer"].visible.text or ""
+    return variables

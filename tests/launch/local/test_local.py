@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.launch.jobs.contract import JobRef, JobState, JobStatus
+from strop.launch.jobs.launcher import Launcher
+from strop.launch.jobs.logs import LogFilter
+from strop.launch.local.backend import LocalBackend
+from strop.launch.local.identity import read_identity
+from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
+
+__all__ = ["project"]
+
+
+@pytest.fixture
+def launcher() -> Launcher:
+    return Launcher(LocalBackend())
+
+
+def stand_of(launcher: Launcher, ref: JobRef, member: int = 0) -> JobStatus:
+    return launcher.status([ref])[member]
+
+
+def wait_for_end(launcher: Launcher, ref: JobRef) -> JobStatus:
+    """Wait until a job has ended and its supervisor with it."""
+    wait_for(lambda: all(one.state.is_terminal for one in launcher.status([ref])))
+    wait_for(lambda: not is_supervised(ref))
+    return stand_of(launcher, ref)
+
+
+def is_supervised(ref: JobRef) -> bool:
+    supervisor = read_identity(Path(ref.home) / "job")
+    return supervisor is not None and supervisor.process.is_alive()
+
+
+def steps_of(home: str) -> list[int]:
+    path = Path(home) / "steps"
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_job_outlives_its_submitter_and_succeeds_by_its_own_record(
+    project: Path, launcher: Launcher
+) -> None:
+    submitted = launcher.submit(make_request(project, [saver(5)]))
+    assert submitted.is_new
+    status = wait_for_end(launcher, submitted.ref)
+    assert (status.state, status.source) == (JobState.SUCCEEDED, "record")
+    assert steps_of(submitted.ref.home) == [1, 2, 3, 4, 5]
+    lines = list(launcher.logs(submitted.ref, 0, LogFilter(role="train"), is_followed=False))
+    assert [line.text for line in lines] == ["from 0", *(f"step {step}" for step in range(1, 6))]
+    assert {(line.node, line.role) for line in lines} == {("0", "train")}
+
+
+def test_the_same_submission_is_the_same_job(project: Path, launcher: Launcher) -> None:
+    first = launcher.submit(make_request(project, [saver(3)]))
+    again = launcher.submit(make_request(project, [saver(3)]))
+    assert (again.ref, again.is_new) == (first.ref, False)
+    with pytest.raises(CheckRefused, match="whose plan is another"):
+        launcher.submit(make_request(project, [saver(4)]))
+    other = launcher.submit(make_request(project, [saver(3)]), is_new=True)
+    assert other.ref.home != first.ref.home
+    for ref in (first.ref, other.ref):
+        wait_for_end(launcher, ref)
+
+
+def test_a_preempted_job_saves_its_state_and_lives_again(project: Path, launcher: Launcher) -> None:
+    ref = launcher.submit(make_request(project, [saver(40)])).ref
+    wait_for(lambda: len(steps_of(ref.home)) >= 3)
+    assert launcher.backend.preempt(ref, 0) == "SIGUSR2"
+    wait_for(lambda: len(read_verdicts(Path(ref.home))) == 1)
+    assert wait_for_end(launcher, ref).state is JobState.SUCCEEDED
+    # Each step once: the second life went on from where the first one had saved.
+    assert steps_of(ref.home) == list(range(1, 41))
+    verdicts = read_verdicts(Path(ref.home))
+    assert [(one["number"], one["exit_code"], one["signal"]) for one in verdicts] == [
+        (0, 75, "SIGUSR2"),
+        (1, 0, ""),
+    ]
+
+
+def test_the_budget_of_lives_is_kept(project: Path, launcher: Launcher) -> None:
+    stopper = role("train", "import sys; sys.exit(75)")
+    ref = launcher.submit(make_request(project, [stopper], "job.max_requeue=2")).ref
+    status = wait_for_end(launcher, ref)
+    assert status.state is JobState.FAILED
+    assert status.reason == "requeue budget: attempt 2 was the last that it may have"
+    assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75, 75, 75]
+
+
+def test_a_failure_names_role_code_and_last_lines_and_is_not_repeated(
+    project: Path, launcher: Launcher
+) -> None:
+    failing = role("train", "print('all was well until now'); raise SystemExit(3)")
+    ref = launcher.submit(make_request(project, [failing])).ref
+    status = wait_for_end(launcher, ref)
+    assert status.state is JobState.FAILED
+    assert "role train ended with exit code 3; its last lines:\nall was well until now" in status.reason
+    assert len(read_verdicts(Path(ref.home))) == 1
+
+
+def test_a_cancelled_job_is_cancelled_and_says_what_ended_it(project: Path, launcher: Launcher) -> None:
+    ref = launcher.submit(make_request(project, [saver(10_000)])).ref
+    wait_for(lambda: stand_of(launcher, ref).state is JobState.RUNNING)
+    wait_for(lambda: steps_of(ref.home))
+    outcome = launcher.cancel(ref, grace_s=20.0)
+    assert outcome.ended_by == "TERM"
+    assert stand_of(launcher, ref).state is JobState.CANCELLED
+    assert launcher.cancel(ref, grace_s=20.0).ended_by == "it had ended"
+
+
+def test_what_ignores_the_end_is_killed_with_all_that_it_started(project: Path, launcher: Launcher) -> None:
+    marker = f"survivor-{os.getpid()}"
+    # A role that ignores TERM, and a grandchild in a session of its own that does too.
+    stubborn = f"""
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
+print("started", flush=True)
+time.sleep(600)
+"""
+    ref = launcher.submit(make_request(project, [role("train", stubborn)], "job.grace_s=1.0")).ref
+    wait_for(lambda: is_running(marker))
+    wait_for(lambda: "started" in read_role_log(ref.home))
+    outcome = launcher.cancel(ref, grace_s=20.0)
+    # The agent's own grace of a second is shorter: its KILL comes before ours.
+    assert outcome.ended_by == "TERM"
+    assert "train did not end within the grace after SIGTERM" in read_cause(ref.home)
+    wait_for(lambda: not is_running(marker))
+
+
+def read_role_log(home: str, role_name: str = "train") -> str:
+    return "".join(path.read_text() for path in Path(home).glob(f"attempts/*/0/{role_name}.log"))
+
+
+def read_cause(home: str) -> str:
+    return "".join(path.read_text() for path in Path(home).glob("attempts/*/end-0.json"))
+
+
+@pytest.mark.parametrize("victim", ["role", "agent", "supervisor"])
+def test_kill_9_of_anything_leaves_nothing_and_loses_nothing(
+    project: Path, launcher: Launcher, victim: str
+) -> None:
+    marker = f"orphan-{victim}-{os.getpid()}"
+    body = f"""
+import subprocess, sys
+code = "import time; time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
+"""
+    from tests.fixtures.jobs import SAVER
+
+    counting = role("train", body + SAVER, "{run}", 30, 0.05)
+    request = make_request(project, [counting])
+    ref = launcher.submit(request).ref
+    wait_for(lambda: len(steps_of(ref.home)) >= 2)
+    os.kill(find_process(ref, victim), signal.SIGKILL)
+    if victim == "agent":
+        # As a lost node: the supervisor lets it live again by itself.
+        assert wait_for_end(launcher, ref).state is JobState.SUCCEEDED
+    else:
+        assert wait_for_end(launcher, ref).state is JobState.FAILED
+        ref = launcher.resume(Path(ref.home), make_request(project, [counting])).ref
+        assert wait_for_end(launcher, ref).state is JobState.SUCCEEDED
+    assert steps_of(ref.home)[-1] == 30
+    wait_for(lambda: not is_running(marker))
+
+
+def find_process(ref: JobRef, victim: str) -> int:
+    """Return the process of a job's role, agent or supervisor."""
+    supervisor = read_identity(Path(ref.home) / "job")
+    assert supervisor is not None
+    if victim == "supervisor":
+        return supervisor.process.pid
+    (agent,) = children_of(supervisor.process.pid)
+    if victim == "agent":
+        return agent
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(agent)}
+    return next(pid for pid, line in words.items() if b"wanted, pause" in line)
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(word) for word in path.read_text().split()]
+    return found
+
+
+def test_a_killed_submitter_has_submitted_once(project: Path, launcher: Launcher) -> None:
+    request = make_request(project, [saver(3)])
+    ref = launcher.submit(request).ref
+    (Path(ref.home) / "job" / "ref.json").unlink()
+    again = launcher.submit(make_request(project, [saver(3)]))
+    assert (again.ref.job_id, again.ref.home, again.is_new) == (ref.job_id, ref.home, False)
+    wait_for_end(launcher, ref)
+
+
+def test_members_of_a_sweep_have_directories_and_settings_of_their_own(
+    project: Path, launcher: Launcher
+) -> None:
+    reader = role(
+        "train",
+        "import sys; print([l for l in open(sys.argv[1]) if l.startswith('lr =')])",
+        "{run}/job/spec.toml",
+    )
+    sweep = ("optimizer.lr=0.001,0.002",)
+    ref = launcher.submit(make_request(project, [reader], sweep=sweep)).ref
+    wait_for(lambda: all(one.state is JobState.SUCCEEDED for one in launcher.status([ref])))
+    texts = [
+        line.text
+        for member in (0, 1)
+        for line in launcher.logs(ref, member, LogFilter(role="train"), is_followed=False)
+    ]
+    assert "0.001" in texts[0]
+    assert "0.002" in texts[1]
+
+
+def test_an_interpreter_that_is_not_there_is_refused_and_nothing_is_started(
+    project: Path, launcher: Launcher
+) -> None:
+    (project / "strop-sites.toml").write_text(
+        '[sites.desk]\nbackend = "local"\npython = "/nowhere/bin/python"\n'
+    )
+    with pytest.raises(CheckRefused, match=r"/nowhere/bin/python is no program of this machine"):
+        launcher.submit(make_request(project, [saver(1)], site="desk"))
+    assert not list((project.parent / "runs").glob("*/job"))
+
+
+def test_a_job_submitted_by_a_run_is_not_ended_with_that_run(
+    project: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STROP_LEASE", "the-outer-one")
+    shower = role("train", "import os; print('lease', os.environ['STROP_LEASE'])")
+    ref = launcher.submit(make_request(project, [shower])).ref
+    wait_for_end(launcher, ref)
+    assert "the-outer-one" not in read_role_log(ref.home)
