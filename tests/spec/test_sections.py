@@ -60,6 +60,9 @@ def test_the_settings_of_strop_are_this_list() -> None:
         ),
         *("tripwires.max_stall_s", "tripwires.on_alarm"),
         *("output.root", "output.dir", "store.uri", "store.order"),
+        *("job.nodes", "job.gpus", "job.train_gpus", "job.infer_gpus", "job.single_gpu"),
+        *("job.cpus_per_gpu", "job.cpus", "job.memory", "job.time_limit", "job.max_requeue", "job.grace_s"),
+        *("job.preflight", "job.max_silence_s", "job.cpu_nodes", "job.cpu_command"),
     )
 
 

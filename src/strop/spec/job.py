@@ -74,7 +74,8 @@ class JobSpec(Section):
     cpu_command: str | None = Field(
         default=None,
         min_length=1,
-        description="What runs on each of the cpu_nodes as long as the run does, as a shell would split it.",
+        description="What runs on each of the cpu_nodes as long as the run does, as a shell would split it."
+        " none = nothing.",
     )
 
     @model_validator(mode="after")

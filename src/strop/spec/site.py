@@ -51,13 +51,13 @@ class SiteSection(Section):
 class LocalSite(SiteSection):
     """This machine: the job goes on when the terminal closes."""
 
-    backend: Literal["local"] = "local"
+    backend: Literal["local"] = Field(default="local", description="The kind of site.")
 
 
 class ContainerSite(SiteSection):
     """A container on this machine, by podman or docker."""
 
-    backend: Literal["container"] = "container"
+    backend: Literal["container"] = Field(default="container", description="The kind of site.")
     image: str | None = Field(default=None, min_length=1, description="Image, by name or digest.")
     engine: Literal["auto", "podman", "docker"] = Field(default="auto", description="Which program runs it.")
     mounts: tuple[str, ...] = Field(
@@ -69,7 +69,7 @@ class ContainerSite(SiteSection):
 class SlurmSite(SiteSection):
     """A SLURM cluster whose login node this is."""
 
-    backend: Literal["slurm"] = "slurm"
+    backend: Literal["slurm"] = Field(default="slurm", description="The kind of site.")
     partition: str | None = Field(default=None, min_length=1, description="Partition of the main part.")
     cpu_partition: str | None = Field(default=None, min_length=1, description="Partition of the CPU part.")
     account: str | None = Field(
@@ -109,7 +109,7 @@ class SlurmSite(SiteSection):
 class SageMakerSite(SiteSection):
     """SageMaker training jobs of one AWS account."""
 
-    backend: Literal["sagemaker"] = "sagemaker"
+    backend: Literal["sagemaker"] = Field(default="sagemaker", description="The kind of site.")
     region: str | None = Field(default=None, min_length=1, description="AWS region.")
     aws_profile: str | None = Field(
         default=None, min_length=1, description="Named profile of AWS credentials."
@@ -151,5 +151,5 @@ SiteProfile = Annotated[LocalSite | ContainerSite | SlurmSite | SageMakerSite, F
 class Site(Section):
     """A profile under its name."""
 
-    name: str
-    profile: SiteProfile
+    name: str = Field(description="As a file or a command names it.")
+    profile: SiteProfile = Field(description="What the files say of it.")
