@@ -81,9 +81,16 @@ class ChildProcess:
 
 
 def spawn(
-    args: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None, *, cwd: Path | None = None
+    args: Sequence[str],
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> ChildProcess:
     """Start a program with its output appended to `log_path`. `env` None passes this environment on.
+
+    `pass_fds` are descriptors that it inherits under their numbers, a held port for example.
 
     May be called from any thread: the kernel ties the child to the thread that starts it, so all
     children are started by one thread that lives as long as this process.
@@ -114,6 +121,7 @@ def spawn(
                     env=None if env is None else dict(env),
                     cwd=cwd,
                     start_new_session=True,
+                    pass_fds=pass_fds,
                 )
                 .result()
             )

@@ -1,0 +1,85 @@
+"""The disks below given places: room, and what kind of file system it is.
+
+A network file system is reported and never refused: runs live on one at most sites. What differs there is
+that its clock is the server's, that locks may be missing and that small writes are slow.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+NETWORK_KINDS = frozenset(
+    (
+        *("nfs", "nfs3", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "virtiofs"),
+        *("lustre", "gpfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs", "pvfs2", "orangefs"),
+        *("sshfs", "s3fs", "juicefs", "goofys", "gcsfuse", "rclone"),
+    )
+)
+"""Of mount's type, without the prefix of file systems in user space."""
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """What a place is on."""
+
+    path: str
+    mount: str
+    """Where its file system is mounted; empty where the system does not tell."""
+    kind: str
+    """For example ext4 or lustre; empty where the system does not tell."""
+    is_network: bool
+    total_bytes: int
+    free_bytes: int
+    """For this user."""
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        kind = f"{self.kind or 'unknown file system'}{', over the network' if self.is_network else ''}"
+        room = f"{self.free_bytes / 1e9:.1f} of {self.total_bytes / 1e9:.1f} GB free"
+        return f"{self.path}: {room} ({kind}, mounted at {self.mount or '?'})"
+
+
+def describe_disk(path: Path, *, mounts: str | None = None) -> Disk:
+    """Look at the disk of a place, which need not exist yet.
+
+    `mounts` is the text of /proc/self/mountinfo; None reads it.
+    """
+    place = path.absolute().resolve()
+    existing = next(parent for parent in (place, *place.parents) if parent.exists())
+    usage = shutil.disk_usage(existing)
+    mount, kind = _find_mount(existing, _read_mounts() if mounts is None else mounts)
+    bare = kind.removeprefix("fuse.").removeprefix("fuseblk.")
+    return Disk(
+        path=str(path),
+        mount=mount,
+        kind=kind,
+        is_network=bare in NETWORK_KINDS,
+        total_bytes=usage.total,
+        free_bytes=usage.free,
+    )
+
+
+def _read_mounts() -> str:
+    try:
+        return Path("/proc/self/mountinfo").read_text()
+    except OSError:
+        return ""
+
+
+def _find_mount(path: Path, mounts: str) -> tuple[str, str]:
+    """Return the mount point and the type that hold for a path; see proc_pid_mountinfo(5)."""
+    best = ("", "")
+    for line in mounts.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kinds = left.split(), right.split()
+        if len(fields) < 5 or not kinds:
+            continue
+        mount = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[4])
+        # The last of equals: it was mounted over the others.
+        if path.is_relative_to(mount) and len(mount) >= len(best[0]):
+            best = (mount, kinds[0])
+    return best

@@ -1,0 +1,20 @@
+"""Whether this node can do what a run asks of it, looked at before anything is started.
+
+Level a reads (under a second), b multiplies on each GPU (about ten), c reduces over all nodes, d asks the
+site's own tools. `run_preflight` returns what is wrong; `require_ready` refuses. Every level works with the
+fake nvidia-smi too: its GPUs compute on the CPU, and have the faults that its state file gives them.
+"""
+
+from strop.hardware.findings import Finding, Severity
+from strop.hardware.preflight.ladder import require_ready, run_preflight
+from strop.hardware.preflight.request import Level, NodeGroup, PreflightRequest
+
+__all__ = [
+    "Finding",
+    "Level",
+    "NodeGroup",
+    "PreflightRequest",
+    "Severity",
+    "require_ready",
+    "run_preflight",
+]

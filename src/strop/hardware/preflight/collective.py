@@ -1,0 +1,155 @@
+"""Level c: whether the nodes of a run reach each other, and compute together at a sensible speed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from strop.errors import StropError
+from strop.hardware.endpoints import publish_ports, wait_for_ports
+from strop.hardware.fake_nvidia_smi import Fault, find_rehearsal, read_faults
+from strop.hardware.findings import Finding
+from strop.hardware.ports import HeldPort, find_host_address, hold_port
+from strop.hardware.preflight.probes import FOLDER_NAME, await_probes, start_probe
+from strop.hardware.preflight.request import NodeGroup, PreflightRequest
+from strop.hardware.visible_devices import VISIBLE_DEVICES
+
+_PORTS_NAME = "preflight-ports.json"
+_MEETING = "meeting"
+_START_S = 60.0
+"""What importing torch may take more, on the slowest node."""
+_EXCLUDE = "exclude that node and tell its administrators"
+
+
+def check_collective(request: PreflightRequest) -> list[Finding]:
+    """Sum a known tensor over all nodes. Every node calls this; the first one keeps the meeting place."""
+    group = request.group
+    if group is None or len(group.names) < 2:
+        return []
+    try:
+        answer = _take_part(request, group)
+    except StropError as refusal:
+        given, _, rest = str(refusal).partition(" Allowed: ")
+        allowed, _, next_step = rest.partition(" Next: ")
+        where = group.name if group.index == 0 else group.names[0]
+        return [Finding(code="rendezvous", given=given, allowed=allowed, next_step=next_step, where=where)]
+    return list(judge_collective(group, answer))
+
+
+def _take_part(request: PreflightRequest, group: NodeGroup) -> dict[str, Any] | None:
+    """Run this node's program; return what it said."""
+    held: HeldPort | None = None
+    if group.index == 0:
+        held = hold_port(find_host_address(len(group.names), group.interface))
+        address = held.address
+        publish_ports(
+            group.attempt_path, group.attempt, {_MEETING: address}, node=group.name, name=_PORTS_NAME
+        )
+    else:
+        published = wait_for_ports(
+            group.attempt_path,
+            group.attempt,
+            [_MEETING],
+            node=group.names[0],
+            wait_limit_s=group.wait_limit_s,
+            name=_PORTS_NAME,
+        )
+        address = published.addresses[_MEETING]
+    try:
+        return _run_probe(request, group, address, held)
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _run_probe(
+    request: PreflightRequest, group: NodeGroup, address: str, held: HeldPort | None
+) -> dict[str, Any] | None:
+    first = _first_device(request)
+    state = find_rehearsal()
+    has_gpu = first is not None and state is None
+    words = ["--names", json.dumps(group.names), "--rank", str(group.index), "--address", address]
+    words += ["--device", "cuda" if has_gpu else "cpu", "--wait-limit-s", str(group.wait_limit_s)]
+    if state is not None and first is not None:
+        faults = [
+            fault for fault in read_faults(state).get(first[0], ()) if fault in {Fault.HANG, Fault.SLOW}
+        ]
+        words += [word for fault in faults[:1] for word in ("--fault", fault)]
+    if held is not None:
+        words += ["--descriptor", str(held.fileno())]
+    variables = {} if first is None else dict(first[1])
+    if group.interface is not None:
+        variables |= {"GLOO_SOCKET_IFNAME": group.interface, "NCCL_SOCKET_IFNAME": group.interface}
+    probe = start_probe(
+        f"{__package__}.collective_probe",
+        words,
+        request.run_path / FOLDER_NAME / f"{request.node}-collective.log",
+        variables,
+        pass_fds=() if held is None else (held.fileno(),),
+    )
+    (answer,) = await_probes([probe], 2 * group.wait_limit_s + _START_S)
+    return answer
+
+
+def _first_device(request: PreflightRequest) -> tuple[str, Mapping[str, str]] | None:
+    """Return this node's first device by UUID, or by what it is called, and the variables that show it."""
+    roles = () if request.allocation is None else tuple(request.allocation.roles.values())
+    for role in roles:
+        if role.visible.ids:
+            entry = role.visible.ids[0]
+            return (role.uuids or role.visible.ids)[0], {**role.variables, VISIBLE_DEVICES: entry}
+    return None
+
+
+def judge_collective(group: NodeGroup, answer: dict[str, Any] | None) -> Iterator[Finding]:
+    """Turn what a node's program said into findings that name nodes."""
+    first = group.names[0]
+    if answer is None:
+        yield _blame(group.name, "node_stuck", f"{group.name} did not answer at all", "a node that computes")
+    elif answer.get("missing"):
+        yield from _name_missing(group, answer)
+    elif answer.get("stage") == "reach":
+        yield _blame(
+            group.name,
+            "unreachable",
+            f"{group.name} does not reach {first}: {answer['error']}",
+            "nodes that reach the first one",
+        )
+    elif answer.get("stage") == "lost":
+        yield _blame(
+            first, "node_stuck", f"{first} has gone: {answer['error']}", "nodes that stay to the end"
+        )
+    elif "error" in answer:
+        yield _blame(group.name, "collective", f"on {group.name}: {answer['error']}", "a sum without errors")
+    elif not answer["is_exact"]:
+        given = f"the sum over {len(group.names)} nodes is wrong on {group.name}"
+        yield _blame(group.name, "collective", given, "the sum of known numbers, which is exact in float32")
+    else:
+        for name, speed in answer["pairs"].items():
+            if speed < group.min_bytes_per_s:
+                yield _blame(
+                    name,
+                    "bandwidth",
+                    f"{name} and {first} exchange {speed / 1e6:.1f} MB/s",
+                    f"{group.min_bytes_per_s / 1e6:.1f} MB/s at least",
+                )
+
+
+def _name_missing(group: NodeGroup, answer: dict[str, Any]) -> Iterator[Finding]:
+    """Blame each node that did not come as far as the others."""
+    said = {
+        "come": ("node_missing", "has not come to the meeting place"),
+        "start": ("node_stuck", "came, and has not started"),
+        "join": ("node_stuck", "has not joined the others"),
+        "sum": ("node_stuck", "has not finished the sum"),
+        "pair": ("node_stuck", "has not finished its exchange with the first node"),
+    }
+    code, what = said[answer["stage"]]
+    cause = f" ({answer['error']})" if "error" in answer else f" within {answer['limit_s']:g} s"
+    for name in answer["missing"]:
+        yield _blame(name, code, f"node {name} {what}{cause}", "all nodes, at every stage")
+
+
+def _blame(node: str, code: str, given: str, allowed: str) -> Finding:
+    return Finding(code=code, given=given, allowed=allowed, next_step=_EXCLUDE, where=node)

@@ -1,0 +1,260 @@
+"""A sum over all nodes with a known result, as a program of its own, one on each node.
+
+    python -P -m strop.hardware.preflight.collective_probe --names '["n0", "n1"]' --rank 1 --address HOST:PORT
+
+The nodes announce at a meeting place, which the first one keeps, how far they are: *come* (reached it),
+*start*, *join* (reached each other), *sum*, *pair* (exchanged a block with the first node alone). They also
+give signs of life there. The first node judges who is missing, when time is up or a connection breaks, and
+all say the same. A stuck sum cannot be left, so that a thread watches over it and ends the process. Each
+prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from strop.hardware.preflight.probes import tell
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+
+STAGES = ("come", "start", "join", "sum", "pair")
+_BYTES = {"cpu": 1 << 23, "cuda": 1 << 27}
+"""Of the tensor that is summed, and of the block that a pair exchanges."""
+_POLL_S = 0.02
+_BEAT_S = 0.2
+_SILENT_S = 1.0
+"""A process that gives no sign of life for so long has ended, or was stopped."""
+_FAREWELL_S = 3.0
+_VERDICT_S = 10.0
+_SLOWED_S = 1.0
+
+
+class Meeting:
+    """The meeting place: what every node has announced, and how the first one judges it."""
+
+    def __init__(self, watch: TCPStore, names: list[str], rank: int) -> None:
+        self._watch = watch
+        self._names = names
+        self._rank = rank
+        self._ending = threading.Lock()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def announce(self, stage: str) -> None:
+        """Say that this node has come so far."""
+        self._watch.set(f"{stage}/{self._rank}", "1")
+
+    def find_missing(self, stage: str, limit_s: float = 0.0) -> list[str]:
+        """Return the nodes that have not come so far within the limit, or until there is a verdict."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            missing = [
+                name for rank, name in enumerate(self._names) if not self._watch.check([f"{stage}/{rank}"])
+            ]
+            if not missing or time.monotonic() >= deadline or self._watch.check(["verdict"]):
+                return missing
+            time.sleep(_POLL_S)
+
+    def conclude(self, answer: Mapping[str, Any], exit_code: int) -> None:
+        """Print the answer and end the process, whatever else it is stuck in. The first caller wins."""
+        self._ending.acquire()
+        tell(answer)
+        try:
+            self.announce("leave")
+            if self._rank == 0:
+                if exit_code != 0:
+                    self._watch.set("verdict", json.dumps(answer))
+                # The meeting place closes with this process.
+                deadline = time.monotonic() + _FAREWELL_S
+                gone = {self._names[0], *self.find_missing("come")}
+                while set(self.find_missing("leave")) - gone and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
+        finally:
+            os._exit(exit_code)
+
+    def judge(self, said: Mapping[str, Any]) -> None:
+        """End with who is missing: judged by the first node, and asked of it by the others."""
+        try:
+            answer = self.find_late(said) if self._rank == 0 else self._await_verdict(_VERDICT_S)
+        except RuntimeError as error:
+            answer = {"stage": "lost", "error": _first_line(error)}
+        self.conclude(answer or {"stage": "lost", "error": f"no verdict within {_VERDICT_S:g} s"}, 1)
+
+    def find_late(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Return which nodes are the cause, as far as their announcements and signs of life tell."""
+        stage = next((one for one in STAGES if self.find_missing(one)), STAGES[-1])
+        late = self.find_missing(stage)
+        before = self._read_beats()
+        time.sleep(_SILENT_S)
+        after = self._read_beats()
+        # Who waits for a dead one is as late as that, and lives.
+        silent = [name for name in late if before[name] == after[name]]
+        return {"stage": stage, "missing": silent or late, **said}
+
+    def _read_beats(self) -> dict[str, bytes | None]:
+        keys = {name: f"beat/{rank}" for rank, name in enumerate(self._names)}
+        return {
+            name: self._watch.get(key) if self._watch.check([key]) else None for name, key in keys.items()
+        }
+
+    def _await_verdict(self, limit_s: float) -> dict[str, Any] | None:
+        deadline = time.monotonic() + limit_s
+        while not self._watch.check(["verdict"]):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_S)
+        verdict: dict[str, Any] = json.loads(self._watch.get("verdict"))
+        return verdict
+
+    def _beat(self) -> None:
+        """Give signs of life, and end with the first node's verdict as soon as there is one."""
+        for number in itertools.count():
+            try:
+                self._watch.set(f"beat/{self._rank}", str(number))
+                verdict = self._await_verdict(0.0) if self._rank != 0 else None
+            except RuntimeError:
+                # The meeting place has closed.
+                return
+            if verdict is not None:
+                self.conclude(verdict, 1)
+            time.sleep(_BEAT_S)
+
+
+def main() -> int:
+    """Meet, sum, exchange, print; return the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--names", type=json.loads, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--descriptor", type=int, default=None)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--wait-limit-s", type=float, required=True)
+    parser.add_argument("--fault", choices=("hang", "slow"), default=None)
+    given = parser.parse_args()
+    try:
+        meeting, store = _meet(given)
+    except (RuntimeError, OSError) as error:
+        tell({"stage": "reach", "error": _first_line(error)})
+        return 1
+    limit_s = given.wait_limit_s
+    late = {"limit_s": limit_s}
+    # The others wait for longer: it is the first node that judges.
+    patience_s = limit_s if given.rank == 0 else limit_s + _VERDICT_S
+    try:
+        meeting.announce("come")
+        if meeting.find_missing("come", patience_s):
+            meeting.judge(late)
+    except RuntimeError as error:
+        meeting.judge({"error": _first_line(error)})
+    timer = threading.Timer(patience_s, meeting.judge, (late,))
+    timer.daemon = True
+    timer.start()
+    if given.fault == "hang":
+        time.sleep(3600)
+    meeting.announce("start")
+    try:
+        answer = _compute(given, meeting, store)
+    except RuntimeError as error:
+        meeting.judge({"error": _first_line(error)})
+    timer.cancel()
+    meeting.conclude(answer, 0)
+    return 0
+
+
+def _meet(given: argparse.Namespace) -> tuple[Meeting, TCPStore]:
+    """Open the meeting place, or reach it. Raises: RuntimeError if it cannot be reached in time."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not marked as exported
+
+    host, _, port = given.address.rpartition(":")
+    limit = timedelta(seconds=given.wait_limit_s)
+
+    def connect(descriptor: int | None) -> TCPStore:
+        return TCPStore(
+            host,
+            int(port),
+            is_master=descriptor is not None,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+
+    store = connect(given.descriptor)
+    # A connection of its own: a store answers one question at a time, also where one waits.
+    return Meeting(connect(None), given.names, given.rank), store
+
+
+def _first_line(error: RuntimeError | OSError) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _compute(given: argparse.Namespace, meeting: Meeting, store: TCPStore) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not marked as exported
+
+    dist.init_process_group(
+        "nccl" if given.device == "cuda" else "gloo",
+        store=PrefixStore("sum", store),
+        rank=given.rank,
+        world_size=len(given.names),
+        timeout=timedelta(seconds=given.wait_limit_s),
+    )
+    device = torch.device("cuda", 0) if given.device == "cuda" else torch.device("cpu")
+    warm = torch.ones(8, device=device)
+    dist.all_reduce(warm)
+    meeting.announce("join")
+    numbers = torch.arange(_BYTES[given.device] // 4, device=device, dtype=torch.float32) % 1000
+    mine = numbers * (given.rank + 1)
+    began = time.monotonic()
+    if given.fault == "slow":
+        time.sleep(_SLOWED_S)
+    dist.all_reduce(mine)
+    # Exact in float32: at most 999 times the sum of the ranks.
+    is_exact = bool(torch.equal(mine.cpu(), (numbers * sum(range(1, len(given.names) + 1))).cpu()))
+    sum_s = time.monotonic() - began
+    meeting.announce("sum")
+    pairs = _exchange(given, numbers)
+    meeting.announce("pair")
+    return {"is_exact": is_exact, "sum_s": sum_s, "pairs": pairs}
+
+
+def _exchange(given: argparse.Namespace, block: torch.Tensor) -> dict[str, float]:
+    """Send a block from the first node to each other one and back; return bytes per second by name.
+
+    One pair after the other, so that a slow one shows as what it is: a sum is as slow for all.
+    """
+    import torch
+    import torch.distributed as dist
+
+    speeds = {}
+    back = torch.empty_like(block)
+    for rank, name in enumerate(given.names):
+        if rank == 0:
+            continue
+        if given.rank == rank:
+            dist.recv(back, 0)
+            if given.fault == "slow":
+                time.sleep(_SLOWED_S)
+            dist.send(back, 0)
+        if given.rank == 0:
+            began = time.monotonic()
+            dist.send(block, rank)
+            dist.recv(back, rank)
+            # The copy to the host waits for the device.
+            back[:1].cpu()
+            speeds[name] = 2 * block.numel() * block.element_size() / (time.monotonic() - began)
+    return speeds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

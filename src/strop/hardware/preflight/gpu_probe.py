@@ -1,0 +1,51 @@
+"""A product with a known sum on one device, as a program of its own.
+
+    python -P -m strop.hardware.preflight.gpu_probe --device cuda
+
+prints one line of JSON: the sum, and whether bytes came back from the device as they went. The process that
+asks never imports torch, and a device that hangs takes only this one along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from strop.hardware.preflight.probes import tell
+
+SIZE = 1024
+"""Rows and columns of both factors. The product has integers below 2**24, so float32 is exact."""
+_COPIED_BYTES = 1 << 24
+
+
+def main() -> int:
+    """Compute, copy, print; return the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--fault", choices=("checksum", "hang"), default=None)
+    given = parser.parse_args()
+    if given.fault == "hang":
+        time.sleep(3600)
+    import torch
+
+    if given.device == "cuda" and not torch.cuda.is_available():
+        tell({"error": f"torch {torch.__version__} sees no GPU"})
+        return 1
+    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
+    numbers = torch.arange(SIZE)
+    left = (3 * numbers[:, None] + 5 * numbers[None, :]) % 7
+    right = (2 * numbers[:, None] + 7 * numbers[None, :]) % 5
+    weights = (numbers[:, None] + 2 * numbers[None, :]) % 11
+    product = left.to(device, torch.float32) @ right.to(device, torch.float32)
+    if given.fault == "checksum":
+        product[0, 1] += 1
+    checksum = int((product.cpu().to(torch.int64) * weights).sum())
+    sent = torch.arange(_COPIED_BYTES // 8)
+    is_same = bool(torch.equal(sent.to(device).cpu(), sent))
+    tell({"checksum": checksum, "is_copied": is_same})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

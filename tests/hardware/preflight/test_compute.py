@@ -1,0 +1,101 @@
+"""Level b: a product on each GPU, by real processes that compute on the CPU where the GPUs are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from strop.errors import CheckRefused
+from strop.hardware.allocation import GpuRequest, allocate_gpus
+from strop.hardware.fake_nvidia_smi import Fault, install_fake_nvidia_smi
+from strop.hardware.inventory import read_inventory
+from strop.hardware.preflight import Level, PreflightRequest, require_ready, run_preflight
+from strop.hardware.preflight.compute import CHECKSUM, check_compute
+from strop.hardware.preflight.gpu_probe import SIZE
+from tests.fixtures.devices import divided, whole
+
+
+def test_the_checksum_is_that_of_the_product() -> None:
+    numbers = np.arange(SIZE, dtype=np.int64)
+    left = (3 * numbers[:, None] + 5 * numbers[None, :]) % 7
+    right = (2 * numbers[:, None] + 7 * numbers[None, :]) % 5
+    weights = (numbers[:, None] + 2 * numbers[None, :]) % 11
+    product = left @ right
+    # Below 2**24 = 16,777,216 every integer is a float32.
+    assert product.max() < 1 << 24
+    assert int((product * weights).sum()) == CHECKSUM
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    return tmp_path / "bin"
+
+
+def request(run_path: Path, inherited: str, **wanted: int) -> PreflightRequest:
+    allocation = allocate_gpus(GpuRequest(wanted=wanted, inherited=inherited), read_inventory())
+    return PreflightRequest(
+        run_path=run_path, allocation=allocation, node="n7", levels=(Level.READ, Level.COMPUTE)
+    )
+
+
+@pytest.mark.slow
+def test_each_gpu_computes_and_a_wrong_one_is_named(tool: Path, tmp_path: Path) -> None:
+    install_fake_nvidia_smi(tool, [whole(0, 70), whole(1, 70)], faults={"GPU-1": [Fault.CHECKSUM]})
+    wanted = request(tmp_path, "0,1", learner=1, engine=1)
+    (finding,) = run_preflight(wanted)
+    assert (finding.code, finding.where) == ("gpu_checksum", "GPU-1")
+    # The fault adds 1 to the entry in row 0 and column 1, whose weight is (0 + 2 * 1) % 11 = 2.
+    assert f"has the checksum {CHECKSUM + 2}" in finding.given
+    with pytest.raises(CheckRefused, match="gpu_checksum: GPU-1: a product of known numbers"):
+        require_ready(wanted)
+    assert {path.name for path in (tmp_path / "preflight").iterdir()} == {"n7-gpu-0.log", "n7-gpu-1.log"}
+    install_fake_nvidia_smi(tool, [divided(0, "MIG-a", "MIG-b")])
+    assert require_ready(request(tmp_path, "MIG-a,MIG-b", learner=1, engine=1)) == []
+
+
+def test_a_gpu_that_hangs_is_named_and_its_probe_ended(tool: Path, tmp_path: Path) -> None:
+    install_fake_nvidia_smi(tool, [whole(0, 70)], faults={"GPU-0": [Fault.HANG]})
+    (finding,) = check_compute(request(tmp_path, "0", learner=1), limit_s=1.0)
+    assert (finding.code, finding.where) == ("gpu_compute", "GPU-0")
+    assert "it did not answer within 1 s" in finding.given
+
+
+@pytest.mark.slow
+def test_a_gpu_that_torch_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real program, as there is no fake one: on a machine without GPUs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    wanted = request(tmp_path, "63", learner=1)
+    (finding,) = check_compute(wanted)
+    assert (finding.code, finding.where) == ("gpu_compute", "63")
+    assert "sees no GPU" in finding.given
+
+
+def test_a_run_without_gpus_computes_nothing(tmp_path: Path) -> None:
+    assert run_preflight(PreflightRequest(run_path=tmp_path, levels=tuple(Level))) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_that_breaks_is_quoted(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_nvidia_smi(tool, [whole(0, 70)])
+    wanted = request(tmp_path, "0", learner=1)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("raise OSError('libgpu.so: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
+    (finding,) = check_compute(wanted)
+    assert "ended with exit code 1 and said nothing" in finding.given
+    assert "OSError: libgpu.so: cannot open" in finding.given
+
+
+def test_who_asks_for_a_preflight_never_loads_torch(tmp_path: Path) -> None:
+    words = (
+        "import sys\nfrom pathlib import Path\nfrom strop.hardware.preflight import *\n"
+        "require_ready(PreflightRequest(run_path=Path(sys.argv[1]), levels=tuple(Level)))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", words, str(tmp_path)], check=False).returncode == 0
