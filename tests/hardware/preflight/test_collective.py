@@ -155,7 +155,9 @@ def test_what_nodes_say_becomes_a_finding_that_names_one(
 # Three nodes at one meeting place; two of them give signs of life.
 _MEETING = """
 import json, os, time
+from datetime import timedelta
 from torch.distributed import TCPStore
+from strop.hardware.preflight.collective_probe import Meeting
 limit = timedelta(seconds=10)
 keeper = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
 def meet(rank):
