@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from strop.hardware.leases import (
 from strop.store.lock import FileLock
 
 _END_LIMIT_S = 5.0
+_SETTLE_S = 0.1
 _POLL_S = 0.01
 
 
@@ -70,10 +71,12 @@ def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
     open_folder(place)
     cleared = []
     with FileLock(place / LOCK_NAME):
-        for lease in find_leases(place):
-            if state_of(lease, place) is not LeaseState.DEAD:
+        states = {lease: state_of(lease, place) for lease in find_leases(place)}
+        living = [lease for lease, state in states.items() if state is LeaseState.ALIVE]
+        for lease, state in states.items():
+            if state is not LeaseState.DEAD:
                 continue
-            ended, surviving = end_processes(lease)
+            ended, surviving = end_processes(lease, living=living)
             # What still runs may still write there.
             removed = () if surviving else remove_directories(lease)
             if not surviving:
@@ -109,33 +112,48 @@ def read_lease_id(pid: int) -> str | None:
     return carried[0].decode(errors="replace") if carried else None
 
 
-def end_processes(lease: Lease) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Kill all that belong to a lease, those that they start meanwhile too; return ended and surviving."""
+def end_processes(lease: Lease, *, living: Sequence[Lease] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Kill all that belong to a lease, those that they start meanwhile too; return ended and surviving.
+
+    `living` are leases of other runs: neither their holders nor what these started or were started by is
+    touched, though it may carry the id of the run in whose shell it was started.
+    """
     if not lease.holder.is_seen_here:
         return (), ()
     ended: set[int] = set()
-    deadline = time.monotonic() + _END_LIMIT_S
-    while (found := _find_belonging(lease)) and time.monotonic() < deadline:
+    begun = time.monotonic()
+    # A process that has just been forked shows its environment once it has become its program.
+    while (found := _find_belonging(lease, living)) or time.monotonic() < begun + _SETTLE_S:
         ended |= {pid for pid, start_ticks in found.items() if _kill(pid, start_ticks)}
+        if time.monotonic() > begun + _END_LIMIT_S:
+            break
         time.sleep(_POLL_S)
     return tuple(sorted(ended - set(found))), tuple(sorted(found))
 
 
-def _find_belonging(lease: Lease) -> dict[int, int]:
+def _find_belonging(lease: Lease, living: Sequence[Lease]) -> dict[int, int]:
     """Return all processes of a lease, by number, with their starts."""
     table = {pid: found for pid in _list_pids() if (found := read_parent_and_start(pid)) is not None}
     named = {process.pid for process in lease.processes if process.is_alive()}
-    belonging = {pid for pid in table if pid in named or read_lease_id(pid) == lease.lease_id}
-    while more := {pid for pid, (parent, _) in table.items() if parent in belonging} - belonging:
-        belonging |= more
-    # Who clears up may have been started by what it clears up after.
-    belonging -= set(_own_line(table))
-    return {pid: table[pid][1] for pid in belonging if pid in table}
+    carrying = {pid for pid in table if pid in named or read_lease_id(pid) == lease.lease_id}
+    holders = {one.holder.pid for one in living if one.is_alive}
+    # Who clears up may have been started by what it clears up after, and so may a run that lives.
+    spared = _add_children(holders, table)
+    for pid in (os.getpid(), *holders):
+        spared |= set(_line_of(pid, table))
+    return {pid: table[pid][1] for pid in _add_children(carrying, table) - spared if pid in table}
 
 
-def _own_line(table: Mapping[int, tuple[int, int]]) -> Iterator[int]:
-    """Yield this process, its parent, and so on."""
-    pid = os.getpid()
+def _add_children(pids: set[int], table: Mapping[int, tuple[int, int]]) -> set[int]:
+    """Return processes, what they started, and so on."""
+    found = set(pids)
+    while more := {pid for pid, (parent, _) in table.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _line_of(pid: int, table: Mapping[int, tuple[int, int]]) -> Iterator[int]:
+    """Yield a process, its parent, and so on."""
     while pid in table:
         yield pid
         pid = table[pid][0]

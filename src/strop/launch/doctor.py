@@ -1,4 +1,4 @@
-"""Whether this machine is ready, and how fast it is: its facts, its cache, its disk, its packages.
+"""Whether this machine is ready, and how fast it is: facts, disks, packages, GPUs, and who has them.
 
 The speeds that are measured here are kept in the user's cache and used by `plan` from then on.
 """
@@ -10,6 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from strop.hardware import Calibration, Machine, calibrate_machine, describe_machine, free_disk_bytes
+from strop.hardware.disks import Disk, describe_disk
+from strop.hardware.inventory import Device, read_inventory
+from strop.hardware.leases import Lease, LeaseState, find_leases, state_of
+from strop.hardware.leftovers import find_processes, find_strays
+from strop.hardware.ports import ListeningPort, read_listening_ports
 from strop.kernels import kernel_status
 from strop.launch.locate import find_model
 from strop.launch.training import set_threads
@@ -37,12 +42,39 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceUse:
+    """A GPU or a MIG slice, and who has it."""
+
+    device: Device
+    users: tuple[str, ...]
+    """Processes that compute on it, as far as they can be seen."""
+    holder: str | None
+    """The living run that holds it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """A lease of this user, and what belongs to it."""
+
+    lease: Lease
+    state: LeaseState
+    processes: tuple[int, ...]
+    """Those that carry its id. Of a dead run they are leftovers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
     """Everything that `strop doctor` found."""
 
     machine: Machine
     calibration: Calibration
     checks: tuple[Check, ...]
+    devices: tuple[DeviceUse, ...]
+    holdings: tuple[Holding, ...]
+    strays: dict[int, str]
+    """Processes that carry the id of a lease that is not there, with that id. They are never ended."""
+    disks: tuple[Disk, ...]
+    ports: tuple[ListeningPort, ...]
 
 
 def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: float = 0.5) -> Diagnosis:
@@ -64,7 +96,37 @@ def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: fl
         _check_disk("runs", runs_path),
         *(_check_extra(name) for name in EXTRAS),
     )
-    return Diagnosis(machine=describe_machine(), calibration=calibration, checks=checks)
+    return Diagnosis(
+        machine=describe_machine(),
+        calibration=calibration,
+        checks=checks,
+        devices=find_device_uses(),
+        holdings=find_holdings(),
+        strays=find_strays(),
+        disks=tuple(describe_disk(path) for path in (cache_dir or user_cache_dir(), runs_path, Path("/tmp"))),
+        ports=tuple(read_listening_ports()),
+    )
+
+
+def find_device_uses() -> tuple[DeviceUse, ...]:
+    """Say of each GPU and slice who computes on it, and which living run of this user holds it."""
+    inventory = read_inventory()
+    return tuple(
+        DeviceUse(
+            device=device,
+            users=tuple(map(str, inventory.users_of(device))),
+            holder=None if (lease := inventory.lease_on(device.uuid)) is None else str(lease),
+        )
+        for device in inventory.devices
+    )
+
+
+def find_holdings() -> tuple[Holding, ...]:
+    """Say of each lease of this user whether it holds, and what carries its id."""
+    return tuple(
+        Holding(lease=lease, state=state_of(lease), processes=tuple(find_processes(lease.lease_id)))
+        for lease in find_leases()
+    )
 
 
 def _check_models(cache_dir: Path | None) -> Check:

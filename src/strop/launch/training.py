@@ -6,7 +6,7 @@ The same command again continues a run that did not finish: same name, same spec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from strop.evaluate import (
 )
 from strop.hardware import describe_machine, keep_freed_memory, require_writable
 from strop.kernels import kernel_status
+from strop.launch.claim import claim_machine
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.record.run_dir import STATE_NAME
 from strop.rollout import Sampling, Split
@@ -63,7 +64,8 @@ def train_here(
     `is_new` starts a new run even where an unfinished one could go on. `on_run` is told the run
     directory once it is locked, before anything heavy happens.
 
-    Raises: CheckRefused if the directory is in use, finished or not writable, or the gate refuses;
+    Raises: CheckRefused if the directory is in use, finished or not writable, if others have the GPUs,
+        or the gate refuses;
         Interrupted after a signal; StropError for everything else that strop refuses.
     """
     spec = resolved.spec
@@ -96,8 +98,12 @@ def _train_resolved(
     run_dir = open_run(resolved, facts, is_new=is_new)
     with run_dir:
         on_run(run_dir)
-        with _NotedAttempt(run_dir, observer):
-            for notice in (*resolved.notices, *filter(None, [model.notice, _kernel_notice()]), *found):
+        with (
+            claim_machine(run_dir.path, str(run_dir.state.num_attempts + 1)) as claim,
+            _NotedAttempt(run_dir, observer, claim.devices),
+        ):
+            told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]), *found)
+            for notice in (*resolved.notices, *told):
                 event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                 run_dir.events.append(event)
                 observer.on_event(event)
@@ -107,13 +113,18 @@ def _train_resolved(
 class _NotedAttempt:
     """An attempt whose end is noted with its cause, whatever ends it."""
 
-    def __init__(self, run_dir: RunDir, observer: Observer) -> None:
+    def __init__(self, run_dir: RunDir, observer: Observer, devices: Mapping[str, object]) -> None:
         self._run_dir = run_dir
         self._observer = observer
+        self._devices = devices
 
     def __enter__(self) -> None:
         self._attempt = self._run_dir.begin_attempt(
-            {"machine": describe_machine().cpu_name, "kernels": kernel_status().describe()}
+            {
+                "machine": describe_machine().cpu_name,
+                "kernels": kernel_status().describe(),
+                "devices": self._devices,
+            }
         )
 
     def __exit__(

@@ -1,0 +1,100 @@
+"""What a training on this machine holds while it runs: its lease, its GPU, and a clean place to start from.
+
+Under an agent all of this is the agent's, whose lease the training inherits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strop.hardware import clear_leftovers, find_inherited
+from strop.hardware.allocation import Allocation, GpuRequest, lease_gpus
+from strop.hardware.fake_nvidia_smi import find_rehearsal
+from strop.hardware.findings import Finding, Severity, require_none
+from strop.hardware.gpus import read_gpus
+from strop.hardware.preflight import PreflightRequest, run_preflight
+from strop.hardware.torch_build import read_torch_build
+from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What was found and taken."""
+
+    notices: tuple[str, ...] = ()
+    devices: Mapping[str, object] = field(default_factory=dict)
+    """For the start record; empty where an agent keeps its own."""
+
+
+@contextmanager
+def claim_machine(run_path: Path, attempt: str) -> Iterator[Claim]:
+    """Clear what dead runs of this user left, and hold a GPU for a training, if it uses one.
+
+    Every process that is started meanwhile carries the lease's id, and sees that GPU alone.
+    Raises: CheckRefused naming the run or the processes that have the GPUs; ConfigError if
+        CUDA_VISIBLE_DEVICES cannot be read; StoreError if leases cannot be kept.
+    """
+    if find_inherited() is not None:
+        yield Claim()
+        return
+    cleared = [f"a dead run had left something: {one}" for one in clear_leftovers()]
+    inherited = os.environ.get(VISIBLE_DEVICES)
+    # Learner and engine share the first GPU that torch sees.
+    request = GpuRequest(wanted={"training": 1 if _uses_gpu(inherited) else 0}, inherited=inherited)
+    held, allocation = lease_gpus(run_path.name, attempt, request)
+    with held, held.applied():
+        warnings: list[str] = []
+        if allocation.uuids:
+            wanted = PreflightRequest(
+                run_path=run_path, allocation=allocation, own_lease_id=held.lease.lease_id
+            )
+            found = [_judge(finding, inherited) for finding in run_preflight(wanted)]
+            warnings = [str(finding) for finding in require_none(found)]
+        with _seen(allocation):
+            notices = (*cleared, *allocation.notices, *warnings)
+            yield Claim(notices=notices, devices=allocation.record())
+
+
+def _uses_gpu(inherited: str | None) -> bool:
+    """Whether torch would compute on a GPU here."""
+    if parse_visible_devices(inherited).form is DeviceForm.NONE or not read_gpus():
+        return False
+    build = read_torch_build()
+    return find_rehearsal() is not None or (build is not None and (build.cuda or build.hip) is not None)
+
+
+def _judge(finding: Finding, inherited: str | None) -> Finding:
+    """Let a person who names a GPU share it: that is then a warning."""
+    if finding.code != "foreign_process" or inherited is None:
+        return finding
+    return Finding(
+        code=finding.code,
+        given=finding.given,
+        allowed=finding.allowed,
+        next_step=f"nothing, if that is meant: {VISIBLE_DEVICES} names this GPU",
+        where=finding.where,
+        severity=Severity.WARNING,
+    )
+
+
+@contextmanager
+def _seen(allocation: Allocation) -> Iterator[None]:
+    """Let this process and its children see the GPUs of the allocation alone.
+
+    CUDA reads the variable when it is first used, which is later.
+    """
+    variables = allocation.roles["training"].variables if allocation.uuids else {}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
