@@ -37,4 +37,12 @@ ModelName = Annotated[
 NewRun = Annotated[
     bool, typer.Option("--new", help="Start a new run even where an unfinished one could go on.")
 ]
+FromMirror = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="URI",
+        help="Go on with a run from its mirror, as s3://bucket/prefix/checkpoints/NAME.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

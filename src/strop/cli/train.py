@@ -1,13 +1,14 @@
-"""`strop train RUN.toml [key=value ...] [--new]`."""
+"""`strop train RUN.toml [key=value ...] [--new] [--from URI]`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from strop.cli.arguments import NewRun, Overrides, RunFile
+from strop.cli.arguments import FromMirror, NewRun, Overrides, RunFile
 
 if TYPE_CHECKING:
     from strop.cli.output import Output
@@ -55,11 +56,33 @@ def train(
     run_file: RunFile,
     overrides: Overrides = None,
     new: NewRun = False,
+    from_uri: FromMirror = None,
 ) -> None:
     """Train a model. The same command again continues a run that did not finish."""
     from strop.spec import load_spec
 
-    run_to_end(context.obj, load_spec(run_file, overrides or ()), is_new=new)
+    resolved = load_spec(run_file, overrides or ())
+    if from_uri is not None:
+        resolved = take_up_mirror(context.obj, from_uri, resolved, is_new=new)
+    run_to_end(context.obj, resolved, is_new=new)
+
+
+def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: bool) -> ResolvedSpec:
+    """Bring a run here from its mirror, and return the spec that goes on with it."""
+    from strop.errors import ConfigError, explain_refusal
+    from strop.launch.mirroring import continue_from
+
+    if is_new:
+        raise ConfigError(
+            explain_refusal(
+                f"--new and --from {uri} are given together",
+                allowed="a new run, or one that goes on",
+                next_step="leave one of them out",
+            )
+        )
+    found = continue_from(uri, resolved)
+    output.say(found.detail)
+    return found.resolved
 
 
 def run_to_end(output: Output, resolved: ResolvedSpec, *, is_new: bool) -> None:
@@ -69,11 +92,17 @@ def run_to_end(output: Output, resolved: ResolvedSpec, *, is_new: bool) -> None:
     from strop.view.report import write_report
 
     watchers = Watchers(TerminalObserver(open_progress()), TerminalObserver(PlainProgress(output.log)))
-    outcome = train_here(resolved, watchers, is_new=is_new, on_run=output.open_run)
-    report_path = write_report(outcome.run_path)
+    reports: list[Path] = []
+    outcome = train_here(
+        resolved,
+        watchers,
+        is_new=is_new,
+        on_run=output.open_run,
+        on_trained=lambda trained: reports.append(write_report(trained.run_path)),
+    )
     for line in describe_outcome(outcome):
         output.give(line)
-    output.give(f"report {report_path}")
+    output.give(f"report {reports[0]}")
 
 
 def describe_outcome(outcome: TrainOutcome) -> list[str]:

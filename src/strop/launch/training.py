@@ -32,6 +32,7 @@ from strop.evaluate import (
 from strop.hardware import describe_machine, keep_freed_memory, require_writable
 from strop.kernels import kernel_status
 from strop.launch.claim import claim_machine
+from strop.launch.mirroring import Mirroring, probe_mirror
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.record.run_dir import STATE_NAME
 from strop.rollout import Sampling, Split
@@ -57,12 +58,18 @@ class TrainOutcome:
 
 
 def train_here(
-    resolved: ResolvedSpec, observer: Observer, *, is_new: bool = False, on_run: Callable[[RunDir], None]
+    resolved: ResolvedSpec,
+    observer: Observer,
+    *,
+    is_new: bool = False,
+    on_run: Callable[[RunDir], None],
+    on_trained: Callable[[TrainOutcome], None] = lambda outcome: None,
 ) -> TrainOutcome:
     """Train a run on this machine, from its last checkpoint if it has one.
 
     `is_new` starts a new run even where an unfinished one could go on. `on_run` is told the run
-    directory once it is locked, before anything heavy happens.
+    directory once it is locked, before anything heavy happens; `on_trained` the outcome, while what it
+    writes there still reaches the run's mirror.
 
     Raises: CheckRefused if the directory is in use, finished or not writable, if others have the GPUs,
         or the gate refuses;
@@ -72,11 +79,17 @@ def train_here(
     # Before a model is fetched: that may take an hour.
     require_writable(Path(spec.output.dir or spec.output.root), "the run's directory")
     with follow_store(spec.store):
-        return _train_resolved(resolved, observer, is_new=is_new, on_run=on_run)
+        probe_mirror(spec.store)
+        return _train_resolved(resolved, observer, is_new=is_new, on_run=on_run, on_trained=on_trained)
 
 
 def _train_resolved(
-    resolved: ResolvedSpec, observer: Observer, *, is_new: bool, on_run: Callable[[RunDir], None]
+    resolved: ResolvedSpec,
+    observer: Observer,
+    *,
+    is_new: bool,
+    on_run: Callable[[RunDir], None],
+    on_trained: Callable[[TrainOutcome], None],
 ) -> TrainOutcome:
     spec = resolved.spec
     threads = set_threads(spec.placement.threads)
@@ -98,16 +111,18 @@ def _train_resolved(
     run_dir = open_run(resolved, facts, is_new=is_new)
     with run_dir:
         on_run(run_dir)
-        with (
-            claim_machine(run_dir.path, str(run_dir.state.num_attempts + 1)) as claim,
-            _NotedAttempt(run_dir, observer, claim.devices),
-        ):
-            told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]), *found)
-            for notice in (*resolved.notices, *told):
-                event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
-                run_dir.events.append(event)
-                observer.on_event(event)
-            return asyncio.run(_train(spec, task, demonstrations, model, run_dir, observer))
+        attempt = str(run_dir.state.num_attempts + 1)
+        with claim_machine(run_dir.path, attempt) as claim, Mirroring(spec.store, run_dir, observer) as mirroring:
+            with _NotedAttempt(run_dir, mirroring, claim.devices):
+                mirroring.begin()
+                told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]), *found)
+                for notice in (*resolved.notices, *told):
+                    event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
+                    run_dir.events.append(event)
+                    observer.on_event(event)
+                outcome = asyncio.run(_train(spec, task, demonstrations, model, run_dir, mirroring))
+            on_trained(outcome)
+            return outcome
 
 
 class _NotedAttempt:

@@ -103,6 +103,10 @@ class EventLog:
         """
         return [self._to_event(content) for content in self._lines.read()]
 
+    def read_until(self, step: int) -> bytes:
+        """Return the events of steps up to `step` as they stand in the file."""
+        return self._lines.read_until(step)
+
     def truncate_after(self, step: int) -> int:
         """Drop the events of later steps, for a resume at `step`; return how many went."""
         return self._lines.truncate_after(step)

@@ -46,6 +46,13 @@ class JsonLines:
         """
         return [content for _, content in self._scan()]
 
+    def read_until(self, step: int) -> bytes:
+        """Return the complete lines of steps up to `step`, as they stand in the file.
+
+        Raises: CorruptRecord if a line before the last is not a JSON object with a step.
+        """
+        return b"".join(line for line, content in self._scan() if content["step"] <= step)
+
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps and a torn end; return how many complete lines went.
 

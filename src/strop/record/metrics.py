@@ -59,6 +59,10 @@ class MetricsLog:
         """
         return self._lines.read()
 
+    def read_until(self, step: int) -> bytes:
+        """Return the lines of steps up to `step` as they stand in the file."""
+        return self._lines.read_until(step)
+
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, for a resume at `step`; return how many went."""
         self._last_step = None

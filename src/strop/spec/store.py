@@ -1,4 +1,4 @@
-"""Which store a run's models and data come from."""
+"""Which store a run's models and data come from, and what of the run is mirrored there."""
 
 from __future__ import annotations
 
@@ -24,4 +24,49 @@ class StoreSpec(Section):
         description="Which source is asked first for hub ids. The other one is asked only for what the first"
         " one does not have; a store that fails is an error, and no reason to ask a hub. STROP_OFFLINE=1"
         " leaves the hub out, whatever the order.",
+    )
+    mirror: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether the run is mirrored to the store while it trains: checkpoints, metrics,"
+        " rollouts, logs, below checkpoints/NAME, so that it can go on from there on another machine. auto ="
+        " where the store, as said here or by STROP_STORE_URI, is an s3:// URI; a directory is mirrored to on"
+        " true only.",
+    )
+    mirror_as: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$",
+        max_length=200,
+        description="Folder of this run below checkpoints/. none = the name of the run's directory.",
+    )
+    mirror_every_s: float = Field(
+        default=30.0,
+        gt=0.0,
+        le=86_400.0,
+        description="Seconds between two looks at metrics, rollouts and logs. Checkpoints are sent at once.",
+    )
+    max_mb_per_s: float | None = Field(
+        default=None, gt=0.0, description="Most that the mirror sends, in 10^6 bytes. none = no limit."
+    )
+    keep_last: int = Field(
+        default=2,
+        ge=1,
+        le=10**7,
+        description="Newest checkpoints that are kept in the store; older ones that this run sent are removed"
+        " once a newer one is there.",
+    )
+    keep_every: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="Checkpoints of every so many steps are kept as well. none = keep_last alone decides.",
+    )
+    flush_limit_s: float = Field(
+        default=600.0,
+        ge=0.0,
+        description="Longest wait for the mirror when training has ended.",
+    )
+    stop_flush_limit_s: float = Field(
+        default=60.0,
+        ge=0.0,
+        description="Longest wait for the mirror after a signal: the newest checkpoint first.",
     )

@@ -222,12 +222,13 @@ def parse_manifest(data: bytes, place: str) -> Manifest:
         raise _corrupt(place, f"is not a manifest ({error})", "the JSON that strop wrote") from error
     for name in manifest.files:
         # It may come from a store that others write to: a name must not lead out of the directory.
-        if not _is_inner_name(name):
+        if not is_inner_name(name):
             raise _corrupt(place, f"promises {name!r}", "names of files below the directory")
     return manifest
 
 
-def _is_inner_name(name: str) -> bool:
+def is_inner_name(name: str) -> bool:
+    """Whether a name in a record stays below its directory, and is not the manifest's."""
     parts = name.split("/")
     return not ({"", ".", ".."} & set(parts)) and "\0" not in name and name != MANIFEST_NAME
 

@@ -95,8 +95,16 @@ class Objects(Protocol):
         """Return a small object. Raises: RemoteMissing."""
         ...
 
+    def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
+        """Return a small object and its version for `write_if`, or None."""
+        ...
+
     def write(self, uri: str, data: bytes) -> None:
         """Write a small object; it appears whole or not at all."""
+        ...
+
+    def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
+        """Write a small object if it still has that version, or for None if there is none; else return False."""
         ...
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
@@ -116,4 +124,16 @@ class Objects(Protocol):
 
     def remove(self, uri: str) -> None:
         """Remove one object; none is no error."""
+        ...
+
+    def remove_below(self, uri: str) -> None:
+        """Remove all objects below a URI; none is no error."""
+        ...
+
+    def list_folders(self, uri: str) -> Iterator[str]:
+        """Yield the names directly below a URI that have objects below them; none is no error."""
+        ...
+
+    def give_up_uploads(self, uri: str) -> None:
+        """Clear what unfinished uploads below a URI left, whoever began them: for its only writer."""
         ...

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.errors import CorruptRecord, RemoteDenied, explain_refusal
+from strop.errors import CorruptRecord, RemoteDenied, RemoteMissing, explain_refusal
 from strop.store.atomic import explain_write_failure, fsync_directory, write_bytes_atomically
 from strop.store.contract import StoredObject
 from strop.store.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
+from strop.store.lock import FileLock
 from strop.store.s3_client import missing
 from strop.store.uris import normalize_uri
 
@@ -40,6 +42,25 @@ class LocalObjects:
             return Path(uri).read_bytes()
         except OSError as error:
             raise _explain_read(error, uri) from error
+
+    def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
+        """Read a file; its version is its digest."""
+        try:
+            data = self.read(uri)
+        except RemoteMissing:
+            return None
+        return data, hashlib.sha256(data).hexdigest()
+
+    def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
+        """Write under a lock beside the file, which machines share where their file system's locks do."""
+        path = Path(uri)
+        _make_parent(path)
+        with FileLock(path.with_name(f".{path.name}.lock")):
+            found = self.read_versioned(uri)
+            if (None if found is None else found[1]) != version:
+                return False
+            write_bytes_atomically(path, data)
+        return True
 
     def write(self, uri: str, data: bytes) -> None:
         """Write a file that appears whole."""
@@ -84,7 +105,33 @@ class LocalObjects:
 
     def remove(self, uri: str) -> None:
         """Remove the file."""
-        Path(uri).unlink(missing_ok=True)
+        try:
+            Path(uri).unlink(missing_ok=True)
+        except OSError as error:
+            raise explain_write_failure(error, Path(uri)) from error
+
+    def remove_below(self, uri: str) -> None:
+        """Remove the directory."""
+        path = Path(normalize_uri(uri))
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+
+    def list_folders(self, uri: str) -> Iterator[str]:
+        """List the directories that are not empty."""
+        parent = Path(normalize_uri(uri))
+        for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+            if path.is_dir() and next(self.list(str(path)), None) is not None:
+                yield path.name
+
+    def give_up_uploads(self, uri: str) -> None:
+        """Remove what dead writers left; those who live remove their own."""
+        root = Path(normalize_uri(uri))
+        for path in [root, *(entry for entry in root.rglob("*") if entry.is_dir())]:
+            remove_leftovers(path)
 
 
 def _describe(path: Path) -> StoredObject:

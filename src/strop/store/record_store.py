@@ -95,6 +95,55 @@ class RecordStore:
         manifest = Manifest(files=describe_files(paths), facts=dict(facts or {}))
         return self._send_files(paths, uri, manifest, replace=replace, is_whole=is_whole)
 
+    def put_described(
+        self,
+        paths: Mapping[str, Path],
+        uri: str,
+        manifest: Manifest,
+        *,
+        before_complete: Callable[[], None] = lambda: None,
+    ) -> Transfer:
+        """Make a record of files whose digests are known already, over what is there.
+
+        `before_complete` is called when all files are there, and may raise: then it is no record.
+        """
+        return self._send_files(
+            paths, uri, manifest, replace=True, is_whole=True, before_complete=before_complete
+        )
+
+    def put_file(self, path: Path, uri: str) -> None:
+        """Send one file over what is there, without asking what that is."""
+        self._upload(path, uri, describe_files({path.name: path})[path.name])
+
+    def remove_record(self, uri: str) -> None:
+        """Remove a record and all below it, COMPLETE first: a kill leaves no record that lacks files."""
+        self._objects.remove(join_uri(uri, MANIFEST_NAME))
+        self._objects.remove_below(uri)
+
+    def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
+        """Return a small object and its version for `write_if`, or None."""
+        return self._objects.read_versioned(uri)
+
+    def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
+        """Write a small object if it still has that version (None: if there is none); else return False."""
+        return self._objects.write_if(uri, data, version)
+
+    def write(self, uri: str, data: bytes) -> None:
+        """Write a small object; it appears whole or not at all."""
+        self._objects.write(uri, data)
+
+    def remove(self, uri: str) -> None:
+        """Remove one object; none is no error."""
+        self._objects.remove(uri)
+
+    def list_folders(self, uri: str) -> Iterator[str]:
+        """Yield the names directly below a URI that have objects below them."""
+        return self._objects.list_folders(uri)
+
+    def give_up_uploads(self, uri: str) -> None:
+        """Clear what unfinished uploads below a URI left: for whoever is its only writer."""
+        self._objects.give_up_uploads(uri)
+
     def plan_put(self, paths: Mapping[str, Path], uri: str) -> Transfer:
         """Say what `put_files` would send. Sends nothing."""
         manifest = Manifest(files=describe_files(paths))
@@ -212,7 +261,14 @@ class RecordStore:
         return Transfer(uri=uri, manifest=manifest, moved=(path.name,))
 
     def _send_files(
-        self, paths: Mapping[str, Path], uri: str, manifest: Manifest, *, replace: bool, is_whole: bool
+        self,
+        paths: Mapping[str, Path],
+        uri: str,
+        manifest: Manifest,
+        *,
+        replace: bool,
+        is_whole: bool,
+        before_complete: Callable[[], None] = lambda: None,
     ) -> Transfer:
         """Send what is missing, then the manifest, unless it says so already."""
         found = self.find_manifest(uri)
@@ -230,6 +286,7 @@ class RecordStore:
             lambda name: self._upload(paths[name], join_uri(uri, name), manifest.files[name]), names
         )
         if not is_told:
+            before_complete()
             self._objects.write(join_uri(uri, MANIFEST_NAME), manifest.to_bytes())
         return Transfer(uri=uri, manifest=manifest, moved=names)
 

@@ -62,6 +62,8 @@ class S3Settings:
     silence_limit_s: float = 30.0
     """Longest wait for the next byte."""
     retries: RetryRules = field(default_factory=RetryRules)
+    max_bytes_per_s: float | None = None
+    """Most that is sent on average, over all connections; None: as fast as it goes."""
 
 
 class DamagedTransfer(Exception):

@@ -18,7 +18,7 @@ import datetime as dt
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from typing import Any
 from strop.errors import CorruptRecord, StoreError, explain_refusal
 from strop.store.atomic import explain_write_failure
 from strop.store.contract import StoredObject
+from strop.store.pace import Pace
 from strop.store.s3_client import DamagedTransfer, S3Settings, call, is_status, knows_crc, open_client
 from strop.store.uris import parse_s3
 
@@ -37,6 +38,7 @@ from strop.store.uris import parse_s3
 _MAX_PARTS = 10_000
 _SHA256_KEY = "strop-sha256"
 _CHUNK_BYTES = 1 << 20
+_GONE = ("404", "NoSuchKey")
 NUM_WHOLE_ATTEMPTS = 3
 """How often an object is moved whose digest is wrong although every step went well."""
 ORPHAN_AGE_S = 86_400.0
@@ -72,6 +74,7 @@ class S3Objects:
         # All parts hashed at once would take the cores from those that are being sent: on two cores, and
         # with the server on the same machine, that cost a fifth of the speed.
         self._may_hash = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
+        self._pace = Pace(self._settings.max_bytes_per_s)
 
     def find(self, uri: str) -> StoredObject | None:
         """Ask for the head of an object."""
@@ -120,6 +123,45 @@ class S3Objects:
         data: bytes = self._call(uri, "read", ask)
         return data
 
+    def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
+        """Read an object that fits into memory; its version is its ETag."""
+        place = parse_s3(uri)
+
+        def ask() -> tuple[bytes, str]:
+            answer = self._client.get_object(Bucket=place.bucket, Key=place.key)
+            return answer["Body"].read(), answer["ETag"]
+
+        found: tuple[bytes, str] | None = self._answer_or_none(uri, ask)
+        return found
+
+    def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
+        """Write by a conditional request, which S3 has known since 2024."""
+        from botocore.exceptions import ClientError
+
+        place = parse_s3(uri)
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        sha256 = hashlib.sha256(data).hexdigest()
+
+        def send() -> bool:
+            try:
+                self._client.put_object(
+                    Bucket=place.bucket,
+                    Key=place.key,
+                    Body=data,
+                    Metadata={_SHA256_KEY: sha256},
+                    **condition,
+                )
+            except ClientError as error:
+                # 404: it should have a version, and is gone. 409: another's request is under way.
+                if not is_status(error, "PreconditionFailed", "412", "ConditionalRequestConflict", *_GONE):
+                    raise
+                # The attempt before may have succeeded, and its answer was lost.
+                return self.digest(uri) == sha256
+            return True
+
+        is_written: bool = self._call(uri, "sent", send)
+        return is_written
+
     def write(self, uri: str, data: bytes) -> None:
         """Write an object that fits into memory."""
         sha256 = hashlib.sha256(data).hexdigest()
@@ -160,6 +202,29 @@ class S3Objects:
         place = parse_s3(uri)
         self._call(uri, "removed", lambda: self._client.delete_object(Bucket=place.bucket, Key=place.key))
 
+    def remove_below(self, uri: str) -> None:
+        """Remove one object after the other."""
+        for stored in list(self.list(uri)):
+            self.remove(stored.uri)
+
+    def list_folders(self, uri: str) -> Iterator[str]:
+        """Page through the common prefixes."""
+        place = parse_s3(uri)
+        prefix = f"{place.key}/" if place.key else ""
+        request = {"Bucket": place.bucket, "Prefix": prefix, "Delimiter": "/"}
+        while True:
+            page = self._call(uri, "listed", partial(self._client.list_objects_v2, **request))
+            for entry in page.get("CommonPrefixes", ()):
+                yield entry["Prefix"].removeprefix(prefix).rstrip("/")
+            if not page.get("IsTruncated"):
+                return
+            request["ContinuationToken"] = page["NextContinuationToken"]
+
+    def give_up_uploads(self, uri: str) -> None:
+        """Abort all uploads in parts below the URI; a writer that is still at one fails."""
+        place = parse_s3(uri)
+        self._abort_uploads(uri, f"{place.key}/", lambda entry: True)
+
     @property
     def _client(self) -> Any:
         return open_client(self._settings)
@@ -185,6 +250,7 @@ class S3Objects:
         md5 = hashlib.md5(data, usedforsecurity=False)
 
         def send() -> Any:
+            self._pace.wait_for(len(data))
             return self._client.put_object(
                 Bucket=place.bucket,
                 Key=place.key,
@@ -232,6 +298,7 @@ class S3Objects:
         checksum = {"ChecksumCRC32": crc32} if knows_crc(self._client) else {}
 
         def send() -> Any:
+            self._pace.wait_for(part.size_bytes)
             # Read as it is sent: parts in memory would cost more than their hashes.
             with ReadFileChunk.from_filename(str(path), part.start, part.size_bytes) as body:
                 return self._client.upload_part(**upload, **checksum, PartNumber=part.number, Body=body)
@@ -255,19 +322,30 @@ class S3Objects:
 
     def _abort_orphans(self, uri: str) -> None:
         """Give up uploads of this very object that a killed process began a day ago or earlier."""
-        place = parse_s3(uri)
-        target = {"Bucket": place.bucket, "Key": place.key}
+        key, now = parse_s3(uri).key, dt.datetime.now(dt.UTC)
+
+        def is_orphan(entry: dict[str, Any]) -> bool:
+            return bool(entry["Key"] == key and (now - entry["Initiated"]).total_seconds() > ORPHAN_AGE_S)
+
+        self._abort_uploads(uri, key, is_orphan)
+
+    def _abort_uploads(self, uri: str, prefix: str, is_meant: Callable[[dict[str, Any]], bool]) -> None:
+        bucket = parse_s3(uri).bucket
         begun = self._call(
-            uri,
-            "looked up",
-            lambda: self._client.list_multipart_uploads(Bucket=place.bucket, Prefix=place.key),
+            uri, "looked up", lambda: self._client.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
         )
-        now = dt.datetime.now(dt.UTC)
-        for entry in begun.get("Uploads", ()):
-            age_s = (now - entry["Initiated"]).total_seconds()
-            if entry["Key"] == place.key and age_s > ORPHAN_AGE_S:
-                abort = partial(self._client.abort_multipart_upload, **target, UploadId=entry["UploadId"])
-                self._call(uri, "cleared", abort)
+        for entry in filter(is_meant, begun.get("Uploads", ())):
+            target = {"Bucket": bucket, "Key": entry["Key"], "UploadId": entry["UploadId"]}
+            self._call(uri, "cleared", partial(self._abort_upload, target))
+
+    def _abort_upload(self, target: dict[str, str]) -> None:
+        from botocore.exceptions import ClientError
+
+        try:
+            self._client.abort_multipart_upload(**target)
+        except ClientError as error:
+            if not is_status(error, "NoSuchUpload"):  # Its writer was faster.
+                raise
 
     def _read_back(self, uri: str) -> str:
         """Return the digest of what a store really has."""

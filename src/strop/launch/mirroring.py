@@ -1,0 +1,364 @@
+"""A run's mirror, seen from the process that trains: on or off, begun, watched, and waited for at the end.
+
+The uploader is a process of its own (`strop.record.mirror`), niced, with its own log; it dies with this
+one. Training never waits for it: what it has to say is read between steps, in microseconds, and becomes
+events. Only when training has ended is there a wait, and it is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteDenied, StoreError, explain_refusal
+from strop.hardware import ChildProcess, spawn, terminate
+from strop.record import Event, EventKind, RunDir
+from strop.record.mirror.claim import RunIdentity, claim_mirror
+from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, notes_path
+from strop.record.mirror.restore import RemoteRun, find_remote_run, restore_run
+from strop.record.mirror.uploader import EXIT_FENCED, upload_settings
+from strop.spec import ResolvedSpec, StoreSpec, spec_digest
+from strop.store.opening import open_record_store
+from strop.store.policy import follow_store, read_policy
+from strop.store.record_store import RecordStore
+from strop.store.uris import join_uri, normalize_uri
+
+if TYPE_CHECKING:
+    from strop.train.observer import EvalSummary, Observer
+
+RESPAWN_AFTER_S = 30.0
+"""An uploader that died is started again, at most once in so long."""
+_POLL_S = 0.1
+LOG_NAME = "mirror.log"
+
+
+def find_mirror_root(spec: StoreSpec) -> str | None:
+    """Return the root of the store that runs are mirrored to, or None where they are not.
+
+    Asked inside `follow_store`, so that STROP_STORE_URI counts too.
+    Raises: ConfigError if store.mirror is true and there is no store.
+    """
+    root = read_policy().root
+    if spec.mirror is False or (root is None and spec.mirror == "auto"):
+        return None
+    if root is None:
+        raise ConfigError(
+            explain_refusal(
+                "store.mirror=true, and there is no store",
+                allowed="store.uri, or STROP_STORE_URI",
+                next_step="name the store, or leave store.mirror out",
+            )
+        )
+    return root if spec.mirror is True or root.startswith("s3://") else None
+
+
+def probe_store(root: str, store: RecordStore | None = None) -> None:
+    """See that objects can be written, read, listed and removed where runs are mirrored to.
+
+    Raises: CheckRefused naming the right that is missing, or saying that the store does not answer.
+    """
+    store = store or open_record_store(root, upload_settings(None))
+    folder = join_uri(root, "checkpoints")
+    # Random: two runs that start at once do not take each other's away.
+    place, content = join_uri(folder, f".probe-{secrets.token_hex(8)}"), b"strop"
+    steps = (
+        ("write", "s3:PutObject", lambda: store.write(place, content)),
+        ("read", "s3:GetObject", lambda: store.read_versioned(place)),
+        ("list", "s3:ListBucket", lambda: next(iter(store.list_folders(folder)), None)),
+        ("remove", "s3:DeleteObject", lambda: store.remove(place)),
+    )
+    for verb, right, action in steps:
+        try:
+            action()
+        except RemoteDenied as error:
+            raise CheckRefused(
+                explain_refusal(
+                    f"runs cannot be mirrored to {folder}: the right to {verb} objects is missing ({error})",
+                    allowed=f"credentials that may write, read, list and remove there; missing here: {right}",
+                    next_step=f"have {right} granted, or train without a mirror: store.mirror=false",
+                )
+            ) from error
+        except StoreError as error:
+            raise CheckRefused(
+                explain_refusal(
+                    f"runs cannot be mirrored to {folder}: it did not pass a test to {verb} ({error})",
+                    allowed="a store that answers when a run begins",
+                    next_step="start again when it does, or train without a mirror: store.mirror=false",
+                )
+            ) from error
+
+
+def probe_mirror(spec: StoreSpec) -> None:
+    """Try the store that a run will be mirrored to, where it will be. Before anything heavy.
+
+    Raises: CheckRefused.
+    """
+    root = find_mirror_root(spec)
+    if root is not None:
+        probe_store(root)
+
+
+class Mirroring:
+    """An observer that passes on what it is told, and looks after the uploader meanwhile.
+
+    Use it in `with`: leaving the block waits for what is still to be sent, within the limits.
+    """
+
+    def __init__(self, spec: StoreSpec, run_dir: RunDir, observer: Observer) -> None:
+        root = find_mirror_root(spec)
+        self._spec = spec
+        self._run_dir = run_dir
+        self._observer = observer
+        self.uri = None if root is None else mirror_uri(root, spec.mirror_as or run_dir.path.name)
+        """Where the run is mirrored to; None: it is not."""
+        self._owner = secrets.token_hex(16)
+        self._child: ChildProcess | None = None
+        self._spawned_at = 0.0
+        self._num_read_bytes = 0
+        self._is_fenced = False
+        self._step = 0
+
+    def __enter__(self) -> Mirroring:
+        """Begin nothing yet: an attempt has to exist first."""
+        return self
+
+    def begin(self) -> None:
+        """Claim the mirror for this attempt and start the uploader. Call it once the attempt has begun.
+
+        Raises: CheckRefused if another run is mirrored there, or, for a run that has no checkpoint yet, if
+            the store cannot be claimed.
+        """
+        if self.uri is None:
+            return
+        state, notes = self._run_dir.state, notes_path(self._run_dir.path)
+        flush_path(self._run_dir.path).unlink(missing_ok=True)
+        self._num_read_bytes = notes.stat().st_size if notes.exists() else 0
+        store = open_record_store(self.uri, upload_settings(None))
+        try:
+            claim_mirror(
+                store, self.uri, RunIdentity.of(state), owner=self._owner, attempt=state.num_attempts
+            )
+        except StoreError as error:
+            if self._run_dir.latest_checkpoint() is None:
+                raise CheckRefused(
+                    explain_refusal(
+                        f"the run cannot be mirrored to {self.uri} ({error})",
+                        allowed="a store that answers when a run begins",
+                        next_step="start again when it does, or train without a mirror: store.mirror=false",
+                    )
+                ) from error
+            # Training that has come this far is worth more than its mirror: the uploader tries again.
+            self._announce("upload_failed", f"{self.uri} could not be claimed: {error}", is_alarm=True)
+        self._spawn()
+        self._announce("mirror", f"the run is mirrored to {self.uri}", is_alarm=False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let the uploader send the rest, wait within the limit, and end it."""
+        if self._child is None:
+            return
+        is_hurried = isinstance(error, Interrupted) or (
+            error is not None and not isinstance(error, Exception)
+        )
+        limit_s = self._spec.stop_flush_limit_s if is_hurried else self._spec.flush_limit_s
+        try:
+            self._flush(limit_s)
+        finally:
+            terminate(self._child, 0.0)
+            flush_path(self._run_dir.path).unlink(missing_ok=True)
+
+    def poll(self) -> None:
+        """Announce what the uploader noted, and start it again if it died. Waits for nothing."""
+        if self._child is None:
+            return
+        self._read_notes()
+        exit_code = self._child.poll()
+        if exit_code is None or self._is_fenced:
+            return
+        if exit_code == EXIT_FENCED:
+            self._is_fenced = True
+        elif exit_code != 0 and time.monotonic() - self._spawned_at >= RESPAWN_AFTER_S:
+            last = self._child.tail(1)
+            detail = f"the uploader ended with {exit_code} and is started again; its last line: {last}"
+            self._announce("uploader_died", detail, is_alarm=True)
+            self._spawn()
+
+    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
+        """Pass on."""
+        self._step = first_step
+        self._observer.on_start(run=run, first_step=first_step, num_steps=num_steps)
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Pass on, and look after the uploader."""
+        self._step = int(metrics["step"])
+        self._observer.on_step(metrics)
+        self.poll()
+
+    def on_event(self, event: Event) -> None:
+        """Pass on."""
+        self._observer.on_event(event)
+
+    def on_eval(self, summary: EvalSummary) -> None:
+        """Pass on."""
+        self._observer.on_eval(summary)
+
+    def on_end(self, *, cause: str) -> None:
+        """Pass on."""
+        self._observer.on_end(cause=cause)
+
+    def _spawn(self) -> None:
+        assert self.uri is not None
+        spec = self._spec
+        order = MirrorOrder(
+            run_path=str(self._run_dir.path.absolute()),
+            uri=self.uri,
+            owner=self._owner,
+            attempt=self._run_dir.state.num_attempts,
+            every_s=spec.mirror_every_s,
+            keep_last=spec.keep_last,
+            keep_every=spec.keep_every,
+            max_mb_per_s=spec.max_mb_per_s,
+        )
+        log_path = (self._run_dir.path / "latest").resolve() / LOG_NAME
+        # One thread for numeric libraries, should one be imported: the cores are the trainer's.
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._child = spawn([sys.executable, "-m", "strop.record.mirror", order.to_json()], log_path, env)
+        self._spawned_at = time.monotonic()
+
+    def _flush(self, limit_s: float) -> None:
+        """Wait until all is sent, the uploader gives up its place, or the time is over."""
+        path, began_at = flush_path(self._run_dir.path), time.monotonic()
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        while (waited_s := time.monotonic() - began_at) < limit_s:
+            self.poll()
+            assert self._child is not None
+            exit_code = self._child.poll()
+            if exit_code == 0 or self._is_fenced:
+                self._read_notes()
+                return
+            time.sleep(min(_POLL_S, limit_s - waited_s))
+        self._read_notes()
+        detail = (
+            f"not all of the run could be mirrored to {self.uri} within {limit_s:g} s of its end; it is whole"
+            f" in {self._run_dir.path}, and the last lines of {LOG_NAME} there say what is missing"
+        )
+        self._announce("upload_incomplete", detail, is_alarm=True)
+
+    def _read_notes(self) -> None:
+        path = notes_path(self._run_dir.path)
+        if not path.exists() or path.stat().st_size <= self._num_read_bytes:
+            return
+        with path.open("rb") as file:
+            file.seek(self._num_read_bytes)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._num_read_bytes += len(whole)
+        for line in whole.splitlines():
+            note = json.loads(line)
+            self._announce(note["cause"], note["detail"], is_alarm=note["is_alarm"])
+
+    def _announce(self, cause: str, detail: str, *, is_alarm: bool) -> None:
+        kind = EventKind.TRIPWIRE if is_alarm else EventKind.NOTICE
+        event = Event(kind=kind, step=self._step, cause=cause, detail=detail)
+        self._run_dir.events.append(event)
+        self._observer.on_event(event)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continuation:
+    """A run that goes on from its mirror."""
+
+    resolved: ResolvedSpec
+    """With `output.dir` set to the restored directory."""
+    run_path: Path
+    detail: str
+    """What was done, for the user."""
+
+
+def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
+    """Bring a run here from its mirror, unless it is here already, and return what trains on there.
+
+    Raises: CheckRefused if nothing is mirrored there, the mirror is of another spec, or the directory
+        here is behind the mirror; StoreErrors.
+    """
+    remote = find_remote_run(uri, settings=upload_settings(None))
+    if remote is None or remote.step is None:
+        raise CheckRefused(
+            explain_refusal(
+                f"nothing can be gone on with at {uri}: "
+                + (
+                    "no run is mirrored there" if remote is None else "the run has no complete checkpoint yet"
+                ),
+                allowed="the mirror of a run, as s3://bucket/prefix/checkpoints/NAME",
+                next_step="correct the URI, or leave --from out to begin anew",
+            )
+        )
+    _require_spec(uri, remote, resolved)
+    output = resolved.spec.output
+    target = Path(output.dir) if output.dir else Path(output.root) / uri.rstrip("/").rpartition("/")[2]
+    if target.exists():
+        detail = _compare_here(target, remote)
+    else:
+        restore_run(uri, target.parent, name=target.name, settings=upload_settings(None))
+        detail = f"restored {target} from {uri}"
+    changes = {
+        "output": output.model_copy(update={"dir": str(target)}),
+        "store": _mirror_there(resolved.spec.store, uri),
+    }
+    spec = resolved.spec.model_copy(update=changes)
+    moved = ResolvedSpec(spec=spec, origins=resolved.origins, notices=resolved.notices)
+    return Continuation(resolved=moved, run_path=target, detail=detail)
+
+
+def _mirror_there(spec: StoreSpec, uri: str) -> StoreSpec:
+    """Go on with the same mirror, whatever the directory is called here, if it is in the run's store."""
+    with follow_store(spec) as policy:
+        prefix = None if policy.root is None else normalize_uri(mirror_uri(policy.root, ""))
+    place = normalize_uri(uri)
+    if prefix is None or spec.mirror_as is not None or not place.startswith(f"{prefix}/"):
+        return spec
+    return spec.model_copy(update={"mirror_as": place.removeprefix(f"{prefix}/")})
+
+
+def _require_spec(uri: str, remote: RemoteRun, resolved: ResolvedSpec) -> None:
+    mine, theirs = spec_digest(resolved.spec), remote.latest.run.spec_digest
+    if mine != theirs:
+        raise CheckRefused(
+            explain_refusal(
+                f"{uri} is a run of spec {theirs[:12]}, and this run file is {mine[:12]}",
+                allowed="the run file and overrides that the run was begun with",
+                next_step=f"compare with {uri}/traces/spec.toml, which is the run's own",
+            )
+        )
+
+
+def _compare_here(target: Path, remote: RemoteRun) -> str:
+    """Say that the run goes on from what is here.
+
+    Raises: CheckRefused if the mirror is ahead of it.
+    """
+    run = RunDir.open(target)
+    latest = run.latest_checkpoint()
+    step = 0 if latest is None else latest[0]
+    if RunIdentity.of(run.state) == remote.latest.run and step >= (remote.step or 0):
+        return f"{target} is here already, at step {step}, and goes on"
+    raise CheckRefused(
+        explain_refusal(
+            f"{target} is here at step {step}, and {remote.uri} is at step {remote.step} of a run of that name",
+            allowed="a directory of the same run that is as far, or none",
+            next_step=f"move {target} away, and give the same command again",
+        )
+    )

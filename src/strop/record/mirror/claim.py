@@ -1,0 +1,165 @@
+"""Who may write to a run's mirror, and which checkpoint in it is the newest: `latest.json`.
+
+One object says both, and every change of it is conditional on the one before. An attempt that starts
+claims the mirror with a higher fence than the last; whoever finds another owner there stops. So an
+attempt that was taken for dead and wakes up cannot point back to its older checkpoint. No clock of any
+machine takes part.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
+from strop.record.run_dir import RunState
+from strop.store.record_store import RecordStore
+from strop.store.uris import join_uri
+
+LATEST_NAME = "latest.json"
+NUM_CLAIM_ATTEMPTS = 5
+"""Attempts that start at one moment and find each other's claim each time."""
+
+
+class MirrorFenced(StoreError):
+    """Raised when a newer attempt of the run has claimed its mirror; this one must stop sending."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """What tells two runs of one name apart."""
+
+    name: str
+    spec_digest: str
+    created_at: float
+
+    @classmethod
+    def of(cls, state: RunState) -> RunIdentity:
+        """Return the identity of a run."""
+        return cls(name=state.name, spec_digest=state.spec_digest, created_at=state.created_at)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latest:
+    """The content of latest.json."""
+
+    run: RunIdentity
+    fence: int
+    """Larger with every claim, and never smaller than the owner's attempt number."""
+    owner: str
+    """Names one attempt of one process; random."""
+    attempt: int
+    """The owner's attempt number, as its run directory counts."""
+    step: int | None = None
+    """Of the newest checkpoint that was sent whole; None: none yet."""
+    uri: str | None = None
+    digest: str | None = None
+    """Of that record's manifest."""
+
+    def to_bytes(self) -> bytes:
+        """Return the object's content."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+
+def read_latest(store: RecordStore, uri: str) -> tuple[Latest, str] | None:
+    """Return what a mirror says of itself, with its version; None: nothing was ever mirrored there.
+
+    Raises: CorruptRecord if it cannot be read.
+    """
+    place = join_uri(uri, LATEST_NAME)
+    found = store.read_versioned(place)
+    if found is None:
+        return None
+    data, version = found
+    try:
+        content: dict[str, Any] = json.loads(data)
+        return Latest(**{**content, "run": RunIdentity(**content["run"])}), version
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptRecord(
+            explain_refusal(
+                f"{place} cannot be read ({error})",
+                allowed="the JSON that strop wrote",
+                next_step="remove it if no run is mirrored there any more, or choose another store.mirror_as",
+            )
+        ) from error
+
+
+def claim_mirror(store: RecordStore, uri: str, run: RunIdentity, *, owner: str, attempt: int) -> Latest:
+    """Make an attempt the one that may write to the run's mirror.
+
+    Raises: CheckRefused if another run is mirrored there; StoreErrors.
+    """
+    for _ in range(NUM_CLAIM_ATTEMPTS):
+        found = read_latest(store, uri)
+        if found is None:
+            mine, version = Latest(run=run, fence=attempt, owner=owner, attempt=attempt), None
+        else:
+            latest, version = found
+            if latest.run != run:
+                raise _other_run(uri, latest)
+            if latest.owner == owner:
+                return latest
+            fence = max(attempt, latest.fence + 1)
+            mine = replace(latest, fence=fence, owner=owner, attempt=attempt)
+        if store.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
+            return mine
+    raise StoreError(
+        explain_refusal(
+            f"{uri} was claimed by others {NUM_CLAIM_ATTEMPTS} times in a row",
+            allowed="one attempt of a run at a time",
+            next_step="see who else trains this run, and end all attempts but one",
+        )
+    )
+
+
+def require_claim(store: RecordStore, uri: str, owner: str) -> tuple[Latest, str]:
+    """Return what the mirror says of itself if it is still this attempt's.
+
+    Raises: MirrorFenced naming the newer attempt.
+    """
+    found = read_latest(store, uri)
+    if found is not None and found[0].owner == owner:
+        return found
+    now = (
+        "has no owner any more"
+        if found is None
+        else f"belongs to attempt {found[0].attempt}, fence" + (f" {found[0].fence}")
+    )
+    raise MirrorFenced(
+        explain_refusal(
+            f"{uri} {now}: this attempt sends nothing more",
+            allowed="the attempt that started last",
+            next_step="end this attempt if the newer one is meant to live",
+        )
+    )
+
+
+def point_to(store: RecordStore, uri: str, owner: str, *, step: int, record_uri: str, digest: str) -> Latest:
+    """Name the newest checkpoint.
+
+    Raises: MirrorFenced if another attempt has claimed the mirror in the meantime.
+    """
+    latest, version = require_claim(store, uri, owner)
+    mine = replace(latest, step=step, uri=record_uri, digest=digest)
+    if mine != latest and not store.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
+        require_claim(store, uri, owner)
+        raise StoreError(
+            explain_refusal(
+                f"{uri}/{LATEST_NAME} changed while it was written, and its owner did not",
+                allowed="one uploader for an attempt",
+                next_step="see whether two of them run; the next look repeats it",
+            )
+        )
+    return mine
+
+
+def _other_run(uri: str, latest: Latest) -> CheckRefused:
+    return CheckRefused(
+        explain_refusal(
+            f"{uri} is the mirror of another run: {latest.run.name}, spec {latest.run.spec_digest[:12]},"
+            f" begun at {latest.run.created_at:.0f}",
+            allowed="a place of its own for each run",
+            next_step="set store.mirror_as to another name, or store.mirror=false",
+        )
+    )

@@ -1,0 +1,329 @@
+"""The way back: a run directory from its mirror, on any machine, and copies of a mirror for people.
+
+Reads only. What is under way is called `NAME.incoming`, and the same call goes on with it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError, explain_refusal
+from strop.record.mirror.claim import LATEST_NAME, Latest, read_latest
+from strop.record.mirror.layout import RUN_FOLDER, TRACES, RecordName
+from strop.record.run_dir import LOCK_NAME, STATE_NAME, step_of
+from strop.store.atomic import (
+    explain_write_failure,
+    is_inner_name,
+    seal_directory,
+    verify_directory,
+    write_bytes_atomically,
+)
+from strop.store.contract import StoredObject
+from strop.store.lock import FileLock
+from strop.store.opening import open_record_store
+from strop.store.record_store import INCOMING_SUFFIX, RecordStore
+from strop.store.s3_client import S3Settings
+from strop.store.uris import join_uri, normalize_uri
+
+NUM_OBJECT_ATTEMPTS = 3
+"""How often an object is fetched that its writer replaces meanwhile."""
+_FETCHED_NAME = ".fetched"
+"""Marks a copy made by `fetch_run`, with where it is from."""
+_CURVE_FILES = frozenset({"metrics.jsonl", "events.jsonl", STATE_NAME, "spec.toml", "env.txt"})
+FETCH_PARTS = ("traces", "latest", "final")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteRun:
+    """What a mirror has."""
+
+    uri: str
+    latest: Latest
+    records: tuple[RecordName, ...]
+    """Complete checkpoints, the one to go on from first."""
+
+    @property
+    def step(self) -> int | None:
+        """The step that a restored run goes on from; None: it has no checkpoint yet."""
+        return self.records[0].step if self.records else None
+
+    def record_uri(self, name: RecordName) -> str:
+        """Return where a checkpoint's record is."""
+        return name.uri(self.uri, self.latest.run.name)
+
+
+def find_remote_run(uri: str, *, settings: S3Settings | None = None) -> RemoteRun | None:
+    """Look at a run's mirror; None: nothing was ever mirrored there.
+
+    Raises: CorruptRecord if its latest.json cannot be read; StoreErrors.
+    """
+    return _find_run(open_record_store(uri, settings), uri)
+
+
+def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Settings | None = None) -> Path:
+    """Make a run directory from a run's mirror, so that its command goes on from the newest checkpoint.
+
+    The directory gets the mirror's name, or `name`. A checkpoint that is half there or damaged is passed
+    over for the one before. Everything is checked by digests; the directory appears when it is whole.
+    Raises: CheckRefused if the directory is there; RemoteMissing if the mirror has no checkpoint;
+        StoreErrors.
+    """
+    uri = normalize_uri(uri)
+    store = open_record_store(uri, settings)
+    target = root / (name or uri.rpartition("/")[2])
+    if target.exists():
+        raise CheckRefused(
+            explain_refusal(
+                f"{target} is there already, and {uri} would be restored to it",
+                allowed="a directory that does not exist yet",
+                next_step="give the same command without --from to go on with it, or remove it",
+            )
+        )
+    incoming = target.with_name(target.name + INCOMING_SUFFIX)
+    try:
+        with _working_in(incoming):
+            found = _require_run(store, uri)
+            run_path = _restore_record(store, found, incoming)
+            _restore_traces(store, uri, run_path)
+            run_path.rename(target)
+            # Under the lock: who comes now finds the target.
+            shutil.rmtree(incoming, ignore_errors=True)
+    except OSError as error:
+        raise explain_write_failure(error, target) from error
+    return target
+
+
+def fetch_run(
+    uri: str, target: Path, *, only: Sequence[str] = FETCH_PARTS, settings: S3Settings | None = None
+) -> tuple[Path, ...]:
+    """Copy a run's mirror, or parts of it, to a directory for reading; return the files that moved.
+
+    `only` are names of 'traces', 'latest' (the newest checkpoint), 'final' (the model), or 'step-N'.
+    A second call brings what is new. An interrupted copy is called `NAME.incoming` until the same call
+    has completed it. Nothing is removed at the source.
+    Raises: ConfigError for another part; RemoteMissing for a step that is not there; StoreError if the
+        target is there and no such copy.
+    """
+    uri = normalize_uri(uri)
+    store = open_record_store(uri, settings)
+    found = _require_run(store, uri, needs_checkpoint=False)
+    records = [_name_record(found, part) for part in only if part != TRACES]
+    incoming = target.with_name(target.name + INCOMING_SUFFIX)
+    moved: list[Path] = []
+    try:
+        _take_up_copy(uri, target, incoming)
+        with _working_in(incoming):
+            write_bytes_atomically(incoming / _FETCHED_NAME, uri.encode())
+            if TRACES in only:
+                moved += [target / TRACES / name for name in _fetch_traces(store, uri, incoming / TRACES)]
+            for record_uri in filter(None, dict.fromkeys(records)):
+                name = record_uri.rpartition("/")[2]
+                if store.find_manifest(record_uri) is None and record_uri.endswith("_final"):
+                    continue  # Not trained to the end yet.
+                transfer = store.get(record_uri, incoming / name, replace=True)
+                moved += [target / name / file for file in transfer.moved]
+            for lock_path in (incoming / LOCK_NAME, *incoming.glob("*.lock")):
+                lock_path.unlink(missing_ok=True)
+            incoming.rename(target)
+    except OSError as error:
+        raise explain_write_failure(error, target) from error
+    return tuple(moved)
+
+
+def _find_run(store: RecordStore, uri: str) -> RemoteRun | None:
+    found = read_latest(store, uri)
+    if found is None:
+        return None
+    latest = found[0]
+    names = [RecordName.parse(folder, latest.run.name) for folder in store.list_folders(uri)]
+    remote = RemoteRun(uri=uri, latest=latest, records=())
+    whole = [name for name in names if name is not None and _is_whole(store, remote, name)]
+    # What latest.json names comes first: another attempt may have left a later step behind.
+    whole.sort(key=lambda name: (remote.record_uri(name) == latest.uri, name), reverse=True)
+    return RemoteRun(uri=uri, latest=latest, records=tuple(whole))
+
+
+def _is_whole(store: RecordStore, remote: RemoteRun, name: RecordName) -> bool:
+    try:
+        return store.find_manifest(remote.record_uri(name)) is not None
+    except CorruptRecord:
+        return False
+
+
+def _require_run(store: RecordStore, uri: str, *, needs_checkpoint: bool = True) -> RemoteRun:
+    found = _find_run(store, uri)
+    if found is None or (needs_checkpoint and not found.records):
+        what = f"no {LATEST_NAME}" if found is None else "no complete checkpoint"
+        raise RemoteMissing(
+            explain_refusal(
+                f"{uri} has {what}",
+                allowed="the place that a run with store.mirror is mirrored to, once it has sent a checkpoint",
+                next_step="check the URI: it ends in checkpoints/ and the name of the run's directory",
+            )
+        )
+    return found
+
+
+def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Path:
+    """Fetch the newest checkpoint that is sound, and build the run directory around it."""
+    failures = []
+    for name in found.records:
+        record_path = incoming / "record" / f"step-{name.step:06d}"
+        try:
+            store.get(found.record_uri(name), record_path, replace=True)
+        except (CorruptRecord, RemoteMissing) as error:
+            failures.append(str(error))
+            continue
+        return _build_run(found, name, record_path, incoming / "directory")
+    raise CorruptRecord(
+        explain_refusal(
+            f"none of {len(failures)} checkpoints at {found.uri} is sound: {failures[0]}",
+            allowed="a checkpoint whose files are those that its manifest promises",
+            next_step="see who else writes there",
+        )
+    )
+
+
+def _build_run(found: RemoteRun, name: RecordName, record_path: Path, run_path: Path) -> Path:
+    shutil.rmtree(run_path, ignore_errors=True)
+    for folder in ("attempts", "rollouts", "eval", "checkpoints"):
+        (run_path / folder).mkdir(parents=True)
+    manifest = verify_directory(record_path, can_trust_mtime=True)
+    checkpoint_path = run_path / "checkpoints" / f"step-{name.step:06d}"
+    inside = f"{RUN_FOLDER}/"
+    for file in manifest.files:
+        place = run_path / file.removeprefix(inside) if file.startswith(inside) else checkpoint_path / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Moved, not copied: a call that is killed here fetches the record again.
+        (record_path / file).rename(place)
+    facts = {key: value for key, value in manifest.facts.items() if key != "mirror"}
+    known = {file: sha for file, sha in manifest.sha256_by_name.items() if not file.startswith(inside)}
+    seal_directory(checkpoint_path, facts=facts, known_sha256=known)
+    state: dict[str, Any] = json.loads((run_path / STATE_NAME).read_bytes())
+    # The next attempt is the one after all that were ever begun: their logs are here.
+    state["num_attempts"] = max(int(state["num_attempts"]), found.latest.attempt)
+    write_bytes_atomically(run_path / STATE_NAME, json.dumps(state, indent=1).encode())
+    return run_path
+
+
+def _restore_traces(store: RecordStore, uri: str, run_path: Path) -> None:
+    """Fetch rollouts and logs. What the record has of the run stays: it belongs to its step."""
+    (checkpoint_path,) = (run_path / "checkpoints").iterdir()
+    step = step_of(checkpoint_path) or 0
+
+    def is_wanted(name: str) -> bool:
+        found_step = step_of(Path(name))
+        return name not in _CURVE_FILES and (found_step is None or found_step <= step)
+
+    for name, stored in _list_traces(store, uri):
+        if is_wanted(name) and not (run_path / name).exists():
+            _fetch_object(store, stored, run_path / name)
+
+
+def _fetch_traces(store: RecordStore, uri: str, folder: Path) -> Iterator[str]:
+    """Bring what is not here with its digest; yield the names that moved."""
+    for name, stored in _list_traces(store, uri):
+        if _fetch_object(store, stored, folder / name):
+            yield name
+
+
+def _list_traces(store: RecordStore, uri: str) -> Iterator[tuple[str, StoredObject]]:
+    root = normalize_uri(join_uri(uri, TRACES))
+    for stored in store.list(root):
+        name = stored.uri.removeprefix(f"{root}/")
+        # A store may be written to by others: no name leads out of the directory.
+        if is_inner_name(name):
+            yield name, stored
+
+
+def _fetch_object(store: RecordStore, stored: StoredObject, path: Path) -> bool:
+    """Fetch one object, again where its writer replaced it meanwhile; return whether it moved."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for attempt_index in range(NUM_OBJECT_ATTEMPTS):
+        try:
+            return bool(store.get(stored.uri, path, replace=True).moved)
+        except RemoteMissing:
+            raise
+        except StoreError:
+            if attempt_index == NUM_OBJECT_ATTEMPTS - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _name_record(found: RemoteRun, part: str) -> str | None:
+    """Return the URI of a record that a part means; None: there is none yet."""
+    if part == "final":
+        return join_uri(found.uri, f"{found.latest.run.name}_final")
+    if part == "latest":
+        return found.record_uri(found.records[0]) if found.records else None
+    step = step_of(Path(part)) if part.startswith("step-") else None
+    if step is None and part.startswith("step-") and part[5:].isdecimal():
+        step = int(part[5:])
+    if step is None:
+        raise ConfigError(
+            explain_refusal(
+                f"{part!r} is no part of a mirrored run",
+                allowed=f"{', '.join(FETCH_PARTS)}, step-N",
+                next_step="correct it",
+            )
+        )
+    for name in found.records:
+        if name.step == step:
+            return found.record_uri(name)
+    steps = ", ".join(str(name.step) for name in found.records) or "none"
+    raise RemoteMissing(
+        explain_refusal(
+            f"{found.uri} has no complete checkpoint of step {step}",
+            allowed=f"the steps that are there: {steps}",
+            next_step="name one of them, or 'latest'",
+        )
+    )
+
+
+def _take_up_copy(uri: str, target: Path, incoming: Path) -> None:
+    """Go on with a copy that was interrupted, or bring one up to date."""
+    if target.exists():
+        if not (target / _FETCHED_NAME).is_file() or incoming.exists():
+            raise _taken(target)
+        target.rename(incoming)
+    marker = incoming / _FETCHED_NAME
+    if incoming.exists() and not (marker.is_file() and marker.read_text() == uri):
+        raise _taken(incoming)
+
+
+@contextmanager
+def _working_in(incoming: Path) -> Iterator[None]:
+    """Hold a directory that is being filled.
+
+    Raises: CheckRefused if another process fills it.
+    """
+    incoming.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(incoming / LOCK_NAME)
+    if not lock.try_acquire():
+        raise CheckRefused(
+            explain_refusal(
+                f"{incoming} is being filled by {lock.holder() or 'another process'}",
+                allowed="one transfer to a place at a time",
+                next_step="wait for it, or end it and give the same command again",
+            )
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _taken(path: Path) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{path} is there, and is no copy of this run",
+            allowed="a name that is free, or an earlier copy of the same run",
+            next_step="choose another name",
+        )
+    )

@@ -1,0 +1,329 @@
+"""The process that mirrors one run while it trains.
+
+A look at the run directory does, in this order: the newest complete checkpoint, what older ones are no
+longer kept, what was recorded, and at the end the model. Each part fails alone and is tried again with
+growing pauses; the trainer is told by notes and never waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from strop.errors import CorruptRecord, StoreError, StropError, explain_refusal
+from strop.record.events import EventKind
+from strop.record.mirror.claim import Latest, MirrorFenced, RunIdentity, claim_mirror, point_to, require_claim
+from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, notes_path
+from strop.record.mirror.pins import PinnedCheckpoint, pin_checkpoint, unpin
+from strop.record.mirror.traces import TraceSender, remove_pins, yield_after
+from strop.record.run_dir import RunDir
+from strop.store.atomic import Manifest
+from strop.store.record_store import RecordStore
+from strop.store.retries import RetryRules
+from strop.store.s3_client import S3Settings
+from strop.store.uris import join_uri
+
+LOOK_EVERY_S = 0.5
+EXIT_FENCED = 3
+EXIT_ORPHAN = 4
+MAX_PAUSE_S = 60.0
+"""Longest pause between two attempts at what fails."""
+MAX_FLUSH_PAUSE_S = 2.0
+"""The same while the trainer waits for the end."""
+
+
+def upload_settings(max_mb_per_s: float | None) -> S3Settings:
+    """Return how an uploader talks to S3: few parts at once, and the outer loop is the patient one."""
+    return S3Settings(
+        part_bytes=8 << 20,
+        num_connections=4,
+        retries=RetryRules(num_attempts=4, first_pause_s=0.5),
+        max_bytes_per_s=None if max_mb_per_s is None else max_mb_per_s * 1e6,
+    )
+
+
+@dataclass
+class _Part:
+    """One of the things that a look does."""
+
+    name: str
+    action: Callable[[bool], bool]
+    """Is told whether the trainer has ended; returns whether there was nothing left to do."""
+    num_failures: int = 0
+    """In a row."""
+    failed_at: float = 0.0
+    pause_s: float = 0.0
+    cause: str = ""
+
+
+class Uploader:
+    """Mirrors one run. Knows nothing that it could not find out again."""
+
+    def __init__(
+        self,
+        order: MirrorOrder,
+        store: RecordStore,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._order = order
+        self._store = store
+        self._clock = clock
+        self._sleep = sleep
+        self._run = RunDir.open(Path(order.run_path))
+        self._identity = RunIdentity.of(self._run.state)
+        self._traces = TraceSender(self._run.path, store, order.uri)
+        self._traces_at = -float("inf")
+        self._latest: Latest | None = None
+        self._sent_step: int | None = None
+        """The newest local checkpoint that was dealt with."""
+        self._is_retention_due = True
+        self._parts = [
+            _Part("checkpoint", self._send_checkpoint),
+            _Part("retention", self._remove_old),
+            _Part("traces", self._send_traces),
+            _Part("final", self._send_final),
+        ]
+
+    def run(self, is_orphan: Callable[[], bool] = lambda: False) -> int:
+        """Mirror until the trainer has ended and all is sent; return the exit code."""
+        unpin(self._run.path)
+        remove_pins(self._run.path)
+        while not is_orphan():
+            # Asked before the look: what is there now counts.
+            is_flush = flush_path(self._run.path).exists()
+            try:
+                is_done = self.look(is_flush=is_flush)
+            except MirrorFenced as error:
+                self._note("mirror_fenced", str(error), is_alarm=True)
+                return EXIT_FENCED
+            if is_flush and is_done:
+                return 0
+            self._sleep(LOOK_EVERY_S)
+        return EXIT_ORPHAN
+
+    def look(self, *, is_flush: bool) -> bool:
+        """Do once what is due; return whether nothing is left.
+
+        Raises: MirrorFenced if another attempt has claimed the mirror.
+        """
+        are_done = [self._do(part, is_flush=is_flush) for part in self._parts]
+        # Asked last: no part is left out because another failed.
+        return all(are_done)
+
+    def _do(self, part: _Part, *, is_flush: bool) -> bool:
+        longest_s = MAX_FLUSH_PAUSE_S if is_flush else MAX_PAUSE_S
+        if part.num_failures and self._clock() - part.failed_at < min(part.pause_s, longest_s):
+            return False
+        try:
+            if self._latest is None:
+                self._begin()
+            is_done = part.action(is_flush)
+        except MirrorFenced:
+            raise
+        except (StropError, OSError) as error:
+            self._note_failure(part, error)
+            return False
+        if part.num_failures:
+            self._note("upload_recovered", f"{part.name}: sent after {part.num_failures} failures")
+        part.num_failures = 0
+        return is_done
+
+    def _begin(self) -> None:
+        order = self._order
+        self._latest = claim_mirror(
+            self._store, order.uri, self._identity, owner=order.owner, attempt=order.attempt
+        )
+        # Whoever was the writer before is none any more.
+        self._store.give_up_uploads(order.uri)
+        self._log(f"claimed {order.uri} with fence {self._latest.fence}")
+
+    def _newest_step(self) -> int | None:
+        steps = self._run.checkpoint_steps()
+        return steps[-1] if steps else None
+
+    def _has_news(self) -> bool:
+        return self._newest_step() not in {None, self._sent_step}
+
+    def _send_checkpoint(self, is_flush: bool) -> bool:
+        """Send the newest complete checkpoint, if it is not there."""
+        step = self._newest_step()
+        if step is None or step == self._sent_step:
+            return True
+        latest, _ = require_claim(self._store, self._order.uri, self._order.owner)
+        if latest.step is not None and latest.step > step:
+            # An earlier attempt came further than what this one goes on from.
+            self._sent_step = step
+            return True
+        pinned = pin_checkpoint(self._run, step)
+        if pinned is None:
+            return False
+        try:
+            self._send_pinned(pinned)
+        finally:
+            unpin(self._run.path)
+        self._note_skipped(step)
+        self._sent_step = step
+        self._is_retention_due = True
+        return not self._has_news()
+
+    def _send_pinned(self, pinned: PinnedCheckpoint) -> None:
+        assert self._latest is not None
+        order, began_at = self._order, self._clock()
+        name, found = self._choose_name(pinned)
+        uri = name.uri(order.uri, self._run.state.name)
+        if found is None:
+            facts = {
+                "run": self._run.path.name,
+                "step": pinned.step,
+                "fence": self._latest.fence,
+                "attempt": order.attempt,
+            }
+            manifest = pinned.describe(facts)
+            moved = self._store.put_described(
+                pinned.paths, uri, manifest, before_complete=self._require_claim
+            ).moved_bytes
+            found = self._store.find_manifest(uri)
+            if found is None or found.digest != manifest.digest:
+                raise _not_seen(uri)
+            took_s = self._clock() - began_at
+            self._log(f"sent {uri}: {moved / 1e6:.1f} MB in {took_s:.1f} s")
+        point_to(self._store, order.uri, order.owner, step=pinned.step, record_uri=uri, digest=found.digest)
+
+    def _require_claim(self) -> None:
+        require_claim(self._store, self._order.uri, self._order.owner)
+
+    def _choose_name(self, pinned: PinnedCheckpoint) -> tuple[RecordName, Manifest | None]:
+        """Return the name that this content has in the store, or may have; a complete record stays."""
+        assert self._latest is not None
+        plain = RecordName(step=pinned.step)
+        found = self._find(plain)
+        if found is None or _holds(found, pinned.manifest):
+            return plain, found
+        own = RecordName(step=pinned.step, fence=self._latest.fence)
+        found = self._find(own)
+        return own, found if found is not None and _holds(found, pinned.manifest) else None
+
+    def _find(self, name: RecordName) -> Manifest | None:
+        return self._store.find_manifest(name.uri(self._order.uri, self._run.state.name))
+
+    def _remove_old(self, is_flush: bool) -> bool:
+        """Remove checkpoints that are not kept, once the newest one is seen to be whole."""
+        if not self._is_retention_due:
+            return True
+        order, run = self._order, self._run.state.name
+        latest, _ = require_claim(self._store, order.uri, order.owner)
+        if latest.uri is None or latest.step is None:
+            return True
+        newest = self._store.find_manifest(latest.uri)
+        if newest is None or newest.digest != latest.digest:
+            raise _not_seen(latest.uri)
+        folders = self._store.list_folders(order.uri)
+        found = [name for name in (RecordName.parse(folder, run) for folder in folders) if name is not None]
+        whole = sorted(name for name in found if self._find(name) is not None)
+        kept = set(whole[-order.keep_last :])
+        if order.keep_every is not None:
+            kept |= {name for name in whole if name.step % order.keep_every == 0}
+        for name in sorted(found):
+            uri = name.uri(order.uri, run)
+            # Of a later step, or half there: another look's, or a dead attempt's that may be gone on with.
+            if name not in kept and name.step <= latest.step and uri != latest.uri:
+                self._store.remove_record(uri)
+                self._log(f"removed {uri}")
+        self._is_retention_due = False
+        return True
+
+    def _send_traces(self, is_flush: bool) -> bool:
+        """Send what was recorded."""
+        if not is_flush and self._clock() - self._traces_at < self._order.every_s:
+            return True
+        self._require_claim()
+        should_yield = yield_after(self._order.every_s, self._has_news)
+        is_done = self._traces.send(is_whole=is_flush, should_yield=should_yield)
+        if is_done:
+            self._traces_at = self._clock()
+        return is_done
+
+    def _send_final(self, is_flush: bool) -> bool:
+        """Send the model of a run whose every step is trained."""
+        if not is_flush or not RunDir.open(self._run.path).is_finished:
+            return True
+        step = self._newest_step()
+        pinned = None if step is None else pin_checkpoint(self._run, step)
+        if pinned is None:
+            return True
+        try:
+            self._require_claim()
+            paths, files = pinned.model()
+            uri = join_uri(self._order.uri, f"{self._run.state.name}_final")
+            manifest = Manifest(files=files, facts={"run": self._run.path.name, "step": pinned.step})
+            moved = self._store.put_described(paths, uri, manifest, before_complete=self._require_claim)
+            self._log(f"sent {uri}: {moved.moved_bytes / 1e6:.1f} MB")
+        finally:
+            unpin(self._run.path)
+        return True
+
+    def _note_skipped(self, step: int) -> None:
+        """Say which checkpoints were complete and never sent, because sending is slower than saving."""
+        if self._sent_step is None:
+            return
+        skipped = sorted(
+            event.step
+            for event in self._run.events.read()
+            if event.kind is EventKind.CHECKPOINT
+            and event.cause == "written"
+            and self._sent_step < event.step < step
+        )
+        if skipped:
+            steps = ", ".join(map(str, dict.fromkeys(skipped)))
+            self._note(
+                "upload_skipped", f"the checkpoints of steps {steps} were not sent: step {step} was newer"
+            )
+
+    def _note_failure(self, part: _Part, error: Exception) -> None:
+        part.failed_at, part.pause_s = self._clock(), min(2.0**part.num_failures, MAX_PAUSE_S)
+        part.num_failures += 1
+        self._log(f"{part.name} failed ({part.num_failures}): {error}")
+        cause = type(error).__name__
+        is_power_of_two = part.num_failures & (part.num_failures - 1) == 0
+        if is_power_of_two or cause != part.cause:
+            detail = (
+                f"{part.name} could not be mirrored to {self._order.uri} ({part.num_failures} in a row);"
+                f" training goes on, and it is tried again: {error}"
+            )
+            self._note("upload_failed", detail, is_alarm=True)
+        part.cause = cause
+
+    def _note(self, cause: str, detail: str, *, is_alarm: bool = False) -> None:
+        self._log(f"{cause}: {detail}")
+        path = notes_path(self._run.path)
+        path.parent.mkdir(exist_ok=True)
+        line = json.dumps({"cause": cause, "detail": detail, "is_alarm": is_alarm})
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def _log(self, text: str) -> None:
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        os.write(1, f"{now} {' '.join(text.split())}\n".encode())
+
+
+def _holds(found: Manifest, checkpoint: Manifest) -> bool:
+    """Whether a record is of this very checkpoint, whatever the run recorded beside it."""
+    digests = found.sha256_by_name
+    return all(digests.get(name) == sha256 for name, sha256 in checkpoint.sha256_by_name.items())
+
+
+def _not_seen(uri: str) -> StoreError:
+    return CorruptRecord(
+        explain_refusal(
+            f"{uri} was sent, and the store does not show it with the digest that was sent",
+            allowed="a store that shows what it accepted",
+            next_step="see whether another tool writes there; nothing older is removed meanwhile",
+        )
+    )
