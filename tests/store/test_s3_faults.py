@@ -302,3 +302,33 @@ def test_parts_by_hand() -> None:
     # S3 takes 10,000 parts: 25,000 bytes in parts of 1 would be more, so they are ceil(2.5) = 3.
     assert cut_parts(25_000, 1)[0].size_bytes == 3
     assert len(cut_parts(25_000, 1)) == 8334
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "dropped", "lost-reply"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_a_passing_fault_while_writing_on_a_condition(
+    fault: str, is_first: bool, proxy: SpoilingProxy, s3_root: str
+) -> None:
+    """The answer of a write that succeeded may be lost; the repetition finds its own work."""
+    objects, place = make_objects(fault), f"{s3_root}/latest.json"
+    version = None
+    if not is_first:
+        objects.write(place, b"before")
+        found = objects.read_versioned(place)
+        assert found is not None
+        version = found[1]
+    proxy.once(fault, "PUT")
+    assert objects.write_if(place, b"mine", version)
+    assert len(proxy.spoilt) == 1
+    assert not objects.write_if(place, b"later", version)
+
+
+def test_unfinished_uploads_below_a_prefix_are_given_up(s3_root: str) -> None:
+    client, place = open_client(SETTINGS), parse_s3(s3_root)
+    begun = {
+        name: client.create_multipart_upload(Bucket=BUCKET, Key=f"{place.key}/{name}")["UploadId"]
+        for name in ("mine/a", "mine/deep/b", "mine-not/c")
+    }
+    make_objects().give_up_uploads(f"{s3_root}/mine")
+    left = client.list_multipart_uploads(Bucket=BUCKET, Prefix=place.key).get("Uploads", ())
+    assert [entry["UploadId"] for entry in left] == [begun["mine-not/c"]]

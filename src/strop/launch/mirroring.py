@@ -357,7 +357,7 @@ def _compare_here(target: Path, remote: RemoteRun) -> str:
         return f"{target} is here already, at step {step}, and goes on"
     raise CheckRefused(
         explain_refusal(
-            f"{target} is here at step {step}, and {remote.uri} is at step {remote.step} of a run of that name",
+            f"{target} is here at step {step}, and {remote.uri} is at step {remote.step}",
             allowed="a directory of the same run that is as far, or none",
             next_step=f"move {target} away, and give the same command again",
         )

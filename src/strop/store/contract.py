@@ -104,7 +104,7 @@ class Objects(Protocol):
         ...
 
     def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
-        """Write a small object if it still has that version, or for None if there is none; else return False."""
+        """Write a small object if its version is still that one (None: it is not there); tell if it was."""
         ...
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:

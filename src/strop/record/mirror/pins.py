@@ -68,10 +68,11 @@ def pin_checkpoint(run: RunDir, step: int) -> PinnedCheckpoint | None:
         curve = _write_curve(run, step, target / RUN_FOLDER)
     except FileNotFoundError:
         return None
-    except StoreError:
+    except StoreError as error:
         if not (source / MANIFEST_NAME).is_file():
             return None  # Gone in between, not damaged.
-        raise
+        # The reader knows the checkpoint, and not its links.
+        raise type(error)(str(error).replace(str(target), str(source))) from error
     except OSError as error:
         raise explain_write_failure(error, target) from error
     return PinnedCheckpoint(step=step, manifest=manifest, paths={**paths, **curve})

@@ -163,7 +163,7 @@ def _require_run(store: RecordStore, uri: str, *, needs_checkpoint: bool = True)
         raise RemoteMissing(
             explain_refusal(
                 f"{uri} has {what}",
-                allowed="the place that a run with store.mirror is mirrored to, once it has sent a checkpoint",
+                allowed="where a run with store.mirror is mirrored to, once it has sent a checkpoint",
                 next_step="check the URI: it ends in checkpoints/ and the name of the run's directory",
             )
         )
@@ -288,13 +288,14 @@ def _name_record(found: RemoteRun, part: str) -> str | None:
 
 def _take_up_copy(uri: str, target: Path, incoming: Path) -> None:
     """Go on with a copy that was interrupted, or bring one up to date."""
+    for path in filter(Path.exists, (target, incoming)):
+        marker = path / _FETCHED_NAME
+        if not (marker.is_file() and marker.read_text() == uri):
+            raise _taken(path)
     if target.exists():
-        if not (target / _FETCHED_NAME).is_file() or incoming.exists():
-            raise _taken(target)
+        if incoming.exists():
+            raise _taken(incoming)
         target.rename(incoming)
-    marker = incoming / _FETCHED_NAME
-    if incoming.exists() and not (marker.is_file() and marker.read_text() == uri):
-        raise _taken(incoming)
 
 
 @contextmanager

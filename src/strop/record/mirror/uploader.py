@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from strop.errors import CorruptRecord, StoreError, StropError, explain_refusal
+from strop.errors import CorruptRecord, RemoteUnreachable, StoreError, StropError, explain_refusal
 from strop.record.events import EventKind
 from strop.record.mirror.claim import Latest, MirrorFenced, RunIdentity, claim_mirror, point_to, require_claim
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, notes_path
@@ -47,11 +47,16 @@ def upload_settings(max_mb_per_s: float | None) -> S3Settings:
     )
 
 
+class _ClaimFailed(Exception):
+    """Raised when an uploader could not begin; the cause says why."""
+
+
 @dataclass
 class _Part:
     """One of the things that a look does."""
 
     name: str
+    """As a subject: '... could not be mirrored'."""
     action: Callable[[bool], bool]
     """Is told whether the trainer has ended; returns whether there was nothing left to do."""
     num_failures: int = 0
@@ -84,11 +89,14 @@ class Uploader:
         self._sent_step: int | None = None
         """The newest local checkpoint that was dealt with."""
         self._is_retention_due = True
+        self._whole = _Part("the run", lambda _: True)
+        """What a store that does not answer keeps from being mirrored."""
+        self._checkpoint_part = _Part("the newest checkpoint", self._send_checkpoint)
         self._parts = [
-            _Part("checkpoint", self._send_checkpoint),
-            _Part("retention", self._remove_old),
-            _Part("traces", self._send_traces),
-            _Part("final", self._send_final),
+            self._checkpoint_part,
+            _Part("the removal of older checkpoints", self._remove_old),
+            _Part("what was recorded", self._send_traces),
+            _Part("the model", self._send_final),
         ]
 
     def run(self, is_orphan: Callable[[], bool] = lambda: False) -> int:
@@ -113,35 +121,52 @@ class Uploader:
 
         Raises: MirrorFenced if another attempt has claimed the mirror.
         """
-        are_done = [self._do(part, is_flush=is_flush) for part in self._parts]
-        # Asked last: no part is left out because another failed.
+        if self._is_pausing(self._whole, is_flush=is_flush):
+            return False
+        try:
+            self._begin()
+            are_done = [self._do(part, is_flush=is_flush) for part in self._parts]
+        except MirrorFenced:
+            raise
+        except (RemoteUnreachable, _ClaimFailed) as error:
+            # No part is better off: they would only wait for the same silence, one after the other.
+            self._note_failure(self._whole, error.__cause__ or error)
+            return False
+        self._note_success(self._whole)
         return all(are_done)
 
     def _do(self, part: _Part, *, is_flush: bool) -> bool:
-        longest_s = MAX_FLUSH_PAUSE_S if is_flush else MAX_PAUSE_S
-        if part.num_failures and self._clock() - part.failed_at < min(part.pause_s, longest_s):
+        if self._is_pausing(part, is_flush=is_flush):
             return False
         try:
-            if self._latest is None:
-                self._begin()
             is_done = part.action(is_flush)
-        except MirrorFenced:
+        except (MirrorFenced, RemoteUnreachable):
             raise
         except (StropError, OSError) as error:
             self._note_failure(part, error)
             return False
-        if part.num_failures:
-            self._note("upload_recovered", f"{part.name}: sent after {part.num_failures} failures")
-        part.num_failures = 0
+        self._note_success(part)
         return is_done
 
+    def _is_pausing(self, part: _Part, *, is_flush: bool) -> bool:
+        longest_s = MAX_FLUSH_PAUSE_S if is_flush else MAX_PAUSE_S
+        return part.num_failures > 0 and self._clock() - part.failed_at < min(part.pause_s, longest_s)
+
     def _begin(self) -> None:
+        """Claim the mirror at the first look; after a failure, see that the store answers again."""
         order = self._order
-        self._latest = claim_mirror(
-            self._store, order.uri, self._identity, owner=order.owner, attempt=order.attempt
-        )
-        # Whoever was the writer before is none any more.
-        self._store.give_up_uploads(order.uri)
+        if self._latest is not None:
+            if self._whole.num_failures:
+                self._require_claim()
+            return
+        try:
+            self._latest = claim_mirror(
+                self._store, order.uri, self._identity, owner=order.owner, attempt=order.attempt
+            )
+            # Whoever was the writer before is none any more.
+            self._store.give_up_uploads(order.uri)
+        except StropError as error:
+            raise _ClaimFailed from error
         self._log(f"claimed {order.uri} with fence {self._latest.fence}")
 
     def _newest_step(self) -> int | None:
@@ -150,6 +175,10 @@ class Uploader:
 
     def _has_news(self) -> bool:
         return self._newest_step() not in {None, self._sent_step}
+
+    def _is_urgent(self) -> bool:
+        # One that cannot be sent must not keep all else from being sent.
+        return self._has_news() and self._checkpoint_part.num_failures == 0
 
     def _send_checkpoint(self, is_flush: bool) -> bool:
         """Send the newest complete checkpoint, if it is not there."""
@@ -244,7 +273,7 @@ class Uploader:
         if not is_flush and self._clock() - self._traces_at < self._order.every_s:
             return True
         self._require_claim()
-        should_yield = yield_after(self._order.every_s, self._has_news)
+        should_yield = yield_after(self._order.every_s, self._is_urgent)
         is_done = self._traces.send(is_whole=is_flush, should_yield=should_yield)
         if is_done:
             self._traces_at = self._clock()
@@ -286,7 +315,12 @@ class Uploader:
                 "upload_skipped", f"the checkpoints of steps {steps} were not sent: step {step} was newer"
             )
 
-    def _note_failure(self, part: _Part, error: Exception) -> None:
+    def _note_success(self, part: _Part) -> None:
+        if part.num_failures:
+            self._note("upload_recovered", f"{part.name} was mirrored after {part.num_failures} failures")
+        part.num_failures = 0
+
+    def _note_failure(self, part: _Part, error: BaseException) -> None:
         part.failed_at, part.pause_s = self._clock(), min(2.0**part.num_failures, MAX_PAUSE_S)
         part.num_failures += 1
         self._log(f"{part.name} failed ({part.num_failures}): {error}")

@@ -1,0 +1,295 @@
+"""Going on from a mirror, and copies of it: at every moment of an upload, and after every damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError
+from strop.record import RunDir
+from strop.record.mirror.layout import flush_path, mirror_uri
+from strop.record.mirror.restore import fetch_run, find_remote_run, restore_run
+from strop.store import FileLock, verify_directory
+from strop.store.contract import Objects
+from tests.fixtures.mirrored import CHANGES, PlayedRun, WatchedObjects, list_files, model_bytes
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> PlayedRun:
+    return PlayedRun.create(tmp_path / "runs")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+def mirror_of(played: PlayedRun, root: str) -> str:
+    return mirror_uri(root, played.run.path.name)
+
+
+def require_sound(path: Path, step: int, salt: str = "") -> None:
+    """See that a restored run is the one that was at a step: nothing less, nothing more."""
+    run = RunDir.open(path)
+    assert run.checkpoint_steps() == [step]
+    facts = verify_directory(run.checkpoint_path(step)).facts
+    assert facts == {"step": step}
+    assert (run.checkpoint_path(step) / "model" / "model.safetensors").read_bytes() == model_bytes(step, salt)
+    assert [line["step"] for line in run.metrics.read()] == list(range(1, step + 1))
+    assert all(event.step <= step for event in run.events.read())
+    # A kill may come between a checkpoint and the rollouts before it; of later ones there are none.
+    assert all(int(path.stem[-6:]) <= step for path in run.rollouts_files())
+
+
+def test_a_restored_run_is_the_run_at_its_newest_checkpoint(
+    tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    played.train(1, 2, 3, 4, 5)
+    (played.run.path / "eval" / "task-step-000002.json").write_text("two")
+    (played.run.path / "eval" / "task-step-000005.json").write_text("five")
+    (played.run.path / "attempts" / "1" / "train.log").write_text("line\n")
+    played.uploader(root).look(is_flush=True)
+    path = restore_run(mirror_of(played, root), tmp_path / "elsewhere")
+    assert path == tmp_path / "elsewhere" / played.run.path.name
+    require_sound(path, 4)
+    run = RunDir.open(path)
+    assert run.state == played.run.state
+    assert [file.name for file in run.rollouts_files()] == [
+        f"step-00000{step}.parquet" for step in range(1, 5)
+    ]
+    assert (path / "eval" / "task-step-000002.json").read_text() == "two"
+    assert not (path / "eval" / "task-step-000005.json").exists()
+    assert (path / "attempts" / "1" / "train.log").read_text() == "line\n"
+    assert (path / "spec.toml").read_text() == "spec\n"
+    # Nothing else is left where it was made.
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    run.acquire()
+    assert run.begin_attempt().index == 2
+    run.release()
+
+
+class Death(BaseException):
+    """The end of a process, as far as one process can play it."""
+
+
+def test_every_state_between_two_requests_can_be_gone_on_from(tmp_path: Path) -> None:
+    """An uploader dies before each change that it makes to the store, one after the other."""
+    num_changes = 0
+    seen_steps = set()
+    while True:
+        folder = tmp_path / str(num_changes)
+        played, root = PlayedRun.create(folder / "runs").train(1, 2), str(folder / "store")
+        played.uploader(root, keep_last=1).look(is_flush=False)
+        played.train(3, 4)
+        num_left = num_changes
+
+        def before(method: str, uri: str) -> None:
+            nonlocal num_left
+            if method in CHANGES:
+                if num_left == 0:
+                    raise Death
+                num_left -= 1
+
+        uploader = played.uploader(root, cast(Objects, WatchedObjects(before)), keep_last=1)
+        try:
+            uploader.look(is_flush=True)
+            is_dead = False
+        except Death:
+            is_dead = True
+        restored = restore_run(mirror_of(played, root), folder / "elsewhere")
+        found = find_remote_run(mirror_of(played, root))
+        assert found is not None
+        assert found.step is not None
+        require_sound(restored, found.step)
+        seen_steps.add(found.step)
+        if not is_dead:
+            break
+        # Another process finishes what the dead one began.
+        flush_path(played.run.path).touch()
+        assert played.uploader(root, keep_last=1).run() == 0
+        after = find_remote_run(mirror_of(played, root))
+        assert after is not None
+        assert [name.step for name in after.records] == [4]
+        shutil.rmtree(folder)
+        num_changes += 1
+    assert seen_steps == {2, 4}
+    # Claim, uploads, COMPLETE, latest.json, removal, traces: were there none, nothing would be tested.
+    assert num_changes > 15
+
+
+def test_a_half_sent_newer_checkpoint_is_ignored(tmp_path: Path, played: PlayedRun, root: str) -> None:
+    played.train(1, 2)
+    played.uploader(root).look(is_flush=False)
+    half = Path(mirror_of(played, root)) / "tiny_step4" / "model"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    require_sound(restore_run(mirror_of(played, root), tmp_path / "elsewhere"), 2)
+
+
+@pytest.mark.parametrize("damage", ["bytes", "file", "manifest", "pointer"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    damage: str, tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    uploader = played.uploader(root)
+    for step in (2, 4):
+        played.train(step - 1, step)
+        uploader.look(is_flush=False)
+    newest = Path(mirror_of(played, root)) / "tiny_step4"
+    weights = newest / "model" / "model.safetensors"
+    if damage == "bytes":
+        weights.write_bytes(model_bytes(5))
+    elif damage == "file":
+        weights.unlink()
+    elif damage == "manifest":
+        (newest / "COMPLETE").write_text("{")
+    else:  # What it points to is gone altogether.
+        shutil.rmtree(newest)
+    require_sound(restore_run(mirror_of(played, root), tmp_path / "elsewhere"), 2)
+
+
+def test_a_mirror_without_a_sound_checkpoint_is_refused(tmp_path: Path, played: PlayedRun, root: str) -> None:
+    uri = mirror_of(played, root)
+    with pytest.raises(RemoteMissing, match=r"has no latest\.json"):
+        restore_run(uri, tmp_path / "elsewhere")
+    assert find_remote_run(uri) is None
+    played.uploader(root).look(is_flush=False)
+    with pytest.raises(RemoteMissing, match="has no complete checkpoint"):
+        restore_run(uri, tmp_path / "elsewhere")
+    played.train(1, 2)
+    played.uploader(root).look(is_flush=False)
+    (Path(uri) / "tiny_step2" / "state" / "optimizer.safetensors").write_bytes(b"")
+    with pytest.raises(CorruptRecord, match=r"none of 1 checkpoints at .* is sound"):
+        restore_run(uri, tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere" / played.run.path.name).exists()
+
+
+def test_a_directory_that_is_there_is_never_replaced(tmp_path: Path, played: PlayedRun, root: str) -> None:
+    played.train(1, 2).uploader(root).look(is_flush=False)
+    with pytest.raises(CheckRefused, match=r"is there already, and .* would be restored to it"):
+        restore_run(mirror_of(played, root), played.run.path.parent)
+    incoming = tmp_path / "elsewhere" / "mine.incoming"
+    incoming.mkdir(parents=True)
+    with FileLock(incoming / "lock"), pytest.raises(CheckRefused, match=r"is being filled by process \d+"):
+        restore_run(mirror_of(played, root), tmp_path / "elsewhere", name="mine")
+    require_sound(restore_run(mirror_of(played, root), tmp_path / "elsewhere", name="mine"), 2)
+
+
+def test_no_name_in_a_store_leads_out_of_the_directory(
+    tmp_path: Path, played: PlayedRun, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.train(1, 2).uploader(root).look(is_flush=False)
+    manifest = Path(mirror_of(played, root)) / "tiny_step2" / "COMPLETE"
+    content = json.loads(manifest.read_text())
+    content["files"]["../../escaped"] = content["files"]["run/spec.toml"]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(RemoteMissing, match="has no complete checkpoint"):
+        restore_run(mirror_of(played, root), tmp_path / "elsewhere")
+    assert not list(tmp_path.rglob("escaped"))
+
+
+def test_clocks_play_no_part(
+    tmp_path: Path, played: PlayedRun, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine that goes on has a clock that is ten years behind."""
+    played.train(1, 2).uploader(root).look(is_flush=False)
+    monkeypatch.setattr("time.time", lambda: 1_500_000_000.0)
+    other_path = restore_run(mirror_of(played, root), tmp_path / "elsewhere")
+    run = RunDir.open(other_path)
+    run.acquire()
+    run.begin_attempt()
+    other = PlayedRun(run).train(3, 4)
+    assert other.uploader(root, owner="other").look(is_flush=False)
+    found = find_remote_run(mirror_of(played, root))
+    assert found is not None
+    assert (found.latest.owner, found.step) == ("other", 4)
+
+
+def test_a_copy_for_reading_comes_in_parts_and_is_brought_up_to_date(
+    tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    played.train(1, 2)
+    uploader = played.uploader(root)
+    uploader.look(is_flush=True)
+    uri, target = mirror_of(played, root), tmp_path / "copy"
+    moved = fetch_run(uri, target)
+    assert target / "traces" / "metrics.jsonl" in moved
+    assert (target / "tiny_step2" / "model" / "model.safetensors").read_bytes() == model_bytes(2)
+    verify_directory(target / "tiny_step2")
+    assert (target / "traces" / "metrics.jsonl").read_bytes() == (
+        played.run.path / "metrics.jsonl"
+    ).read_bytes()
+    assert fetch_run(uri, target) == ()
+    played.train(3, 4)
+    played.run.mark_finished()
+    uploader.look(is_flush=True)
+    moved = fetch_run(uri, target)
+    assert target / "tiny_final" / "model.safetensors" in moved
+    assert target / "tiny_step4" / "model" / "model.safetensors" in moved
+    assert target / "traces" / "rollouts" / "step-000001.parquet" not in moved
+    assert sorted(entry.name for entry in target.iterdir()) == [
+        *(".fetched", "tiny_final", "tiny_step2", "tiny_step4", "traces")
+    ]
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("copy")] == ["copy"]
+    # Nothing is removed where it came from.
+    assert (Path(uri) / "tiny_step2" / "COMPLETE").exists()
+
+
+def test_parts_of_a_copy_are_chosen_by_name(tmp_path: Path, played: PlayedRun, root: str) -> None:
+    uploader = played.uploader(root)
+    for step in (2, 4):
+        played.train(step - 1, step)
+        uploader.look(is_flush=True)
+    uri = mirror_of(played, root)
+    fetch_run(uri, tmp_path / "one", only=["step-2"])
+    assert {entry.name for entry in (tmp_path / "one").iterdir()} == {".fetched", "tiny_step2"}
+    fetch_run(uri, tmp_path / "traces", only=["traces"])
+    assert {entry.name for entry in (tmp_path / "traces").iterdir()} == {".fetched", "traces"}
+    with pytest.raises(RemoteMissing, match=r"has no complete checkpoint of step 3. Allowed: .*: 4, 2"):
+        fetch_run(uri, tmp_path / "none", only=["step-3"])
+    with pytest.raises(ConfigError, match=r"'models' is no part of a mirrored run. Allowed: traces, latest"):
+        fetch_run(uri, tmp_path / "none", only=["models"])
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_interrupted_copy_is_named_as_such_and_goes_on(
+    tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    played.train(1, 2)
+    played.uploader(root).look(is_flush=True)
+    uri, target = mirror_of(played, root), tmp_path / "copy"
+    weights = Path(uri) / "tiny_step2" / "model" / "model.safetensors"
+    aside = weights.rename(tmp_path / "aside")
+    with pytest.raises(RemoteMissing):
+        fetch_run(uri, target)
+    assert not target.exists()
+    assert (tmp_path / "copy.incoming" / "traces" / "metrics.jsonl").exists()
+    aside.rename(weights)
+    moved = fetch_run(uri, target)
+    # What had come does not come again.
+    assert target / "tiny_step2" / "model" / "model.safetensors" in moved
+    assert not [path for path in moved if "traces" in path.parts]
+    assert target.exists()
+
+
+def test_a_copy_never_takes_a_place_that_something_else_has(
+    tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    played.train(1, 2).uploader(root).look(is_flush=False)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(StoreError, match="mine is there, and is no copy of this run"):
+        fetch_run(mirror_of(played, root), tmp_path / "mine")
+    assert list(list_files(tmp_path / "mine")) == ["thesis.txt"]
+    fetch_run(mirror_of(played, root), tmp_path / "copy", only=["traces"])
+    other = PlayedRun.create(tmp_path / "runs", now=1_900_000_000.0).train(1, 2)
+    other.uploader(root).look(is_flush=False)
+    with pytest.raises(StoreError, match="is there, and is no copy of this run"):
+        fetch_run(mirror_of(other, root), tmp_path / "copy", only=["traces"])
+    assert (tmp_path / "copy" / "traces" / "run.json").exists()
+    shutil.copytree(tmp_path / "copy", tmp_path / "copy.incoming")
+    with pytest.raises(StoreError, match=r"copy\.incoming is there, and is no copy of this run"):
+        fetch_run(mirror_of(played, root), tmp_path / "copy", only=["traces"])

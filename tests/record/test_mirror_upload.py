@@ -1,0 +1,418 @@
+"""What an uploader sends, in which order, and what it does when a store or a trainer does not play along.
+
+Stores are directories here: what differs between places is tested with the places.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from strop.errors import CheckRefused, CorruptRecord, RemoteDenied, RemoteUnreachable, StoreError
+from strop.record import RunDir
+from strop.record.mirror.claim import MirrorFenced, RunIdentity, claim_mirror, point_to, read_latest
+from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, mirror_uri
+from strop.record.mirror.restore import restore_run
+from strop.record.mirror.uploader import EXIT_FENCED, EXIT_ORPHAN, MAX_PAUSE_S
+from strop.store import remove_directory, verify_directory
+from strop.store.contract import Objects
+from strop.store.local_objects import LocalObjects
+from strop.store.record_store import RecordStore
+from tests.fixtures.mirrored import Clock, PlayedRun, WatchedObjects, list_files, model_bytes
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> PlayedRun:
+    return PlayedRun.create(tmp_path / "runs")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+def mirror_of(played: PlayedRun, root: str) -> Path:
+    return Path(mirror_uri(root, played.run.path.name))
+
+
+def latest_step(played: PlayedRun, root: str) -> int | None:
+    found = read_latest(RecordStore(LocalObjects()), str(mirror_of(played, root)))
+    assert found is not None
+    return found[0].step
+
+
+def watched(before: object) -> Objects:
+    return cast(Objects, WatchedObjects(before))  # type: ignore[arg-type]
+
+
+def test_one_look_sends_all_and_the_next_one_nothing(played: PlayedRun, root: str) -> None:
+    played.train(1, 2, 3)
+    changed: list[str] = []
+    objects = watched(lambda method, uri: changed.append(uri) if method in {"write", "upload"} else None)
+    uploader = played.uploader(root, objects)
+    assert uploader.look(is_flush=False)
+    mirror = mirror_of(played, root)
+    verify_directory(mirror / "tiny_step2")
+    assert (mirror / "tiny_step2" / "model" / "model.safetensors").read_bytes() == model_bytes(2)
+    assert json.loads((mirror / "latest.json").read_text())["step"] == 2
+    # The record has the curve up to its own step, the traces what came after it as well.
+    assert (mirror / "tiny_step2" / "run" / "metrics.jsonl").read_text().count("\n") == 2
+    assert (mirror / "traces" / "metrics.jsonl").read_text().count("\n") == 3
+    assert set(list_files(mirror / "traces")) == {
+        *("run.json", "spec.toml", "env.txt", "metrics.jsonl", "events.jsonl"),
+        *(f"rollouts/step-00000{step}.parquet" for step in (1, 2, 3)),
+        "attempts/1/attempt.json",
+    }
+    changed.clear()
+    assert uploader.look(is_flush=False)
+    # Another process that knows nothing of the first one.
+    assert played.uploader(root, objects).look(is_flush=False)
+    logs = {"traces/events.jsonl", "traces/metrics.jsonl", "traces/env.txt"}
+    assert {uri.removeprefix(f"{mirror}/") for uri in changed} <= logs
+
+
+def test_rollouts_arrive_before_the_metrics_that_mention_them(played: PlayedRun, root: str) -> None:
+    played.train(1)
+    mirror = mirror_of(played, root)
+    seen: list[tuple[int, int]] = []
+
+    def before(method: str, uri: str) -> None:
+        if uri.endswith("step-000001.parquet"):
+            played.train(3)  # While its rollouts are listed and sent: neither must outrun the other.
+        metrics = mirror / "traces" / "metrics.jsonl"
+        num_lines = metrics.read_text().count("\n") if metrics.exists() else 0
+        seen.append((num_lines, len(list((mirror / "traces" / "rollouts").glob("*.parquet")))))
+
+    uploader = played.uploader(root, watched(before))
+    uploader.look(is_flush=False)
+    assert (mirror / "traces" / "metrics.jsonl").read_text().count("\n") == 1
+    uploader.look(is_flush=False)
+    assert (mirror / "traces" / "metrics.jsonl").read_text().count("\n") == 2
+    assert all(num_lines <= num_rollouts for num_lines, num_rollouts in seen)
+
+
+def test_a_line_that_is_being_written_is_not_sent(played: PlayedRun, root: str) -> None:
+    played.train(1)
+    log_path = played.run.path / "attempts" / "1" / "train.log"
+    for path in (played.run.path / "metrics.jsonl", log_path):
+        with path.open("ab") as file:
+            file.write(b'{"step": 2}\n{"ste')
+    played.uploader(root).look(is_flush=False)
+    traces = mirror_of(played, root) / "traces"
+    assert (traces / "metrics.jsonl").read_bytes().endswith(b'\n{"step": 2}\n')
+    assert (traces / "attempts" / "1" / "train.log").read_bytes() == b'{"step": 2}\n'
+
+
+def test_a_large_log_is_sent_again_only_when_it_has_grown_much(played: PlayedRun, root: str) -> None:
+    log_path = played.run.path / "attempts" / "1" / "train.log"
+    remote = mirror_of(played, root) / "traces" / "attempts" / "1" / "train.log"
+    line = b"x" * 1023 + b"\n"
+    log_path.write_bytes(line * 2048)  # 2 MiB; 5 % of it are 102.4 lines.
+    uploader = played.uploader(root)
+    sizes = []
+    for num_added in (0, 100, 10):
+        with log_path.open("ab") as file:
+            file.write(line * num_added)
+        uploader.look(is_flush=False)
+        sizes.append(remote.stat().st_size // 1024)
+    assert sizes == [2048, 2048, 2158]
+    with log_path.open("ab") as file:
+        file.write(line)
+    uploader.look(is_flush=True)
+    assert remote.stat().st_size // 1024 == 2159
+
+
+def test_the_newest_checkpoint_goes_first_and_older_ones_are_skipped_with_a_word(
+    played: PlayedRun, root: str
+) -> None:
+    played.train(1, 2)
+    uploader = played.uploader(root)
+    uploader.look(is_flush=False)
+    played.train(3, 4, 5, 6, 7, 8)
+    uploader.look(is_flush=False)
+    folders = {path.name for path in mirror_of(played, root).iterdir() if path.is_dir()}
+    assert folders == {"tiny_step2", "tiny_step8", "traces"}
+    (note,) = played.notes()
+    assert note["cause"] == "upload_skipped"
+    assert note["detail"] == "the checkpoints of steps 4, 6 were not sent: step 8 was newer"
+    assert not note["is_alarm"]
+
+
+def test_the_trainer_may_prune_a_checkpoint_while_it_is_sent(played: PlayedRun, root: str) -> None:
+    played.train(1, 2)
+    pruned: list[int] = []
+
+    def before(method: str, uri: str) -> None:
+        if method == "upload" and not pruned:
+            remove_directory(played.run.checkpoint_path(2))
+            pruned.append(2)
+
+    played.uploader(root, watched(before)).look(is_flush=False)
+    assert pruned == [2]
+    verify_directory(mirror_of(played, root) / "tiny_step2")
+    assert latest_step(played, root) == 2
+    # Nothing of it is held any longer than it takes.
+    assert not (played.run.path / ".mirror" / "pinned").exists()
+
+
+def test_without_hard_links_a_pruned_checkpoint_is_left_for_the_newer_one(
+    played: PlayedRun, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    played.train(1, 2)
+    pruned: list[int] = []
+
+    def before(method: str, uri: str) -> None:
+        if method == "upload" and not pruned:
+            played.train(3, 4)
+            remove_directory(played.run.checkpoint_path(2))
+            pruned.append(2)
+
+    clock = Clock()
+    uploader = played.uploader(root, watched(before), clock=clock)
+    assert not uploader.look(is_flush=False)
+    assert latest_step(played, root) is None
+    clock.sleep(5.0)
+    assert uploader.look(is_flush=False)
+    assert latest_step(played, root) == 4
+    verify_directory(mirror_of(played, root) / "tiny_step4")
+
+
+def test_a_damaged_checkpoint_is_never_sent(played: PlayedRun, root: str) -> None:
+    played.train(1, 2, 3, 4)
+    path = played.run.checkpoint_path(4) / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    uploader = played.uploader(root)
+    assert not uploader.look(is_flush=False)
+    (note,) = played.notes()
+    assert note["cause"] == "upload_failed"
+    assert note["is_alarm"]
+    assert "checkpoints/step-000004/model/model.safetensors has SHA-256" in note["detail"]
+    assert latest_step(played, root) is None
+    # All else goes on.
+    assert (mirror_of(played, root) / "traces" / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_older_checkpoints_go_and_every_nth_stays(played: PlayedRun, root: str) -> None:
+    uploader = played.uploader(root, keep_last=2, keep_every=6)
+    mirror = mirror_of(played, root)
+    # What this run did not write, whatever it is called.
+    for name in ("other_step2/COMPLETE", "tiny_step2.old/x", "notes/x", "tiny_stepX/x"):
+        (mirror / name).parent.mkdir(parents=True)
+        (mirror / name).write_text("{}")
+    for step in range(2, 17, 2):
+        played.train(step - 1, step)
+        uploader.look(is_flush=False)
+    found = {path.name for path in mirror.iterdir() if path.is_dir()}
+    # 6 and 12 are kept for ever, 14 and 16 as the last two.
+    kept = {"tiny_step6", "tiny_step12", "tiny_step14", "tiny_step16"}
+    assert found == kept | {"other_step2", "tiny_step2.old", "notes", "tiny_stepX", "traces"}
+
+
+def test_nothing_is_removed_before_the_newer_checkpoint_is_seen(played: PlayedRun, root: str) -> None:
+    played.train(1, 2)
+    played.uploader(root, keep_last=1).look(is_flush=False)
+    mirror = mirror_of(played, root)
+
+    class Forgetful(LocalObjects):
+        """Accepts a manifest and does not show it."""
+
+        def write(self, uri: str, data: bytes) -> None:
+            if not uri.endswith("tiny_step4/COMPLETE"):
+                super().write(uri, data)
+
+    played.train(3, 4)
+    uploader = played.uploader(root, Forgetful(), keep_last=1)
+    assert not uploader.look(is_flush=False)
+    assert latest_step(played, root) == 2
+    verify_directory(mirror / "tiny_step2")
+    assert "the store does not show it" in played.notes()[0]["detail"]
+
+
+class Outage:
+    """Fails all calls while it lasts."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error: Exception | None = error
+
+    def __call__(self, method: str, uri: str) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_store_that_fails_for_hours_costs_nothing_but_the_mirror(played: PlayedRun, root: str) -> None:
+    outage, clock = Outage(RemoteUnreachable("no answer")), Clock()
+    uploader = played.uploader(root, watched(outage), clock=clock)
+    played.train(1, 2)
+    began = clock.now
+    while clock.now - began < 4 * 3600:
+        assert not uploader.look(is_flush=False)
+        clock.sleep(0.5)
+    notes = played.notes()
+    assert {note["cause"] for note in notes} == {"upload_failed"}
+    assert all(note["is_alarm"] for note in notes)
+    # Pauses of 1, 2, 4 ... 60 s: some 245 failures, of which the 1st, 2nd, 4th ... 128th are told.
+    assert len(notes) == 8
+    assert "could not be mirrored to" in notes[0]["detail"]
+    assert "training goes on" in notes[0]["detail"]
+    outage.error = None
+    clock.sleep(MAX_PAUSE_S)
+    assert uploader.look(is_flush=False)
+    assert latest_step(played, root) == 2
+    assert [note["cause"] for note in played.notes()[8:]] == ["upload_recovered"]
+
+
+def test_refused_credentials_are_an_alarm_that_says_so(played: PlayedRun, root: str) -> None:
+    played.train(1, 2)
+    played.uploader(root, watched(Outage(RemoteDenied("s3://b/x: AccessDenied")))).look(is_flush=False)
+    assert "AccessDenied" in played.notes()[0]["detail"]
+    assert played.notes()[0]["is_alarm"]
+
+
+def test_an_attempt_that_was_taken_for_dead_sends_nothing_more(played: PlayedRun, root: str) -> None:
+    played.train(1, 2)
+    old = played.uploader(root)
+    old.look(is_flush=False)
+    assert played.uploader(root, owner="owner of attempt 2", attempt=2).look(is_flush=False)
+    played.train(3, 4)
+    before = sorted(list_files(Path(root)))
+    with pytest.raises(MirrorFenced, match=r"belongs to attempt 2, fence 2: this attempt sends nothing more"):
+        old.look(is_flush=False)
+    assert sorted(list_files(Path(root))) == before
+    # As a process, it says so and ends.
+    assert old.run() == EXIT_FENCED
+    assert played.notes()[-1]["cause"] == "mirror_fenced"
+
+
+def test_a_claim_while_a_checkpoint_is_sent_leaves_no_record_of_the_older_attempt(
+    played: PlayedRun, root: str
+) -> None:
+    played.train(1, 2)
+    store, uri = RecordStore(LocalObjects()), str(mirror_of(played, root))
+
+    def before(method: str, uploaded: str) -> None:
+        if method == "upload" and "tiny_step2/state/" in uploaded:
+            claim_mirror(store, uri, RunIdentity.of(played.run.state), owner="newer", attempt=2)
+
+    with pytest.raises(MirrorFenced):
+        played.uploader(root, watched(before)).look(is_flush=False)
+    assert not store.exists(f"{uri}/tiny_step2")
+    assert latest_step(played, root) is None
+
+
+def test_two_machines_with_the_same_attempt_number_do_not_mix(
+    tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    """One restored the run while the other was taken for dead: both count their attempt as the 2nd."""
+    played.train(1, 2)
+    played.uploader(root).look(is_flush=False)
+    other_path = restore_run(str(mirror_of(played, root)), tmp_path / "elsewhere")
+    other_run = RunDir.open(other_path)
+    other_run.acquire()
+    other = PlayedRun(other_run, salt="rounds differently")
+    for one in (played, other):
+        one.run.begin_attempt()
+        assert one.run.state.num_attempts == 2
+    here = played.uploader(root, owner="here")
+    played.train(3, 4)
+    assert here.look(is_flush=False)
+    other.train(3, 4)
+    assert other.uploader(root, owner="there").look(is_flush=False)
+    latest = read_latest(RecordStore(LocalObjects()), str(mirror_of(played, root)))
+    assert latest is not None
+    # Fences 1 (attempt 1), 2, 3. What was complete stays; the later attempt's has a name of its own.
+    assert (latest[0].fence, latest[0].owner, latest[0].step) == (3, "there", 4)
+    assert latest[0].uri is not None
+    assert latest[0].uri.endswith("tiny_step4-3")
+    weights = Path(latest[0].uri) / "model" / "model.safetensors"
+    assert weights.read_bytes() == model_bytes(4, "rounds differently")
+    verify_directory(mirror_of(played, root) / "tiny_step4")
+    with pytest.raises(MirrorFenced):
+        here.look(is_flush=True)
+
+
+def test_the_mirror_of_another_run_is_refused(tmp_path: Path, played: PlayedRun, root: str) -> None:
+    played.uploader(root).look(is_flush=False)
+    # Another machine made a run of that name in the same second, a moment later.
+    other = PlayedRun.create(tmp_path / "elsewhere", now=1_800_000_000.25)
+    assert other.run.path.name == played.run.path.name
+    uri = str(mirror_of(played, root))
+    with pytest.raises(CheckRefused, match=r"is the mirror of another run: tiny, spec digest") as caught:
+        claim_mirror(RecordStore(LocalObjects()), uri, RunIdentity.of(other.run.state), owner="x", attempt=1)
+    assert "store.mirror_as" in str(caught.value)
+
+
+def test_a_pointer_that_cannot_be_read_is_named(played: PlayedRun, root: str) -> None:
+    mirror = mirror_of(played, root)
+    mirror.mkdir(parents=True)
+    (mirror / "latest.json").write_text("{")
+    with pytest.raises(CorruptRecord, match=r"latest\.json cannot be read"):
+        read_latest(RecordStore(LocalObjects()), str(mirror))
+
+
+class Contested(LocalObjects):
+    """Somebody else is always a moment faster."""
+
+    def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
+        return False
+
+
+def test_a_place_that_others_claim_again_and_again(played: PlayedRun, root: str) -> None:
+    uri, identity = str(mirror_of(played, root)), RunIdentity.of(played.run.state)
+    with pytest.raises(StoreError, match="was claimed by others 5 times in a row"):
+        claim_mirror(RecordStore(Contested()), uri, identity, owner="x", attempt=1)
+    claim_mirror(RecordStore(LocalObjects()), uri, identity, owner="x", attempt=1)
+    with pytest.raises(StoreError, match="changed while it was written, and its owner did not"):
+        point_to(RecordStore(Contested()), uri, "x", step=2, record_uri="r", digest="d")
+    (Path(uri) / "latest.json").unlink()
+    with pytest.raises(MirrorFenced, match="has no owner any more"):
+        point_to(RecordStore(LocalObjects()), uri, "x", step=2, record_uri="r", digest="d")
+
+
+def test_a_resumed_run_that_is_behind_its_mirror_does_not_point_back(played: PlayedRun, root: str) -> None:
+    played.train(1, 2, 3, 4)
+    played.uploader(root).look(is_flush=False)
+    remove_directory(played.run.checkpoint_path(4))
+    uploader = played.uploader(root, owner="owner of attempt 2", attempt=2)
+    uploader.look(is_flush=False)
+    assert latest_step(played, root) == 4
+    played.run.truncate_after(2)
+    played.train(3, 4, 5, 6)
+    uploader.look(is_flush=False)
+    assert latest_step(played, root) == 6
+
+
+def test_the_end_sends_the_model_of_a_finished_run(played: PlayedRun, root: str) -> None:
+    played.train(1, 2)
+    flush_path(played.run.path).parent.mkdir(exist_ok=True)
+    flush_path(played.run.path).touch()
+    assert played.uploader(root).run() == 0
+    final = mirror_of(played, root) / "tiny_final"
+    assert not final.exists()
+    played.run.mark_finished()
+    assert played.uploader(root).run() == 0
+    assert verify_directory(final).facts == {"run": played.run.path.name, "step": 2}
+    assert set(list_files(final)) == {"COMPLETE", "config.json", "model.safetensors"}
+    assert (final / "model.safetensors").read_bytes() == model_bytes(2)
+
+
+def test_an_uploader_whose_trainer_is_gone_ends(played: PlayedRun, root: str) -> None:
+    assert played.uploader(root).run(is_orphan=lambda: True) == EXIT_ORPHAN
+
+
+def test_orders_and_names_can_be_read_back() -> None:
+    order = MirrorOrder(run_path="/runs/a 'b' $c", uri="s3://b/p", owner="o", attempt=3, max_mb_per_s=1.5)
+    assert MirrorOrder.from_json(order.to_json()) == order
+    assert RecordName.parse("my_step_run_step20", "my_step_run") == RecordName(step=20)
+    assert RecordName.parse("a_step20-3", "a") == RecordName(step=20, fence=3)
+    assert RecordName(step=20, fence=3).uri("s3://b", "a") == "s3://b/a_step20-3"
+    for name in ("a_step", "a_step2x", "b_step2", "a_final", "xa_step2"):
+        assert RecordName.parse(name, "a") is None
+    assert RecordName(step=20) < RecordName(step=20, fence=3) < RecordName(step=100)
