@@ -1,8 +1,8 @@
 """The process that mirrors one run while it trains.
 
-A look at the run directory does, in this order: the newest complete checkpoint, what older ones are no
-longer kept, what was recorded, and at the end the model. Each part fails alone and is tried again with
-growing pauses; the trainer is told by notes and never waited for.
+A look at the run directory sends what was recorded, then the newest complete checkpoint, and removes what
+is no longer kept. When the trainer has ended, the checkpoint goes first, and the model last. Each part
+fails alone and is tried again with growing pauses; the trainer is told by notes and never waited for.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from strop.store.uris import join_uri
 LOOK_EVERY_S = 0.5
 EXIT_FENCED = 3
 EXIT_ORPHAN = 4
+TRACES_TURN_S = 10.0
+"""How long what was recorded may be sent while a checkpoint waits."""
 MAX_PAUSE_S = 60.0
 """Longest pause between two attempts at what fails."""
 MAX_FLUSH_PAUSE_S = 2.0
@@ -92,12 +94,11 @@ class Uploader:
         self._whole = _Part("the run", lambda _: True)
         """What a store that does not answer keeps from being mirrored."""
         self._checkpoint_part = _Part("the newest checkpoint", self._send_checkpoint)
-        self._parts = [
-            self._checkpoint_part,
-            _Part("the removal of older checkpoints", self._remove_old),
-            _Part("what was recorded", self._send_traces),
-            _Part("the model", self._send_final),
-        ]
+        traces = _Part("what was recorded", self._send_traces)
+        retention = _Part("the removal of older checkpoints", self._remove_old)
+        # While there is time, a checkpoint finds what was recorded before it in the store already.
+        self._parts = (traces, self._checkpoint_part, retention)
+        self._last_parts = (self._checkpoint_part, traces, _Part("the model", self._send_final), retention)
 
     def run(self, is_orphan: Callable[[], bool] = lambda: False) -> int:
         """Mirror until the trainer has ended and all is sent; return the exit code."""
@@ -123,9 +124,10 @@ class Uploader:
         """
         if self._is_pausing(self._whole, is_flush=is_flush):
             return False
+        parts = self._last_parts if is_flush else self._parts
         try:
             self._begin()
-            are_done = [self._do(part, is_flush=is_flush) for part in self._parts]
+            are_done = [self._do(part, is_flush=is_flush) for part in parts]
         except MirrorFenced:
             raise
         except (RemoteUnreachable, _ClaimFailed) as error:
@@ -269,11 +271,12 @@ class Uploader:
         return True
 
     def _send_traces(self, is_flush: bool) -> bool:
-        """Send what was recorded."""
-        if not is_flush and self._clock() - self._traces_at < self._order.every_s:
+        """Send what was recorded: at its time, and before each checkpoint."""
+        is_due = self._is_urgent() or self._clock() - self._traces_at >= self._order.every_s
+        if not (is_flush or is_due):
             return True
         self._require_claim()
-        should_yield = yield_after(self._order.every_s, self._is_urgent)
+        should_yield = yield_after(TRACES_TURN_S, self._is_urgent)
         is_done = self._traces.send(is_whole=is_flush, should_yield=should_yield)
         if is_done:
             self._traces_at = self._clock()
@@ -281,7 +284,7 @@ class Uploader:
 
     def _send_final(self, is_flush: bool) -> bool:
         """Send the model of a run whose every step is trained."""
-        if not is_flush or not RunDir.open(self._run.path).is_finished:
+        if not RunDir.open(self._run.path).is_finished:
             return True
         step = self._newest_step()
         pinned = None if step is None else pin_checkpoint(self._run, step)
