@@ -163,11 +163,8 @@ class Cluster:
 
     def step_daemons(self) -> list[int]:
         """Return the pids of this cluster's slurmstepd that are alive."""
-        pids = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and self._is_own_step_daemon(entry):
-                pids.append(int(entry.name))
-        return sorted(pids)
+        processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return sorted(int(entry.name) for entry in processes if self._is_own_step_daemon(entry))
 
     def down(self) -> None:
         """End all that was started, jobs first. Raises: RuntimeError if a slurmstepd is left."""

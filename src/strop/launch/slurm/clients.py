@@ -1,0 +1,97 @@
+"""Running Slurm's own programs, with an environment that no other job has left its traces in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.errors import StoreError, explain_refusal
+
+# What a job's environment would hand to the next one that is submitted from inside it: a rank, an address, a
+# time limit. Slurm reads SBATCH_* as options, so they would also change the script's own.
+_LEAKING_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_")
+_LEAKING_NAMES = frozenset(
+    {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+    | {"NODE_RANK", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"}
+)
+# Where the cluster is, and who asks.
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+_ANSWER_LIMIT_S = 60.0
+"""A client itself gives up on a silent controller after 9 to 18 s (Slurm 22.05)."""
+_SILENCE = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Connection refused",
+    "Could not establish a configuration source",
+    "Zero Bytes were transmitted or received",
+    "Protocol authentication error",
+    "Slurm backup controller in standby mode",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What a client answered."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that a job is submitted with: without traces of the job that it may stand in."""
+    return {name: value for name, value in environ.items() if not _is_leaking(name)}
+
+
+def leaking_names() -> list[str]:
+    """Return the names and patterns that `clean_environment` leaves out, for a plan to show."""
+    return sorted([f"{prefix}*" for prefix in _LEAKING_PREFIXES] + list(_LEAKING_NAMES))
+
+
+def ask_client(argv: Sequence[str], *, environ: Mapping[str, str] | None = None) -> Said:
+    """Run a client program to its end.
+
+    Raises: StoreError if it is not there, or the controller does not answer it.
+    """
+    environ = clean_environment(os.environ) if environ is None else environ
+    try:
+        done = subprocess.run(
+            list(argv),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_LIMIT_S,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{argv[0]} is not on PATH",
+                allowed="a login node of the cluster, where Slurm's programs are installed",
+                next_step="log in there, or load the module that brings them",
+            )
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise _silent(argv[0], f"no answer in {_ANSWER_LIMIT_S:g} s") from error
+    said = Said(code=done.returncode, output=done.stdout, errors=done.stderr)
+    if said.code and any(words in said.errors for words in _SILENCE):
+        raise _silent(argv[0], said.errors.strip())
+    return said
+
+
+def _is_leaking(name: str) -> bool:
+    return name not in _KEPT and (name.startswith(_LEAKING_PREFIXES) or name in _LEAKING_NAMES)
+
+
+def _silent(program: str, words: str) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"the cluster does not answer {program}: {words}",
+            allowed="a controller that answers; jobs go on without it",
+            next_step="ask again later, and nothing is lost in between",
+        )
+    )
