@@ -101,7 +101,14 @@ class SlurmSite(SiteSection):
         default=(), strict=False, description="Shell lines before the job, for example 'module load cuda'."
     )
     container_image: str | None = Field(
-        default=None, min_length=1, description="Image that the steps run in."
+        default=None,
+        min_length=1,
+        description="Image that the steps run in: by pyxis where srun has it, else podman, else apptainer.",
+    )
+    container_mounts: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Folders to show inside besides the job's: SOURCE or SOURCE:TARGET[:ro].",
     )
     sbatch_args: tuple[str, ...] = Field(default=(), strict=False, description="Further options of sbatch.")
 

@@ -50,8 +50,8 @@ def leaking_names() -> list[str]:
     return sorted([f"{prefix}*" for prefix in _LEAKING_PREFIXES] + list(_LEAKING_NAMES))
 
 
-def ask_client(argv: Sequence[str], *, environ: Mapping[str, str] | None = None) -> Said:
-    """Run a client program to its end.
+def ask_client(argv: Sequence[str], *, environ: Mapping[str, str] | None = None, given: str = "") -> Said:
+    """Run a client program to its end, with a text as its standard input.
 
     Raises: StoreError if it is not there, or the controller does not answer it.
     """
@@ -60,7 +60,7 @@ def ask_client(argv: Sequence[str], *, environ: Mapping[str, str] | None = None)
         done = subprocess.run(
             list(argv),
             env=dict(environ),
-            stdin=subprocess.DEVNULL,
+            input=given,
             capture_output=True,
             text=True,
             errors="replace",

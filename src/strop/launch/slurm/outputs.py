@@ -46,7 +46,7 @@ class SeenJob:
 
 
 def read_json(text: str, *, now: float) -> list[SeenJob] | None:
-    """Read `squeue --json`; None if the text is no such answer. A job in it that cannot be read is left out."""
+    """Read `squeue --json`; None if it is no such answer. What cannot be read is left out."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -89,7 +89,9 @@ def read_restarts(text: str) -> dict[str, SeenState]:
     """Read `scontrol show job -o`: by a job's own id, its state with restarts and exit code."""
     found = {}
     for line in text.splitlines():
-        values = dict(re.findall(r"(?<!\S)(JobId|JobState|Reason|Restarts|ExitCode|NodeList|Requeue)=(\S*)", line))
+        values = dict(
+            re.findall(r"(?<!\S)(JobId|JobState|Reason|Restarts|ExitCode|NodeList|Requeue)=(\S*)", line)
+        )
         if not {"JobId", "JobState", "Restarts"} <= values.keys() or not values["Restarts"].isdigit():
             continue
         code, number = _parse_exit(values.get("ExitCode", ""))
@@ -122,7 +124,9 @@ def read_accounting(text: str) -> list[SeenJob]:
         code, number = _parse_exit(fields[2])
         nodes = "" if fields[3] == "None assigned" else fields[3]
         state = SeenState(names=(fields[1],), exit_code=code, exit_signal=number, nodes=nodes)
-        found.append(SeenJob(base_id=base_id, own_id=fields[0], tasks=tasks, component=component, state=state))
+        found.append(
+            SeenJob(base_id=base_id, own_id=fields[0], tasks=tasks, component=component, state=state)
+        )
     return found
 
 

@@ -145,7 +145,9 @@ def _explain_failure(name: str, why: str, seen: SeenState) -> str:
 def _explain_exit(code: int | None, number: int | None, why: str) -> str:
     # The same reason stands where a log's folder is missing (0:53) and where a signal ended the batch shell.
     if number == 53 and not code:
-        return f"could not start: its log's folder is missing or not writable ({why or 'JobLaunchFailure'} 0:53)"
+        return (
+            f"could not start: its log's folder is missing or not writable ({why or 'JobLaunchFailure'} 0:53)"
+        )
     if number:
         return f"signal {number}"
     if code == 75:

@@ -1,0 +1,273 @@
+"""What a job asks of Slurm: flags over the site profile, checked before anything is written."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from strop.errors import ConfigError, explain_refusal
+from strop.launch.jobs.contract import JobPlan, JobRequest, Resources
+from strop.spec.base import Section
+from strop.spec.site import SlurmSite
+
+# What the script and the launcher rest on; the option of strop that is meant instead, where there is one.
+_OWNED_ARGS = {
+    "--array": "a sweep, and --array for its limit",
+    "--chdir": "--output-dir",
+    "--comment": "--comment",
+    "--dependency": "--dependency",
+    "--error": "--output-dir",
+    "--exclude": "--exclude",
+    "--export": "env in the site profile",
+    "--export-file": "env in the site profile",
+    "--gpus": "--gpus",
+    "--gpus-per-node": "--gpus",
+    "--gres": "--gpus and --gpu-type",
+    "--job-name": "--job-name",
+    "--nodes": "--nodes",
+    "--ntasks": "--nodes",
+    "--ntasks-per-node": "--nodes",
+    "--no-requeue": "--no-requeue",
+    "--open-mode": "",
+    "--output": "--output-dir",
+    "--parsable": "",
+    "--requeue": "--requeue",
+    "--signal": "--grace, and signal in the site profile",
+    "--test-only": "strop check",
+    "--wait": "",
+    "--wrap": "",
+}
+_MAX_NAME = 200
+_MAX_SIGNAL_S = 65535
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
+_ARRAY = re.compile(r"(?P<tasks>\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*)?(%(?P<limit>[1-9]\d*))?")
+_TAG = "strop:"
+
+
+class SlurmOptions(Section):
+    """Settings of one job: names as the flags have them. None = the profile's, or Slurm's own default."""
+
+    partition: str | None = Field(default=None, min_length=1)
+    cpu_partition: str | None = Field(default=None, min_length=1)
+    account: str | None = Field(default=None, min_length=1)
+    qos: str | None = Field(default=None, min_length=1)
+    constraint: str | None = Field(default=None, min_length=1)
+    reservation: str | None = Field(default=None, min_length=1)
+    nodelist: str | None = Field(default=None, min_length=1)
+    exclude: str | None = Field(default=None, min_length=1)
+    gpu_type: str | None = Field(default=None, min_length=1)
+    time: str | None = Field(default=None, min_length=1)
+    mem: str | None = Field(default=None, min_length=1)
+    nodes: int | None = Field(default=None, ge=1)
+    dependency: str | None = Field(default=None, min_length=1)
+    array: str | None = Field(default=None, min_length=1)
+    comment: str | None = Field(default=None, min_length=1)
+    requeue: bool = True
+    max_requeue: int | None = Field(default=None, ge=0)
+    grace: float | None = Field(default=None, gt=0)
+    container_image: str | None = Field(default=None, min_length=1)
+    sbatch_args: tuple[str, ...] = Field(default=(), strict=False)
+
+
+def read_options(request: JobRequest, profile: SlurmSite) -> SlurmOptions:
+    """Return a job's settings: flags over the profile.
+
+    Raises: ConfigError for a name that is none, or a value that Slurm could not be given.
+    """
+    given = {name: value for name, value in request.options.items() if value is not None}
+    unknown = sorted(given.keys() - SlurmOptions.model_fields.keys())
+    if unknown:
+        _refuse_unknown(unknown[0])
+    try:
+        options = SlurmOptions.model_validate({**_from_profile(profile, request.resources), **given})
+    except ValidationError as error:
+        raise _explain_invalid(error) from error
+    for name, value in options:
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str):
+                _require_one_line(f"{name}={text!r}", text)
+    _check_forms(options)
+    return options
+
+
+def fit_plan(plan: JobPlan, options: SlurmOptions) -> JobPlan:
+    """Return a plan whose numbers are those of the settings. Raises: ConfigError for impossible ones."""
+    plan = replace(
+        plan,
+        resources=replace(plan.resources, num_nodes=options.nodes or plan.resources.num_nodes),
+        max_requeue=0 if not options.requeue else _first(options.max_requeue, plan.max_requeue),
+        grace_s=_first(options.grace, plan.grace_s),
+    )
+    _require_one_line(f"job name {plan.name!r}", plan.name)
+    if not plan.name.strip() or len(plan.name) > _MAX_NAME:
+        raise _refusal(
+            f"job name {plan.name!r}", f"1 to {_MAX_NAME} characters, not all blank", "name it anew"
+        )
+    if not 1 <= math.ceil(plan.grace_s) <= _MAX_SIGNAL_S:
+        raise _refusal(
+            f"grace of {plan.grace_s:g} s", f"1 to {_MAX_SIGNAL_S} s", "give --grace a number of seconds"
+        )
+    if "\\" in plan.home or "\0" in plan.home:
+        # Slurm takes a backslash in a log's path as the end of all patterns, and drops it.
+        raise _refusal(f"run folder {plan.home!r}", "a path without a backslash", "give another --output-dir")
+    if plan.resources.num_cpu_nodes and is_array(plan):
+        raise _refusal(
+            f"a sweep whose runs have {plan.resources.num_cpu_nodes} CPU nodes beside them",
+            "a sweep of jobs without a CPU part, or one job with it: Slurm has no arrays of such jobs",
+            "submit the combinations one by one",
+        )
+    return plan
+
+
+def is_array(plan: JobPlan) -> bool:
+    """Whether the plan's members are tasks of an array: all but a single run in its home."""
+    return [member.path for member in plan.members] != [plan.home]
+
+
+def read_array(plan: JobPlan, options: SlurmOptions) -> str | None:
+    """Return what `--array` says, None for a single run. Raises: ConfigError if tasks are no members."""
+    members = [member.index for member in plan.members]
+    if not is_array(plan):
+        if options.array is None:
+            return None
+        raise _refusal(
+            f"array={options.array!r} without a sweep", "a sweep of two or more runs", "leave it out"
+        )
+    found = _ARRAY.fullmatch(options.array or "")
+    if found is None:
+        raise _bad_array(options.array or "", members)
+    limit = f"%{found['limit']}" if found["limit"] else ""
+    if not found["tasks"]:
+        return _list_numbers(members) + limit
+    tasks = {
+        number
+        for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", found["tasks"])
+        for number in range(int(first), int(last or first) + 1, int(step or 1) or 1)
+    }
+    if not tasks <= set(members):
+        raise _bad_array(options.array or "", members)
+    return found["tasks"] + limit
+
+
+def tag_of(plan_hash: str) -> str:
+    """Return the first word of the comment by which a plan's job is found again."""
+    return f"{_TAG}{plan_hash}"
+
+
+def plan_hash_in(comment: str) -> str | None:
+    """Return the plan of a job's comment; None if it is no job of ours."""
+    word = comment.split(" ", 1)[0]
+    return word.removeprefix(_TAG) if word.startswith(_TAG) and word != _TAG else None
+
+
+def time_text(limit_s: float) -> str:
+    """Return a limit as Slurm reads it: 1-02:03:00. It counts in minutes, so a part of one is a whole one."""
+    minutes = max(1, math.ceil(limit_s / 60))
+    days, minutes = divmod(minutes, 24 * 60)
+    return f"{days}-{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def read_time_limit(text: str) -> float | None:
+    """Return the seconds of a limit as Slurm reads it: minutes, h:m:s, m:s, days-h:m:s. None: no limit."""
+    days, _, rest = text.rpartition("-")
+    if not _TIME.fullmatch(text):
+        return None
+    numbers = [int(part) for part in rest.split(":")]
+    if days:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return int(days) * 86400.0 + hours * 3600 + minutes * 60 + seconds
+    if len(numbers) == 3:
+        return numbers[0] * 3600.0 + numbers[1] * 60 + numbers[2]
+    minutes, seconds = [*numbers, 0][:2]
+    return minutes * 60.0 + seconds
+
+
+def _from_profile(profile: SlurmSite, resources: Resources) -> dict[str, Any]:
+    limit_s = resources.time_limit_s
+    values = {
+        "partition": profile.partition,
+        "cpu_partition": profile.cpu_partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "constraint": profile.constraint,
+        "reservation": profile.reservation,
+        "nodelist": profile.nodelist,
+        "exclude": profile.exclude,
+        "gpu_type": resources.gpu_type or profile.gpu_type,
+        "time": profile.time_limit if limit_s is None else time_text(limit_s),
+        "mem": resources.memory or profile.memory,
+        "container_image": profile.container_image,
+        "sbatch_args": profile.sbatch_args,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_forms(options: SlurmOptions) -> None:
+    if options.time and not _TIME.fullmatch(options.time) and options.time.upper() != "UNLIMITED":
+        raise _refusal(
+            f"time={options.time!r}", "minutes, hours:minutes:seconds, or days-hours", "write 2-12:00:00"
+        )
+    if options.mem and not re.fullmatch(r"\d+[KMGT]?", options.mem, re.IGNORECASE):
+        raise _refusal(f"mem={options.mem!r}", "a number with K, M, G or T", "write 64G")
+    if options.gpu_type and re.search(r"[:,\s]", options.gpu_type):
+        raise _refusal(
+            f"gpu_type={options.gpu_type!r}", "one type of the site, such as h100", "read it from sinfo -o %G"
+        )
+    for argument in options.sbatch_args:
+        name = argument.split("=", 1)[0]
+        if not re.match(r"--?[A-Za-z]", argument):
+            raise _refusal(
+                f"sbatch_args has {argument!r}", "options such as --mail-type=END", "write NAME=VALUE as one"
+            )
+        if name in _OWNED_ARGS:
+            instead = _OWNED_ARGS[name]
+            raise _refusal(
+                f"sbatch_args has {argument!r}, which the launcher itself decides",
+                "options that strop has no setting for",
+                f"use {instead}" if instead else "leave it out",
+            )
+
+
+def _list_numbers(members: list[int]) -> str:
+    if members == list(range(members[0], members[0] + len(members))) and len(members) > 1:
+        return f"{members[0]}-{members[-1]}"
+    return ",".join(map(str, members))
+
+
+def _bad_array(given: str, members: list[int]) -> ConfigError:
+    allowed = f"tasks among {_list_numbers(members)} and a limit, such as {_list_numbers(members)}%2, or %2"
+    return _refusal(f"array={given!r}", allowed, "leave the tasks out to run them all")
+
+
+def _require_one_line(given: str, value: str) -> None:
+    if any(ord(character) < 32 or ord(character) == 127 for character in value):
+        raise _refusal(given, "one line without control characters", "leave them out")
+
+
+def _refuse_unknown(name: str) -> None:
+    known = sorted(SlurmOptions.model_fields)
+    near = get_close_matches(name, known, n=1)
+    raise _refusal(
+        f"unknown SLURM setting {name}",
+        ", ".join(known),
+        f"did you mean {near[0]}?" if near else "leave it out",
+    )
+
+
+def _explain_invalid(error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    return _refusal(f"{name}={first['input']!r}: {first['msg']}", "a value of that kind", f"change {name}")
+
+
+def _refusal(given: str, allowed: str, next_step: str) -> ConfigError:
+    return ConfigError(explain_refusal(given, allowed=allowed, next_step=next_step))
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
