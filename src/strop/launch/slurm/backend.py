@@ -26,7 +26,7 @@ from strop.launch.jobs.contract import (
     RecordFiles,
 )
 from strop.launch.jobs.files import DirectoryRecord
-from strop.launch.slurm.clients import Said, ask_client, clean_environment, leaking_names
+from strop.launch.slurm.clients import Said, ask_client, clean_environment
 from strop.launch.slurm.options import (
     fit_plan,
     is_array,
@@ -66,7 +66,7 @@ class SlurmBackend:
         notices = list(plan.notices)
         if options.time is None:
             notices.append(
-                "no time limit is asked for, so the partition's own counts; --time sets one and announces the end"
+                "no time limit is asked for, so the partition's own counts, and its end may come unannounced"
             )
         num_gpus = plan.resources.num_nodes * plan.resources.gpus_per_node * len(plan.members)
         limit_s = None if options.time is None else read_time_limit(options.time)
@@ -85,7 +85,6 @@ class SlurmBackend:
                 "is_array": array,
                 "account": options.account,
                 "image": options.container_image,
-                "left_out_of_environment": leaking_names(),
             },
             gpu_hours=plan.gpu_hours if limit_s is None else num_gpus * limit_s / 3600,
             notices=tuple(notices),
@@ -219,7 +218,7 @@ def _submit_environment(plan: JobPlan, environ: Mapping[str, str]) -> dict[str, 
     """Return what sbatch gets: nothing of another job, and the account that the user's shell names."""
     account = next((environ[name] for name in _ACCOUNT_VARIABLES if environ.get(name)), None)
     named = {} if plan.details.get("account") or account is None else {"SBATCH_ACCOUNT": account}
-    return clean_environment(environ) | named
+    return clean_environment(environ, secrets=plan.environment.secrets) | named
 
 
 def _target(ref: JobRef, member: int | None) -> str:

@@ -8,16 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.errors import StoreError, explain_refusal
+from strop.launch.jobs.environment import clean_inherited
 
-# What a job's environment would hand to the next one that is submitted from inside it: a rank, an address, a
-# time limit. Slurm reads SBATCH_* as options, so they would also change the script's own.
-_LEAKING_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_")
-_LEAKING_NAMES = frozenset(
-    {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
-    | {"NODE_RANK", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"}
-)
-# Where the cluster is, and who asks.
-_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+# Besides what every launcher leaves out: sbatch would read the first as options, over the script's own; the
+# others are the devices of the job that one submits from.
+_LEFT_OUT = ("SBATCH_", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""Where the cluster is, and who asks."""
 _ANSWER_LIMIT_S = 60.0
 """A client itself gives up on a silent controller after 9 to 18 s (Slurm 22.05)."""
 _SILENCE = (
@@ -40,14 +37,11 @@ class Said:
     errors: str
 
 
-def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that a job is submitted with: without traces of the job that it may stand in."""
-    return {name: value for name, value in environ.items() if not _is_leaking(name)}
-
-
-def leaking_names() -> list[str]:
-    """Return the names and patterns that `clean_environment` leaves out, for a plan to show."""
-    return sorted([f"{prefix}*" for prefix in _LEAKING_PREFIXES] + list(_LEAKING_NAMES))
+def clean_environment(environ: Mapping[str, str], *, secrets: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment that a job is submitted with: nothing of another job, and none of its secrets."""
+    cleaned = clean_inherited(environ, secrets=secrets)
+    kept = {name: value for name, value in cleaned.items() if not name.startswith(_LEFT_OUT)}
+    return kept | {name: environ[name] for name in _KEPT if name in environ}
 
 
 def ask_client(argv: Sequence[str], *, environ: Mapping[str, str] | None = None, given: str = "") -> Said:
@@ -81,10 +75,6 @@ def ask_client(argv: Sequence[str], *, environ: Mapping[str, str] | None = None,
     if said.code and any(words in said.errors for words in _SILENCE):
         raise _silent(argv[0], said.errors.strip())
     return said
-
-
-def _is_leaking(name: str) -> bool:
-    return name not in _KEPT and (name.startswith(_LEAKING_PREFIXES) or name in _LEAKING_NAMES)
 
 
 def _silent(program: str, words: str) -> StoreError:

@@ -16,8 +16,6 @@ from strop.launch.slurm.options import SlurmOptions, is_array, read_array, tag_o
 from strop.spec.site import SlurmSite
 
 SCRIPT_NAME = "job.sh"
-_PATIENCE_S = 10
-"""How long other nodes may take to notice by themselves that one has failed."""
 
 
 def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> str:
@@ -43,6 +41,7 @@ def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> st
     mounts = [*profile.container_mounts, *([profile.hf_home] if profile.hf_home else [])]
     return templates.get_template("job.sh.j2").render(
         parts=write_header(plan, options, profile),
+        node_lists=_node_lists(plan),
         setup=profile.setup,
         home=plan.home,
         is_array=is_array(plan),
@@ -51,8 +50,6 @@ def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> st
         num_cpu_nodes=resources.num_cpu_nodes,
         has_gpus=resources.gpus_per_node > 0,
         grace_s=f"{plan.grace_s:g}",
-        patience_s=_PATIENCE_S,
-        signal=profile.signal,
         may_requeue=options.requeue,
         max_requeue=plan.max_requeue,
         exclude=options.exclude or "",
@@ -127,6 +124,13 @@ def _devices_and_cores(plan: JobPlan, options: SlurmOptions, profile: SlurmSite)
     if resources.cpus and not resources.num_cpu_nodes:
         lines.append(f"--cpus-per-task={resources.cpus}")
     return lines
+
+
+def _node_lists(plan: JobPlan) -> list[str]:
+    """Return the variables in which Slurm names the nodes of each part."""
+    if not plan.resources.num_cpu_nodes:
+        return ["SLURM_JOB_NODELIST"]
+    return ["SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1"]
 
 
 def _option(name: str, value: str) -> str:
