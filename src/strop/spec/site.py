@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from strop.spec.base import Section
+from strop.spec.durations import DURATION_HELP, DURATION_PATTERN
 
 
 class SiteSection(Section):
@@ -88,10 +89,12 @@ class SlurmSite(SiteSection):
         default=None, min_length=1, description="Type in the request, as in gpu:TYPE:4."
     )
     time_limit: str | None = Field(
-        default=None, min_length=1, description="Wall time of jobs that name none."
+        default=None,
+        pattern=DURATION_PATTERN,
+        description=f"Wall time of jobs that name none: {DURATION_HELP}.",
     )
     memory: str | None = Field(
-        default=None, min_length=1, description="Memory per node; none = ask for none."
+        default=None, pattern=r"^\d+[KMGT]?$", description="Memory per node; none = ask for none."
     )
     cpus_per_gpu: int = Field(default=8, ge=1, le=32, description="Cores for each GPU, on shared nodes.")
     signal: Literal["USR2", "USR1", "TERM"] = Field(

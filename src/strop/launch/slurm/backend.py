@@ -26,18 +26,17 @@ from strop.launch.jobs.contract import (
     RecordFiles,
 )
 from strop.launch.jobs.files import DirectoryRecord
+from strop.launch.jobs.home import has_ref, job_path_of, read_ref
 from strop.launch.slurm.clients import Said, ask_client, clean_environment
 from strop.launch.slurm.options import (
     fit_plan,
     is_array,
     plan_hash_in,
     read_options,
-    read_time_limit,
-    tag_of,
 )
 from strop.launch.slurm.outputs import SeenJob
 from strop.launch.slurm.probes import probe_plan
-from strop.launch.slurm.queries import answer_for, is_over, list_jobs
+from strop.launch.slurm.queries import answer_for, list_jobs
 from strop.launch.slurm.script import SCRIPT_NAME, write_script
 from strop.spec.site import SlurmSite
 
@@ -64,12 +63,10 @@ class SlurmBackend:
         script = write_script(plan, options, self.profile)
         array = is_array(plan)
         notices = list(plan.notices)
-        if options.time is None:
+        if plan.resources.time_limit_s is None:
             notices.append(
                 "no time limit is asked for, so the partition's own counts, and its end may come unannounced"
             )
-        num_gpus = plan.resources.num_nodes * plan.resources.gpus_per_node * len(plan.members)
-        limit_s = None if options.time is None else read_time_limit(options.time)
         return replace(
             plan,
             files={**plan.files, SCRIPT_NAME: script},
@@ -81,12 +78,10 @@ class SlurmBackend:
             ),
             details={
                 **plan.details,
-                "tag": tag_of(plan.plan_hash),
                 "is_array": array,
                 "account": options.account,
                 "image": options.container_image,
             },
-            gpu_hours=plan.gpu_hours if limit_s is None else num_gpus * limit_s / 3600,
             notices=tuple(notices),
         )
 
@@ -119,15 +114,20 @@ class SlurmBackend:
         return self._ref(plan.name, plan.home, found["id"], plan.plan_hash, plan.submitted_at, details)
 
     def find_accepted(self, plan: JobPlan) -> JobRef | None:
-        """Return the job with this plan's tag: the one of this home, else one that is not over.
+        """Return the newest job in this plan's home that nobody has noted yet, or None.
 
         Raises: StoreError if the controller does not answer.
         """
-        tagged = [job for job in list_jobs() if plan_hash_in(job.comment) == plan.plan_hash]
-        here = [job for job in tagged if job.work_path == plan.home]
-        alive = [job for job in tagged if not is_over(job)]
-        job = next(iter([*here, *alive]), None)
-        return None if job is None else self._ref_of(job)
+        noted = read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
+        found = [
+            job
+            for job in list_jobs()
+            if job.work_path == plan.home
+            and plan_hash_in(job.comment) == plan.plan_hash
+            and not job.component
+            and job.base_id != noted
+        ]
+        return self._ref_of(max(found, key=lambda job: int(job.base_id))) if found else None
 
     def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
         """Return what the controller says, by job id and member, in one query; what it forgot is missing.
@@ -146,18 +146,20 @@ class SlurmBackend:
         return None
 
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
-        """Cancel: the cluster sends TERM now and KILL after its own KillWait, whatever the grace.
+        """Cancel: the cluster sends TERM now, and KILL after its own KillWait; without a grace KILL at once.
 
         A job that has ended, or that nobody knows, is no error. Raises: StoreError if the controller does not
         answer; CheckRefused if it says no.
         """
-        _require(ask_client(("scancel", _target(ref, member))), f"scancel of {_target(ref, member)}")
+        how = () if grace_s > 0 else ("--signal=KILL",)
+        argv = ("scancel", *how, _target(ref, member))
+        _require(ask_client(argv), shlex.join(argv))
 
     def preempt(self, ref: JobRef, member: int) -> str:
         """Send the signal that announces a preemption to the steps, as `--signal` does."""
         target = _target(ref, member)
         argv = ("scancel", f"--signal={self.profile.signal}", target)
-        _require(ask_client(argv), f"{shlex.join(argv)}")
+        _require(ask_client(argv), shlex.join(argv))
         return f"SIG{self.profile.signal}"
 
     def requeue(self, ref: JobRef, member: int = 0) -> None:

@@ -12,7 +12,13 @@ from strop.launch.jobs.environment import clean_inherited
 
 # Besides what every launcher leaves out: sbatch would read the first as options, over the script's own; the
 # others are the devices of the job that one submits from.
-_LEFT_OUT = ("SBATCH_", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_LEFT_OUT = (
+    "SBATCH_",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Where the cluster is, and who asks."""
 _ANSWER_LIMIT_S = 60.0
@@ -38,7 +44,7 @@ class Said:
 
 
 def clean_environment(environ: Mapping[str, str], *, secrets: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment that a job is submitted with: nothing of another job, and none of its secrets."""
+    """Return what a job is submitted with: nothing of another job, and none of its own secrets."""
     cleaned = clean_inherited(environ, secrets=secrets)
     kept = {name: value for name, value in cleaned.items() if not name.startswith(_LEFT_OUT)}
     return kept | {name: environ[name] for name in _KEPT if name in environ}

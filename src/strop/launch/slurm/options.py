@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from difflib import get_close_matches
@@ -12,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from strop.errors import ConfigError, explain_refusal
 from strop.launch.jobs.contract import JobPlan, JobRequest, Resources
+from strop.launch.jobs.planning import TAG_PREFIX
 from strop.spec.base import Section
 from strop.spec.site import SlurmSite
 
@@ -29,6 +29,7 @@ _OWNED_ARGS = {
     "--gpus-per-node": "--gpus",
     "--gres": "--gpus and --gpu-type",
     "--job-name": "--job-name",
+    "--mem": "--mem",
     "--nodes": "--nodes",
     "--ntasks": "--nodes",
     "--ntasks-per-node": "--nodes",
@@ -39,14 +40,12 @@ _OWNED_ARGS = {
     "--requeue": "--requeue",
     "--signal": "--grace, and signal in the site profile",
     "--test-only": "strop check",
+    "--time": "--time",
     "--wait": "",
     "--wrap": "",
 }
 _MAX_NAME = 200
-_MAX_SIGNAL_S = 65535
-_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 _ARRAY = re.compile(r"(?P<tasks>\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*)?(%(?P<limit>[1-9]\d*))?")
-_TAG = "strop:"
 
 
 class SlurmOptions(Section):
@@ -61,15 +60,10 @@ class SlurmOptions(Section):
     nodelist: str | None = Field(default=None, min_length=1)
     exclude: str | None = Field(default=None, min_length=1)
     gpu_type: str | None = Field(default=None, min_length=1)
-    time: str | None = Field(default=None, min_length=1)
-    mem: str | None = Field(default=None, min_length=1)
-    nodes: int | None = Field(default=None, ge=1)
     dependency: str | None = Field(default=None, min_length=1)
     array: str | None = Field(default=None, min_length=1)
     comment: str | None = Field(default=None, min_length=1)
     requeue: bool = True
-    max_requeue: int | None = Field(default=None, ge=0)
-    grace: float | None = Field(default=None, gt=0)
     container_image: str | None = Field(default=None, min_length=1)
     sbatch_args: tuple[str, ...] = Field(default=(), strict=False)
 
@@ -96,21 +90,13 @@ def read_options(request: JobRequest, profile: SlurmSite) -> SlurmOptions:
 
 
 def fit_plan(plan: JobPlan, options: SlurmOptions) -> JobPlan:
-    """Return a plan whose numbers are those of the settings. Raises: ConfigError for impossible ones."""
-    plan = replace(
-        plan,
-        resources=replace(plan.resources, num_nodes=options.nodes or plan.resources.num_nodes),
-        max_requeue=0 if not options.requeue else _first(options.max_requeue, plan.max_requeue),
-        grace_s=_first(options.grace, plan.grace_s),
-    )
+    """Return a plan with the settings' budget. Raises: ConfigError for what Slurm cannot be given."""
+    if not options.requeue:
+        plan = replace(plan, max_requeue=0)
     _require_one_line(f"job name {plan.name!r}", plan.name)
     if not plan.name.strip() or len(plan.name) > _MAX_NAME:
         raise _refusal(
             f"job name {plan.name!r}", f"1 to {_MAX_NAME} characters, not all blank", "name it anew"
-        )
-    if not 1 <= math.ceil(plan.grace_s) <= _MAX_SIGNAL_S:
-        raise _refusal(
-            f"grace of {plan.grace_s:g} s", f"1 to {_MAX_SIGNAL_S} s", "give --grace a number of seconds"
         )
     if "\\" in plan.home or "\0" in plan.home:
         # Slurm takes a backslash in a log's path as the end of all patterns, and drops it.
@@ -154,41 +140,13 @@ def read_array(plan: JobPlan, options: SlurmOptions) -> str | None:
     return found["tasks"] + limit
 
 
-def tag_of(plan_hash: str) -> str:
-    """Return the first word of the comment by which a plan's job is found again."""
-    return f"{_TAG}{plan_hash}"
-
-
 def plan_hash_in(comment: str) -> str | None:
     """Return the plan of a job's comment; None if it is no job of ours."""
     word = comment.split(" ", 1)[0]
-    return word.removeprefix(_TAG) if word.startswith(_TAG) and word != _TAG else None
-
-
-def time_text(limit_s: float) -> str:
-    """Return a limit as Slurm reads it: 1-02:03:00. It counts in minutes, so a part of one is a whole one."""
-    minutes = max(1, math.ceil(limit_s / 60))
-    days, minutes = divmod(minutes, 24 * 60)
-    return f"{days}-{minutes // 60:02}:{minutes % 60:02}:00"
-
-
-def read_time_limit(text: str) -> float | None:
-    """Return the seconds of a limit as Slurm reads it: minutes, h:m:s, m:s, days-h:m:s. None: no limit."""
-    days, _, rest = text.rpartition("-")
-    if not _TIME.fullmatch(text):
-        return None
-    numbers = [int(part) for part in rest.split(":")]
-    if days:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return int(days) * 86400.0 + hours * 3600 + minutes * 60 + seconds
-    if len(numbers) == 3:
-        return numbers[0] * 3600.0 + numbers[1] * 60 + numbers[2]
-    minutes, seconds = [*numbers, 0][:2]
-    return minutes * 60.0 + seconds
+    return word.removeprefix(TAG_PREFIX) if word.startswith(TAG_PREFIX) and word != TAG_PREFIX else None
 
 
 def _from_profile(profile: SlurmSite, resources: Resources) -> dict[str, Any]:
-    limit_s = resources.time_limit_s
     values = {
         "partition": profile.partition,
         "cpu_partition": profile.cpu_partition,
@@ -199,8 +157,6 @@ def _from_profile(profile: SlurmSite, resources: Resources) -> dict[str, Any]:
         "nodelist": profile.nodelist,
         "exclude": profile.exclude,
         "gpu_type": resources.gpu_type or profile.gpu_type,
-        "time": profile.time_limit if limit_s is None else time_text(limit_s),
-        "mem": resources.memory or profile.memory,
         "container_image": profile.container_image,
         "sbatch_args": profile.sbatch_args,
     }
@@ -208,12 +164,6 @@ def _from_profile(profile: SlurmSite, resources: Resources) -> dict[str, Any]:
 
 
 def _check_forms(options: SlurmOptions) -> None:
-    if options.time and not _TIME.fullmatch(options.time) and options.time.upper() != "UNLIMITED":
-        raise _refusal(
-            f"time={options.time!r}", "minutes, hours:minutes:seconds, or days-hours", "write 2-12:00:00"
-        )
-    if options.mem and not re.fullmatch(r"\d+[KMGT]?", options.mem, re.IGNORECASE):
-        raise _refusal(f"mem={options.mem!r}", "a number with K, M, G or T", "write 64G")
     if options.gpu_type and re.search(r"[:,\s]", options.gpu_type):
         raise _refusal(
             f"gpu_type={options.gpu_type!r}", "one type of the site, such as h100", "read it from sinfo -o %G"
@@ -267,7 +217,3 @@ def _explain_invalid(error: ValidationError) -> ConfigError:
 
 def _refusal(given: str, allowed: str, next_step: str) -> ConfigError:
     return ConfigError(explain_refusal(given, allowed=allowed, next_step=next_step))
-
-
-def _first(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from strop.errors import StoreError, explain_refusal
-from strop.launch.jobs.contract import Answer, JobState
+from strop.launch.jobs.contract import Answer
 from strop.launch.slurm.clients import Said, ask_client
 from strop.launch.slurm.outputs import (
     ACCOUNTING_FIELDS,
@@ -102,13 +102,3 @@ def _answers_of(jobs: Sequence[SeenJob]) -> dict[tuple[str, int], Answer]:
             since=job.since,
         )
     return answers
-
-
-def is_over(job: SeenJob) -> bool:
-    """Whether nothing more happens to a job by itself."""
-    return read_state(job.state)[0].is_terminal
-
-
-def is_waiting(job: SeenJob) -> bool:
-    """Whether a job has no resources now and Slurm may still start it."""
-    return read_state(job.state)[0] in (JobState.QUEUED, JobState.PREEMPTED)

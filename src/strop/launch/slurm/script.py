@@ -12,7 +12,9 @@ import shlex
 from importlib.resources import files
 
 from strop.launch.jobs.contract import JobPlan
-from strop.launch.slurm.options import SlurmOptions, is_array, read_array, tag_of
+from strop.launch.jobs.planning import tag_of
+from strop.launch.slurm.options import SlurmOptions, is_array, read_array
+from strop.spec.durations import format_duration
 from strop.spec.site import SlurmSite
 
 SCRIPT_NAME = "job.sh"
@@ -69,7 +71,7 @@ def write_header(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> li
             ("--constraint", options.constraint),
             ("--nodelist", options.nodelist),
             ("--exclude", options.exclude),
-            ("--mem", options.mem),
+            ("--mem", resources.memory or profile.memory),
             ("--array", read_array(plan, options)),
         ),
         f"--nodes={resources.num_nodes} --ntasks-per-node=1",
@@ -92,6 +94,7 @@ def write_header(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> li
 
 def _shared(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[str]:
     """Return what both parts of a heterogeneous job must say: Slurm does not hand it on."""
+    limit_s = plan.resources.time_limit_s
     comment = " ".join(filter(None, [tag_of(plan.plan_hash), options.comment]))
     return [
         _option("--comment", comment),
@@ -99,7 +102,7 @@ def _shared(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[st
             ("--account", options.account),
             ("--qos", options.qos),
             ("--reservation", options.reservation),
-            ("--time", options.time),
+            ("--time", None if limit_s is None else format_duration(limit_s)),
             ("--dependency", options.dependency),
         ),
         # A dependency that cannot be met any more would wait for ever.
