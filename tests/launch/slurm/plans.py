@@ -1,0 +1,146 @@
+"""Requests and jobs of the tests here: real plans of fake roles."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.launch.jobs.contract import (
+    JobEnvironment,
+    JobRef,
+    JobRequest,
+    JobState,
+    JobStatus,
+    Resources,
+    RolePlan,
+)
+from strop.launch.jobs.launcher import Launcher
+from strop.launch.slurm import SlurmBackend
+from strop.spec import load_spec
+from strop.spec.site import Site, SlurmSite
+
+ROLE = Path(__file__).with_name("role.py")
+_SPEC = """
+name = "{name}"
+[model]
+uri = "example/model"
+[task]
+name = "dummy"
+[train]
+steps = 1
+[job]
+preflight = "none"
+max_requeue = {max_requeue}
+grace_s = {grace_s}
+"""
+
+
+def a_role(*words: str, name: str = "train", nodes: str = "first", gpus: int = 0, **more: Any) -> RolePlan:
+    """A fake role with the arguments of `role.py`."""
+    argv = (sys.executable, str(ROLE), "{run}", *words)
+    return RolePlan(name=name, argv=argv, nodes=nodes, gpus={"train": gpus} if gpus else {}, **more)
+
+
+def a_request(
+    root: Path,
+    *roles: RolePlan,
+    name: str = "run",
+    max_requeue: int = 3,
+    grace_s: float = 120.0,
+    profile: SlurmSite | None = None,
+    resources: Resources | None = None,
+    sweep: tuple[tuple[str, ...], ...] = (),
+    options: Mapping[str, Any] | None = None,
+    python: str = sys.executable,
+    environment: JobEnvironment | None = None,
+    submitted_at: float = 1.8e9,
+) -> JobRequest:
+    """A request whose home is `root/<name>-1`."""
+    root.mkdir(parents=True, exist_ok=True)
+    spec_path = root / "run.toml"
+    spec_path.write_text(_SPEC.format(name=name, max_requeue=max_requeue, grace_s=grace_s))
+    return JobRequest(
+        resolved=load_spec(spec_path),
+        site=Site(name="cluster", profile=profile or SlurmSite()),
+        command="train",
+        resources=resources or Resources(time_limit_s=300.0),
+        roles=roles or (a_role(),),
+        environment=environment or JobEnvironment(),
+        snapshot=None,
+        project_path=root,
+        home=str(root / f"{name}-1"),
+        python=python,
+        user="someone",
+        submitted_at=submitted_at,
+        sweep=sweep,
+        options=options or {},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desk:
+    """A login node of the cluster, with a folder that everybody sees."""
+
+    root: Path
+    python: str
+    """What nodes run agents with."""
+    launcher: Launcher
+    backend: SlurmBackend
+
+    def request(self, *roles: RolePlan, **more: Any) -> JobRequest:
+        """A request of this desk."""
+        return a_request(self.root, *roles, profile=self.backend.profile, python=self.python, **more)
+
+    def submit(self, *roles: RolePlan, **more: Any) -> JobRef:
+        """Submit a job."""
+        return self.launcher.submit(self.request(*roles, **more)).ref
+
+    def status(self, ref: JobRef) -> JobStatus:
+        """The state of a job of one member."""
+        return self.launcher.status([ref])[0]
+
+    def wait_for(
+        self, ref: JobRef, *states: JobState, limit_s: float = 60.0, member: int = 0, attempt: int = 0
+    ) -> JobStatus:
+        """Wait until a member is in one of these states, in this attempt or a later one."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            status = self.launcher.status([ref])[member]
+            number = status.attempt.number if status.attempt else 0
+            if status.state in states and number >= attempt:
+                return status
+            log = "".join(path.read_text() for path in Path(ref.home).glob("job/slurm-*.out"))
+            assert time.monotonic() < deadline, f"{status}\n{log}"
+            time.sleep(0.3)
+
+    def wait_until(self, what: Callable[[], object], limit_s: float = 30.0) -> None:
+        """Wait until something is so."""
+        deadline = time.monotonic() + limit_s
+        while not what():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+def slurm_log(ref: JobRef) -> str:
+    """What the batch shell of every attempt of a job wrote."""
+    return "".join(path.read_text() for path in sorted(Path(ref.home).glob("job/slurm-*.out")))
+
+
+def seen(ref: JobRef, attempt: str, node: int = 0, member: str = ".") -> dict[str, Any]:
+    """What a role found around it."""
+    path = Path(ref.home) / member / f"seen-{attempt}-{node}.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def gpus(number: int, nodes: int = 1, **more: Any) -> Resources:
+    """Resources with a time limit of five minutes."""
+    return Resources(num_nodes=nodes, gpus_per_node=number, cpus_per_gpu=1, time_limit_s=300.0, **more)
+
+
+ALL_ENDS: Sequence[JobState] = tuple(state for state in JobState if state.is_terminal)

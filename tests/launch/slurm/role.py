@@ -1,0 +1,59 @@
+"""A role of a job in tests: it counts steps, saves at TERM and ends with 75, as a trainer does.
+
+    role.py RUN [--steps N] [--codes C,C,..] [--ignore-signals] [--on-node "N=C"]
+
+Steps take 0.1 s. `--codes`: exit code of attempt 0, 1, ...; the last one for all further ones. It says what it
+sees as JSON in `RUN/seen-<attempt>-<node>.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+SHOWN = ("CUDA_VISIBLE_DEVICES", "TMPDIR", "XDG_CACHE_HOME", "STROP_NODE_ADDRESS", "MASTER_ADDR", "RANK")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--codes", default="0")
+    parser.add_argument("--on-node", default="")
+    parser.add_argument("--ignore-signals", action="store_true")
+    given = parser.parse_args()
+    attempt, node = os.environ["STROP_ATTEMPT"], os.environ["STROP_NODE"]
+    number = int(attempt.rpartition("-")[2])
+    told: list[int] = []
+
+    def hear(received: int, _frame: FrameType | None) -> None:
+        told.append(received)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if given.ignore_signals else hear)
+    saved_path = given.run / "saved"
+    begin = int(saved_path.read_text()) if saved_path.exists() else 0
+    slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SBATCH_"))}
+    seen = {name: os.environ.get(name) for name in SHOWN} | {"begin": begin, "slurm": slurm, "cwd": os.getcwd()}
+    (given.run / f"seen-{attempt}-{node}.json").write_text(json.dumps(seen))
+    print(f"attempt {attempt} node {node} begins at step {begin}", flush=True)
+    for step in range(begin, given.steps):
+        time.sleep(0.1)
+        if told:
+            saved_path.write_text(str(step))
+            print(f"saved at step {step}", flush=True)
+            return 75
+    codes = [int(code) for code in given.codes.split(",")]
+    where, _, code = given.on_node.partition("=")
+    if where and os.environ.get("SLURMD_NODENAME") == where:
+        return int(code)
+    return codes[min(number, len(codes) - 1)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
