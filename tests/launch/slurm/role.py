@@ -1,9 +1,9 @@
 """A role of a job in tests: it counts steps, saves at TERM and ends with 75, as a trainer does.
 
-    role.py RUN [--steps N] [--codes C,C,..] [--ignore-signals] [--on-node "N=C"]
+    role.py RUN [--steps N] [--codes C,C,..] [--special PLACE=C,C,..] [--ignore-signals]
 
-Steps take 0.1 s. `--codes`: exit code of attempt 0, 1, ...; the last one for all further ones. It says what it
-sees as JSON in `RUN/seen-<attempt>-<node>.json`.
+Steps take 0.1 s. `--codes`: exit code of attempt 0, 1, ...; the last one for all further ones.
+`--special`: other codes on one node, or for one member of a sweep. It says what it sees as JSON in `RUN/seen-<attempt>-<node>.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-SHOWN = ("CUDA_VISIBLE_DEVICES", "TMPDIR", "XDG_CACHE_HOME", "STROP_NODE_ADDRESS", "MASTER_ADDR", "RANK")
+SHOWN = (
+    *("CUDA_VISIBLE_DEVICES", "TMPDIR", "XDG_CACHE_HOME", "STROP_NODE_ADDRESS", "MASTER_ADDR", "RANK"),
+    *("API_KEY", "MODE"),
+)
 
 
 def main() -> int:
@@ -25,7 +28,7 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--codes", default="0")
-    parser.add_argument("--on-node", default="")
+    parser.add_argument("--special", default="")
     parser.add_argument("--ignore-signals", action="store_true")
     given = parser.parse_args()
     attempt, node = os.environ["STROP_ATTEMPT"], os.environ["STROP_NODE"]
@@ -48,10 +51,9 @@ def main() -> int:
             saved_path.write_text(str(step))
             print(f"saved at step {step}", flush=True)
             return 75
-    codes = [int(code) for code in given.codes.split(",")]
-    where, _, code = given.on_node.partition("=")
-    if where and os.environ.get("SLURMD_NODENAME") == where:
-        return int(code)
+    place, _, special = given.special.partition("=")
+    is_there = place and place in {os.environ.get("SLURMD_NODENAME"), given.run.name}
+    codes = [int(code) for code in (special if is_there else given.codes).split(",")]
     return codes[min(number, len(codes) - 1)]
 
 

@@ -1,32 +1,226 @@
-"""Jobs on a real cluster: what their record says, and what the cluster says of them."""
+"""Jobs on a real cluster: submission, what a job finds around it, and its end."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import JobState
+from strop.errors import CheckRefused
+from strop.launch.jobs.contract import JobEnvironment, JobState, Severity
+from strop.launch.jobs.home import job_path_of
+from strop.launch.jobs.launcher import Launcher
+from strop.spec.site import SlurmSite
+from tests.launch.slurm.conftest import open_desk
 from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log
+from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_job_succeeds(desk: Desk) -> None:
-    ref = desk.submit(a_role("--steps", "5"))
-    status = desk.wait_for(ref, *ALL_ENDS)
-    print(slurm_log(ref))
-    assert status.state is JobState.SUCCEEDED, status
-    verdict = json.loads((Path(ref.home) / f"attempts/{ref.job_id}-0/verdict.json").read_text())
-    assert verdict["exit_code"] == 0
-
-
-def test_two_nodes_with_four_gpus_each_have_two_agents(desk: Desk) -> None:
-    role = a_role("--steps", "5", nodes="all", gpus=4)
-    ref = desk.submit(role, resources=gpus(4, nodes=2, is_whole_node=True))
+def test_a_job_succeeds_and_leaves_nothing_behind(desk: Desk) -> None:
+    ref = desk.submit(a_role("--steps", "3"))
     status = desk.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     attempt = f"{ref.job_id}-0"
-    devices = [seen(ref, attempt, node)["CUDA_VISIBLE_DEVICES"].split(",") for node in (0, 1)]
-    assert [len(names) for names in devices] == [4, 4]
+    verdict = json.loads((Path(ref.home) / "attempts" / attempt / "verdict.json").read_text())
+    assert (verdict["exit_code"], verdict["signal"], verdict["number"]) == (0, "", 0)
+    assert verdict["nodes"] in (["n1"], ["n2"])
+    assert verdict["started_at"] <= verdict["ended_at"]
+    found = seen(ref, attempt)
+    assert f"-{ref.job_id}-0-" in found["TMPDIR"]
+    desk.wait_until(lambda: not Path(found["TMPDIR"]).parents[1].exists())
+
+
+def test_a_plan_submits_nothing(desk: Desk, cluster: Cluster) -> None:
+    plan = desk.launcher.plan(desk.request())
+    assert plan == desk.launcher.plan(desk.request())
+    assert plan.files["job.sh"].startswith("#!/bin/bash\n#SBATCH --job-name=run\n")
+    assert not Path(plan.home).exists()
+    assert cluster.run("squeue", "-h") == ""
+
+
+def test_the_same_plan_twice_is_one_job(desk: Desk, cluster: Cluster) -> None:
+    request = desk.request(a_role("--steps", "100"))
+    first = desk.launcher.submit(request)
+    again = desk.launcher.submit(replace(request, home=str(desk.root / "run-2"), submitted_at=1.9e9))
+    assert (first.is_new, again.is_new) == (True, False)
+    assert again.ref == first.ref
+    assert len(cluster.run("squeue", "-h").splitlines()) == 1
+    with pytest.raises(CheckRefused, match="belongs to run-1, whose plan is another"):
+        desk.submit(a_role("--steps", "101"))
+
+
+def test_a_submission_that_was_killed_before_it_was_noted_is_found_again(
+    desk: Desk, cluster: Cluster
+) -> None:
+    request = desk.request(a_role("--steps", "100"))
+    first = desk.launcher.submit(request)
+    (job_path_of(first.ref.home) / "ref.json").unlink()
+    again = desk.launcher.submit(request)
+    assert (again.is_new, again.ref.job_id, again.ref.home) == (False, first.ref.job_id, first.ref.home)
+    assert len(cluster.run("squeue", "-h").splitlines()) == 1
+    assert [ref.job_id for ref in desk.backend.list_tagged()] == [first.ref.job_id]
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("partition", {"options": {"partition": "nowhere"}}),
+        ("resources", {"resources": gpus(1), "options": {"gpu_type": "h200"}}),
+        ("resources", {"resources": gpus(5)}),
+        ("resources", {"resources": gpus(1, nodes=3)}),
+        ("resources", {"resources": gpus(1, memory="900G")}),
+        ("image", {"options": {"container_image": "/nowhere/image.sif"}}),
+        ("image", {"options": {"container_image": "image.sqsh"}}),
+    ],
+)
+def test_a_check_finds_what_would_stop_a_job(
+    desk: Desk, cluster: Cluster, code: str, changes: dict[str, object]
+) -> None:
+    request = desk.request(**changes)
+    problems = desk.launcher.check(desk.launcher.plan(request))
+    assert code in [problem.code for problem in problems if problem.severity is Severity.ERROR], problems
+    with pytest.raises(CheckRefused):
+        desk.launcher.submit(request)
+    assert not Path(request.home).exists()
+    assert cluster.run("squeue", "-h") == ""
+
+
+def test_a_check_finds_a_home_that_cannot_be_made_and_a_missing_interpreter(desk: Desk) -> None:
+    (desk.root / "file").write_text("")
+    request = replace(desk.request(), home=str(desk.root / "file" / "run-1"), python="/nowhere/python")
+    problems = desk.backend.probe(desk.launcher.plan(request))
+    assert [problem.code for problem in problems] == ["home", "python"]
+    assert "is a file" in str(problems[0])
+
+
+def test_a_good_plan_has_no_problem(desk: Desk) -> None:
+    request = desk.request(resources=gpus(2), options={"gpu_type": "h100", "partition": "high"})
+    assert desk.launcher.check(desk.launcher.plan(request)) == []
+
+
+def test_an_account_that_nobody_can_look_up_is_a_question_and_no_error(desk: Desk) -> None:
+    problems = desk.launcher.check(desk.launcher.plan(desk.request(options={"account": "lab"})))
+    assert [(problem.code, problem.severity) for problem in problems] == [("account", Severity.UNKNOWN)]
+
+
+def test_what_sbatch_refuses_is_said_in_its_own_words(desk: Desk) -> None:
+    plan = desk.launcher.plan(desk.request())
+    with pytest.raises(CheckRefused, match=r"Unable to open file .*/job/job\.sh"):
+        desk.backend.hand_over(plan)
+
+
+def test_two_nodes_with_four_gpus_each_have_two_agents(desk: Desk) -> None:
+    role = a_role("--steps", "2", nodes="all", gpus=4)
+    ref = desk.submit(role, resources=gpus(4, nodes=2, is_whole_node=True))
+    status = desk.wait_for(ref, *ALL_ENDS)
+    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
+    found = [seen(ref, f"{ref.job_id}-0", node) for node in (0, 1)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1,2,3", "0,1,2,3"]
+    assert {one["slurm"]["SLURMD_NODENAME"] for one in found if "SLURMD_NODENAME" in one["slurm"]} == set()
+    assert found[1]["STROP_NODE_ADDRESS"] == "127.0.0.1"
+    agents = [
+        json.loads((Path(ref.home) / f"attempts/{ref.job_id}-0/agent-{node}.json").read_text())
+        for node in (0, 1)
+    ]
+    assert sorted(agent["host"] for agent in agents) == ["n1", "n2"]
+
+
+def test_two_runs_on_one_node_share_nothing(desk: Desk) -> None:
+    role = a_role("--steps", "30", gpus=2)
+    refs = [
+        desk.submit(role, name=name, resources=gpus(2), options={"nodelist": "n1"}) for name in ("a", "b")
+    ]
+    for ref in refs:
+        assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    found = [seen(ref, f"{ref.job_id}-0") for ref in refs]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1", "2,3"]
+    for name in ("TMPDIR", "XDG_CACHE_HOME"):
+        assert found[0][name] != found[1][name]
+
+
+def test_a_whole_node_gives_its_roles_what_they_asked_for(desk: Desk) -> None:
+    # --exclusive shows all four.
+    ref = desk.submit(a_role(gpus=2), resources=gpus(2, is_whole_node=True))
+    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    assert seen(ref, f"{ref.job_id}-0")["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_a_slice_is_asked_for_by_its_type(desk: Desk) -> None:
+    options = {"partition": "mig", "gpu_type": "1g.10gb"}
+    ref = desk.submit(a_role(gpus=2), resources=gpus(2), options=options)
+    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    assert seen(ref, f"{ref.job_id}-0")["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_a_job_from_inside_another_one_inherits_nothing_of_it(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "cpu", "MASTER_ADDR": "far"}
+    for name, value in {**inherited, "RANK": "3", "CUDA_VISIBLE_DEVICES": "9"}.items():
+        monkeypatch.setenv(name, value)
+    ref = desk.submit(a_role("--steps", "1"))
+    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    found = seen(ref, f"{ref.job_id}-0")
+    assert (found["MASTER_ADDR"], found["RANK"], found["CUDA_VISIBLE_DEVICES"]) == (None, None, None)
+    assert found["slurm"]["SLURM_JOB_ID"] == ref.job_id
+    assert found["slurm"]["SLURM_JOB_PARTITION"] == "low"
+    assert found["slurm"]["SLURM_NTASKS"] == "1"
+
+
+def test_a_secret_reaches_its_role_and_nothing_else(
+    desk: Desk, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = 'k3y, "with" $HOME `x` \'y\''
+    monkeypatch.setenv("API_KEY", value)
+    launcher = Launcher(desk.backend, environ={**desk.launcher._environ, "API_KEY": value})
+    environment = JobEnvironment(variables={"MODE": "a,b 'c' $d"}, secrets=("API_KEY",))
+    ref = launcher.submit(desk.request(a_role("--steps", "20"), environment=environment)).ref
+    desk.wait_for(ref, JobState.RUNNING)
+    shown = cluster.run("scontrol", "show", "job", ref.job_id) + cluster.run("scontrol", "write", "batch_script", ref.job_id, "-")
+    assert "k3y" not in shown
+    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    path = next(Path(ref.home).glob("seen-*.json"))
+    found = json.loads(path.read_text())
+    assert (found["API_KEY"], found["MODE"]) == (value, "a,b 'c' $d")
+    path.unlink()
+    holders = [file for file in Path(ref.home).rglob("*") if file.is_file() and b"k3y" in file.read_bytes()]
+    assert holders == []
+
+
+def test_a_home_of_quotes_and_signs_is_no_trouble(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = open_desk(cluster, tmp_path / "a b$HOME'q\"z`id` %j;#&", monkeypatch)
+    ref = desk.submit(a_role("--steps", "1"))
+    status = desk.wait_for(ref, *ALL_ENDS)
+    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
+    assert "begins at step 0" not in slurm_log(ref)
+    assert (job_path_of(ref.home) / f"slurm-{ref.job_id}.out").exists()
+
+
+def test_steps_run_in_an_image_where_one_is_asked_for(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No image here: a podman that says what it was asked, and runs the command as it is."""
+    (tmp_path / "bin").mkdir()
+    podman = tmp_path / "bin" / "podman"
+    podman.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$@" >>{tmp_path}/asked\n'
+        'while [ "$1" != "image:1" ]; do shift; done; shift; exec "$@"\n'
+    )
+    podman.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin:/usr/sbin:/sbin")
+    profile = SlurmSite(container_mounts=("/data:/data:ro", "/models"))
+    request = replace(desk.request(a_role("--steps", "1")), options={"container_image": "image:1"})
+    desk.backend.profile = profile
+    ref = desk.launcher.submit(request).ref
+    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked[:2] == ["run", "--rm"]
+    assert {f"--volume={ref.home}:{ref.home}", "--volume=/data:/data:ro", "--volume=/models:/models"} <= set(asked)
+    assert "--device=nvidia.com/gpu=all" not in asked
+    assert "image image:1 by podman" in slurm_log(ref)

@@ -38,6 +38,7 @@ from strop.launch.slurm.outputs import SeenJob
 from strop.launch.slurm.probes import probe_plan
 from strop.launch.slurm.queries import answer_for, list_jobs
 from strop.launch.slurm.script import SCRIPT_NAME, write_script
+from strop.launch.slurm.states import read_state
 from strop.spec.site import SlurmSite
 
 _ACCEPTED = re.compile(r"^(?P<id>\d+)(?:;(?P<cluster>\S+))?$", re.MULTILINE)
@@ -181,10 +182,11 @@ class SlurmBackend:
         _require(ask_client(("scontrol", "requeue", _target(ref, member))), "scontrol requeue")
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield this user's jobs that carry our tag, once each. Raises: StoreError if nobody answers."""
+        """Yield this user's jobs that carry our tag and are not over. Raises: StoreError if nobody answers."""
         seen: set[str] = set()
         for job in list_jobs():
-            if plan_hash_in(job.comment) is not None and job.base_id not in seen and not job.component:
+            is_ours = plan_hash_in(job.comment) is not None and not job.component
+            if is_ours and job.base_id not in seen and not read_state(job.state)[0].is_terminal:
                 seen.add(job.base_id)
                 yield self._ref_of(job)
 

@@ -1,0 +1,90 @@
+"""Sweeps as job arrays and heterogeneous jobs, on a real cluster."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.launch.jobs.contract import JobState, Resources
+from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, seen, slurm_log
+from tools.slurm_cluster import Cluster
+
+pytestmark = pytest.mark.slow
+RATES = tuple((f"optimizer.lr={rate}",) for rate in ("1e-5", "2e-5", "3e-5", "4e-5"))
+
+
+def test_a_sweep_is_an_array_whose_members_live_apart(desk: Desk, cluster: Cluster) -> None:
+    """Two at a time. The last task's own id is the array's: requeueing by that would start all again."""
+    role = a_role("--steps", "10", "--special", "3=75,0")
+    ref = desk.submit(role, sweep=RATES, options={"array": "%2"})
+    desk.wait_until(lambda: desk.launcher.status([ref])[0].state is JobState.RUNNING)
+    states = [status.state for status in desk.launcher.status([ref])]
+    assert states[2:] == [JobState.QUEUED, JobState.QUEUED]
+    assert len(cluster.run("squeue", "-h", "-t", "RUNNING").splitlines()) <= 2
+    for member in range(4):
+        desk.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=1 if member == 3 else 0)
+    numbers = [len(desk.launcher.read_attempts(ref, member)) for member in range(4)]
+    assert numbers == [1, 1, 1, 2]
+    assert cluster.run("squeue", "-h", "-t", "PENDING,RUNNING") == ""
+
+
+def test_one_member_of_a_sweep_is_cancelled_alone(desk: Desk) -> None:
+    ref = desk.submit(a_role("--steps", "25"), sweep=RATES[:2])
+    for member in (0, 1):
+        desk.wait_for(ref, JobState.RUNNING, member=member)
+    outcome = desk.launcher.cancel(ref, member=1, grace_s=20.0)
+    assert [status.state for status in outcome.statuses] == [JobState.CANCELLED]
+    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+
+
+def test_one_member_of_a_sweep_is_told_alone_and_goes_on(desk: Desk) -> None:
+    ref = desk.submit(a_role("--steps", "40"), sweep=RATES[:2])
+    for member in (0, 1):
+        desk.wait_for(ref, JobState.RUNNING, member=member)
+    time.sleep(0.5)
+    desk.backend.preempt(ref, 1)
+    assert desk.wait_for(ref, *ALL_ENDS, member=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
+    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED
+    assert [len(desk.launcher.read_attempts(ref, member)) for member in (0, 1)] == [1, 2]
+
+
+def _with_companion(desk: Desk, *words: str, train: tuple[str, ...]) -> tuple[JobState, Path]:
+    companion = a_role(*words, name="companion", nodes="cpu", must_succeed=False)
+    resources = Resources(gpus_per_node=2, num_cpu_nodes=1, cpus_per_gpu=1, time_limit_s=300.0)
+    ref = desk.submit(a_role(*train, gpus=2), companion, resources=resources)
+    status = desk.wait_for(ref, *ALL_ENDS)
+    print(slurm_log(ref))
+    return status.state, Path(ref.home)
+
+
+def test_a_companion_runs_on_a_cpu_node_as_long_as_the_run(desk: Desk) -> None:
+    state, home = _with_companion(desk, "--steps", "600", train=("--steps", "10"))
+    assert state is JobState.SUCCEEDED
+    attempt = next(path.name for path in (home / "attempts").iterdir() if path.is_dir())
+    ref = next(ref for ref in [attempt])
+    assert (home / f"attempts/{ref}/exit/1").read_text() == "0"
+    import json
+
+    seen_by = [json.loads((home / f"seen-{attempt}-{node}.json").read_text()) for node in (0, 1)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in seen_by] == ["0,1", ""]
+    agent = json.loads((home / f"attempts/{attempt}/agent-1.json").read_text())
+    assert (agent["host"], agent["part"]) == ("c1", "cpu")
+
+
+def test_a_companion_that_ends_early_ends_the_run(desk: Desk) -> None:
+    state, _ = _with_companion(desk, "--steps", "3", train=("--steps", "600"))
+    assert state is JobState.FAILED
+
+
+def test_both_parts_of_a_job_are_told_and_live_again(desk: Desk) -> None:
+    companion = a_role("--steps", "600", name="companion", nodes="cpu", must_succeed=False)
+    resources = Resources(gpus_per_node=2, num_cpu_nodes=1, cpus_per_gpu=1, time_limit_s=300.0)
+    ref = desk.submit(a_role("--steps", "30", gpus=2), companion, resources=resources)
+    desk.wait_for(ref, JobState.RUNNING)
+    time.sleep(1.0)
+    desk.backend.preempt(ref, 0)
+    status = desk.wait_for(ref, *ALL_ENDS, attempt=1)
+    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
+    assert seen(ref, f"{ref.job_id}-1")["begin"] > 0

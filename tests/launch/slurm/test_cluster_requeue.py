@@ -1,0 +1,150 @@
+"""Jobs on a real cluster that end before they are done, and live again or do not."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.launch.jobs.contract import JobState, Resources
+from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log
+from tools.slurm_cluster import Cluster
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_told_job_saves_and_goes_on_from_there(desk: Desk) -> None:
+    ref = desk.submit(a_role("--steps", "60"))
+    desk.wait_for(ref, JobState.RUNNING)
+    time.sleep(1.0)
+    assert desk.backend.preempt(ref, 0) == "SIGUSR2"
+    assert desk.wait_for(ref, JobState.PREEMPTED).reason
+    status = desk.wait_for(ref, *ALL_ENDS)
+    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
+    begin = seen(ref, f"{ref.job_id}-1")["begin"]
+    assert 0 < begin < 60
+    first, second = (Path(ref.home) / f"attempts/{ref.job_id}-{number}/0/train.log" for number in (0, 1))
+    assert f"saved at step {begin}" in first.read_text()
+    assert f"begins at step {begin}" in second.read_text()
+    # One file for the batch shell of both lives.
+    log = slurm_log(ref)
+    assert "DUE TO JOB REQUEUE" in log
+    assert log.count("started train") == 2
+
+
+def test_a_job_that_always_saves_is_requeued_as_often_as_it_may(desk: Desk) -> None:
+    ref = desk.submit(a_role("--codes", "75"), max_requeue=2)
+    status = desk.wait_for(ref, *ALL_ENDS)
+    assert status.state is JobState.FAILED
+    assert status.reason.startswith("requeue budget: it lived 3 times and may be requeued 2 times")
+    assert len(desk.launcher.read_attempts(ref, 0)) == 3
+
+
+def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(desk: Desk) -> None:
+    role = a_role("--steps", "3", "--codes", "75", "--special", "n2=1", nodes="all")
+    ref = desk.submit(role, resources=Resources(num_nodes=2, time_limit_s=300.0))
+    status = desk.wait_for(ref, *ALL_ENDS)
+    assert status.state is JobState.FAILED
+    assert "role train ended with exit code 1" in status.reason
+    time.sleep(1.0)
+    answer = desk.backend.ask([ref])[ref.job_id, 0]
+    assert (answer.state, answer.num_restarts) == (JobState.FAILED, 0)
+    verdict = json.loads((Path(ref.home) / f"attempts/{ref.job_id}-0/verdict.json").read_text())
+    assert (verdict["exit_code"], verdict["nodes"]) == (1, ["n1", "n2"])
+
+
+def test_a_node_whose_preflight_fails_is_left_out_of_the_next_life(desk: Desk) -> None:
+    ref = desk.submit(a_role("--codes", "76,0"))
+    status = desk.wait_for(ref, *ALL_ENDS)
+    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
+    first, second = (attempt.nodes[0] for attempt in desk.launcher.read_attempts(ref, 0))
+    assert {first, second} == {"n1", "n2"}
+    assert (Path(ref.home) / "excluded-nodes").read_text() == f"{first}\n"
+
+
+def test_a_preflight_that_fails_twice_ends_the_job(desk: Desk) -> None:
+    ref = desk.submit(a_role("--codes", "76"))
+    status = desk.wait_for(ref, *ALL_ENDS, attempt=1)
+    assert (status.state, status.reason.split(":")[0]) == (JobState.FAILED, "preflight")
+    time.sleep(1.0)
+    assert desk.backend.ask([ref])[ref.job_id, 0].num_restarts == 1
+
+
+@pytest.mark.parametrize("words", [(), ("--ignore-signals",)], ids=["saves", "ignores signals"])
+def test_a_preempted_job_makes_room_and_lives_again(desk: Desk, words: tuple[str, ...]) -> None:
+    role = a_role("--steps", "80", gpus=4, *words)
+    low = desk.submit(role, name="low", resources=gpus(4), options={"nodelist": "n1"})
+    desk.wait_for(low, JobState.RUNNING)
+    time.sleep(1.0)
+    asked_at = time.monotonic()
+    options = {"partition": "high", "nodelist": "n1"}
+    high = desk.submit(a_role("--steps", "5", gpus=4), name="high", resources=gpus(4), options=options)
+    desk.wait_for(high, JobState.RUNNING)
+    waited_s = time.monotonic() - asked_at
+    assert waited_s < (15.0 if not words else 40.0)
+    desk.wait_for(low, JobState.PREEMPTED)
+    assert desk.wait_for(high, *ALL_ENDS).state is JobState.SUCCEEDED
+    status = desk.wait_for(low, *ALL_ENDS, attempt=1)
+    assert status.state is JobState.SUCCEEDED, slurm_log(low)
+    begin = seen(low, f"{low.job_id}-1")["begin"]
+    assert begin == 0 if words else 0 < begin < 80
+
+
+def test_a_failed_job_is_requeued_from_outside_and_a_completed_or_running_one_is_not(desk: Desk) -> None:
+    ref = desk.submit(a_role("--steps", "10", "--codes", "3,0"))
+    desk.wait_for(ref, JobState.RUNNING)
+    with pytest.raises(CheckRefused, match="is running"):
+        desk.backend.requeue(ref)
+    assert desk.wait_for(ref, *ALL_ENDS).state is JobState.FAILED
+    desk.wait_until(lambda: desk.backend.ask([ref])[ref.job_id, 0].state is JobState.FAILED)
+    desk.backend.requeue(ref)
+    assert desk.wait_for(ref, JobState.SUCCEEDED, attempt=1).attempt is not None
+    desk.wait_until(lambda: desk.backend.ask([ref])[ref.job_id, 0].state is JobState.SUCCEEDED)
+    with pytest.raises(CheckRefused, match=r"is succeeded \(COMPLETED\)"):
+        desk.backend.requeue(ref)
+
+
+def test_cancelling_names_what_ended_a_job(desk: Desk, cluster: Cluster) -> None:
+    running = desk.submit(a_role("--steps", "300", gpus=4), name="running", resources=gpus(4, nodes=2))
+    desk.wait_for(running, JobState.RUNNING)
+    waiting = desk.submit(a_role(gpus=4), name="waiting", resources=gpus(4, nodes=2))
+    assert desk.wait_for(waiting, JobState.QUEUED).reason in {"Resources", "Priority", "PENDING", "None"}
+    outcome = desk.launcher.cancel(waiting, grace_s=20.0)
+    assert (outcome.ended_by, outcome.statuses[0].state) == ("TERM", JobState.CANCELLED)
+    outcome = desk.launcher.cancel(running, grace_s=20.0)
+    assert (outcome.ended_by, outcome.statuses[0].state) == ("TERM", JobState.CANCELLED)
+    assert "saved at step" in (Path(running.home) / f"attempts/{running.job_id}-0/0/train.log").read_text()
+    assert desk.launcher.cancel(running, grace_s=20.0).ended_by == "it had ended"
+    # Slurm itself says nothing of a job that it does not know.
+    cluster.run("scancel", "99999")
+
+
+def test_a_cancelled_job_is_not_started_again(desk: Desk) -> None:
+    """TERM means that somebody else decides: the job saves, ends with 75, and does not requeue itself."""
+    ref = desk.submit(a_role("--steps", "300"))
+    desk.wait_for(ref, JobState.RUNNING)
+    time.sleep(1.0)
+    desk.launcher.cancel(ref, grace_s=20.0)
+    time.sleep(1.0)
+    answer = desk.backend.ask([ref])[ref.job_id, 0]
+    assert (answer.state, answer.num_restarts) == (JobState.CANCELLED, 0)
+    verdict = json.loads((Path(ref.home) / f"attempts/{ref.job_id}-0/verdict.json").read_text())
+    assert (verdict["exit_code"], verdict["signal"]) == (75, "SIGTERM")
+
+
+def test_a_held_job_and_a_broken_dependency_say_so(desk: Desk, cluster: Cluster) -> None:
+    failed = desk.submit(a_role("--codes", "3"), name="failed")
+    assert desk.wait_for(failed, *ALL_ENDS).state is JobState.FAILED
+    options = {"dependency": f"afterok:{failed.job_id}"}
+    after = desk.submit(a_role(), name="after", options=options)
+    assert desk.wait_for(after, *ALL_ENDS).state is JobState.CANCELLED
+    blocker = desk.submit(a_role("--steps", "300", gpus=4), name="blocker", resources=gpus(4, nodes=2))
+    held = desk.submit(a_role(gpus=4), name="held", resources=gpus(4, nodes=2))
+    cluster.run("scontrol", "hold", held.job_id)
+    status = desk.wait_for(held, JobState.QUEUED)
+    desk.wait_until(lambda: desk.status(held).reason == "held: JobHeldAdmin" or "held" in desk.status(held).reason)
+    assert status.state is JobState.QUEUED
+    desk.launcher.cancel(blocker, grace_s=10.0)
