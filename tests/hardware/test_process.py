@@ -176,3 +176,14 @@ def test_nothing_of_these_tests_is_left(tmp_path: Path) -> None:
     terminate(child, 5)
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_lau_2_an_announcement_of_the_end_does_not_end_a_child(tmp_path: Path, number: int) -> None:
+    """Incident: Slurm sends `--signal` to every process of a step, and the default is to die of it."""
+    code = "import time; print('up', flush=True); time.sleep(1); print('alive', flush=True)"
+    child = spawn([PYTHON, "-c", code], tmp_path / "role.log")
+    wait_until(lambda: child.tail(1) == "up")
+    os.kill(child.pid, number)
+    assert child.wait(15) == 0
+    assert child.tail(1) == "alive"

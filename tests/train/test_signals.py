@@ -129,3 +129,14 @@ def test_the_flag_is_set_while_code_runs_and_the_handlers_come_back() -> None:
             signal.raise_signal(signal.SIGINT)
         assert [*causes, flag.cause] == [None, "sigterm", "sigterm"]
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_in_a_job_sigterm_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAU-2: Slurm sends it to every process of a step, some of them twice; an agent passes it on besides."""
+    monkeypatch.setenv("STROP_ATTEMPT", "7-0")
+    with StopFlag() as flag:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert flag.cause == "sigterm"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -30,12 +30,15 @@ from strop.store.atomic import explain_write_failure
 
 _POLL_S = 0.01
 TAIL_BYTES = 1 << 16
-# Runs in the child before the program: ask for death with the parent, see that the parent has not
-# died in between, become the program. A stub, because code between fork and exec in a threaded
+# Runs in the child before the program: leave announcements of an end to whoever started it (Slurm sends
+# them to every process of a step, and the default is to die), ask for death with the parent, see that the
+# parent has not died in between, become the program. A stub, because code between fork and exec in a threaded
 # process (preexec_fn) can deadlock. 1 is PR_SET_PDEATHSIG.
 _STUB = """
 import os, signal, sys
 parent = int(sys.argv[1])
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
 if sys.platform == "linux":
     import ctypes
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
