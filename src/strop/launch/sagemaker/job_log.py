@@ -1,0 +1,227 @@
+"""The list of submitted jobs that people read, and its twin that programs read.
+
+A job's name says nothing, so what it was is written down here: one row in a Markdown table when AWS has
+accepted the job. The twin beside it (`.jsonl`) has more, one line per job or change of state, and the
+table is made anew from it each time. Both are written under a lock, the table aside and then renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.store.atomic import explain_write_failure, write_bytes_atomically
+from strop.store.lock import FileLock
+
+COLUMNS = ("Job Name", "Config", "Description", "Submitted", "State")
+TITLE = "# Jobs\n\nWritten by strop when a job is submitted; do not edit.\n"
+LOCK_WAIT_S = 30.0
+_CELL_END = re.compile(r"(?<!\\)\|")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRow:
+    """One submitted job."""
+
+    job_name: str
+    config: str
+    """The run file's own name."""
+    description: str
+    submitted: str
+    """'YYYY-MM-DD HH:MM', UTC."""
+    state: str = ""
+    run: str = ""
+    """The run's name in its run file."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """ARN, plan hash, image, prefixes, run key, home: JSON values, in the twin alone."""
+
+    def to_markdown(self) -> str:
+        """Return its row of the table."""
+        cells = (self.job_name, self.config, self.description, self.submitted, self.state)
+        return f"| {' | '.join(_escape(cell) for cell in cells)} |"
+
+
+def submitted_text(submitted_at: float) -> str:
+    """Return an instant as the table shows it."""
+    return datetime.fromtimestamp(submitted_at, tz=UTC).strftime("%Y-%m-%d %H:%M")
+
+
+class JobLog:
+    """A table of jobs and its twin."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.twin_path = path.with_suffix(".jsonl")
+
+    def append(self, row: JobRow) -> None:
+        """Add a job that AWS has accepted.
+
+        Raises: StoreError if it cannot be written.
+        """
+        self._write([asdict(row)])
+
+    def try_append(self, row: JobRow) -> str | None:
+        """Add a job; return what to tell the user if that fails. The job runs: nothing is submitted again."""
+        try:
+            self.append(row)
+        except StoreError as error:
+            return (
+                f"the job {row.job_name} was accepted, and its row could not be written ({error})."
+                f" Add it to {self.path} by hand: {row.to_markdown()}"
+            )
+        return None
+
+    def note_states(self, states: Mapping[str, str]) -> None:
+        """Write down where jobs stand, for those whose state is another than the one written last.
+
+        Raises: StoreError if it cannot be written.
+        """
+        known = {row.job_name: row.state for row in self.read()}
+        changed = {name: state for name, state in states.items() if known.get(name, state) != state}
+        if changed:
+            self._write([{"job_name": name, "state": state} for name, state in changed.items()])
+
+    def read(self) -> list[JobRow]:
+        """Return all jobs, oldest first. A line that is no JSON (a torn one) is passed over."""
+        rows: dict[str, dict[str, Any]] = {}
+        for record in _read_records(self.twin_path):
+            rows.setdefault(record["job_name"], {}).update(record)
+        return [row for record in rows.values() if (row := _to_row(record)) is not None]
+
+    def find(self, reference: str) -> JobRow:
+        """Return the job of a job name, a run's name or key (its newest job), or a prefix of one job alone.
+
+        Raises: ConfigError if none or several fit.
+        """
+        rows = self.read()
+        by_name = [row for row in rows if row.job_name == reference]
+        by_run = [row for row in rows if reference in (row.run, row.facts.get("run_key"))]
+        if reference and (by_name or by_run):
+            return (by_name or by_run)[-1]
+        found = [row for row in rows if row.job_name.startswith(reference)]
+        if len(found) == 1 and reference:
+            return found[0]
+        raise ConfigError(_explain_not_found(reference, found or rows, is_ambiguous=bool(found)))
+
+    def rebuild(self) -> None:
+        """Write the table anew from the twin.
+
+        Raises: StoreError if it cannot be written.
+        """
+        self._write([])
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise explain_write_failure(error, self.path) from error
+        lock_path = self.path.with_name(f".{self.path.name}.lock")
+        with FileLock(lock_path, wait_limit_s=LOCK_WAIT_S):
+            imported = [] if self.twin_path.exists() else _read_table(self.path)
+            _append_lines(self.twin_path, [*imported, *records])
+            lines = [TITLE, f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+            lines += [row.to_markdown() for row in self.read()]
+            write_bytes_atomically(self.path, ("\n".join(lines) + "\n").encode())
+
+
+def _append_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    if not records:
+        return
+    data = "".join(json.dumps(record, sort_keys=True) + "\n" for record in records).encode()
+    try:
+        with path.open("ab") as file:
+            if file.tell() and not _ends_in_newline(path):
+                # A kill tore the last line; what follows must not be torn with it.
+                data = b"\n" + data
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+
+
+def _ends_in_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{path} cannot be read ({error.strerror})",
+                allowed="the twin of the job log",
+                next_step="mend the permissions, or name the job itself",
+            )
+        ) from error
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("job_name"), str):
+            records.append(record)
+    return records
+
+
+def _to_row(record: Mapping[str, Any]) -> JobRow | None:
+    texts = {name: str(record.get(name, "")) for name in ("config", "description", "state", "run")}
+    if "submitted" not in record:
+        return None  # A change of state of a job that this log never saw.
+    facts = record.get("facts")
+    return JobRow(
+        job_name=record["job_name"],
+        submitted=str(record["submitted"]),
+        facts=facts if isinstance(facts, dict) else {},
+        **texts,
+    )
+
+
+def _read_table(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table that was kept before there was a twin, so that none is lost."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        cells = [_unescape(cell.strip()) for cell in _CELL_END.split(line.strip())[1:-1]]
+        is_row = len(cells) >= 4 and cells[0] != COLUMNS[0] and set(cells[0]) - set("-: ")
+        if is_row:
+            names = ("job_name", "config", "description", "submitted", "state")
+            records.append(dict(zip(names, cells, strict=False)))
+    return records
+
+
+def _escape(text: str) -> str:
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\\", "\\\\").replace("|", "\\|")
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", "<br>")
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _unescape(text: str) -> str:
+    text = text.replace("<br>", "\n").replace("&lt;", "<").replace("&amp;", "&")
+    return text.replace("\\|", "|").replace("\\\\", "\\")
+
+
+def _explain_not_found(reference: str, rows: list[JobRow], *, is_ambiguous: bool) -> str:
+    names = ", ".join(row.job_name for row in rows[-5:]) or "none, the job log is empty"
+    what = f"begins {len(rows)} jobs" if is_ambiguous else "is no job of the job log"
+    return explain_refusal(
+        f"{reference!r} {what}",
+        allowed=f"a job name, a run's name, or a prefix that one job alone has; the newest: {names}",
+        next_step="give the whole name",
+    )

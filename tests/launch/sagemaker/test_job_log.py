@@ -1,0 +1,154 @@
+"""The list of submitted jobs and its twin."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.errors import ConfigError, StoreError
+from strop.launch.sagemaker.job_log import JobLog, JobRow, _escape, _read_table, submitted_text
+
+
+def row(job_name: str = "job-1", **changes: object) -> JobRow:
+    values = {
+        "job_name": job_name,
+        "config": "runs/qwen3-1.7B.toml",
+        "description": "first try",
+        "submitted": "2026-11-21 12:00",
+        "run": "qwen3-1.7B",
+        "facts": {"run_key": "r1", "job_arn": "arn:1"},
+    }
+    return JobRow(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_row_in_the_table_and_more_in_the_twin(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "docs/job_log.md")
+    log.append(row())
+    lines = log.path.read_text().splitlines()
+    assert lines[-3:] == [
+        "| Job Name | Config | Description | Submitted | State |",
+        "| --- | --- | --- | --- | --- |",
+        "| job-1 | runs/qwen3-1.7B.toml | first try | 2026-11-21 12:00 |  |",
+    ]
+    assert '"job_arn": "arn:1"' in log.twin_path.read_text()
+    assert log.read() == [row()]
+    assert submitted_text(1_795_262_400.0) == "2026-11-21 12:00"
+
+
+def test_a_description_cannot_break_the_table(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "log.md")
+    log.append(row(description="a|b\n| c \\| <b>\x1b[31m"))
+    assert log.path.read_text().splitlines()[-1] == (
+        "| job-1 | runs/qwen3-1.7B.toml | a\\|b<br>\\| c \\\\\\| &lt;b> [31m | 2026-11-21 12:00 |  |"
+    )
+
+
+@given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1))
+def test_a_table_without_its_twin_is_read_back(text: str) -> None:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "log.md")
+        path.write_text(f"| job-1 | {_escape(text)} | d | 2026-11-21 12:00 |\n", encoding="utf-8")
+        assert [found["job_name"] for found in _read_table(path)] == ["job-1"]
+        assert "\n" not in _escape(text)
+
+
+def test_a_table_that_was_kept_by_hand_is_taken_over(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "log.md")
+    log.path.write_text(
+        "# Old\n| Job Name | Config | Description | Submitted |\n|---|---|---|---|\n"
+        "| old-1 | a.yaml | x \\| y | 2025-01-01 00:00 |\n"
+    )
+    log.append(row())
+    assert [found.job_name for found in log.read()] == ["old-1", "job-1"]
+    assert "| old-1 | a.yaml | x \\| y | 2025-01-01 00:00 |  |" in log.path.read_text()
+
+
+def test_the_table_is_made_anew_from_the_twin(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "log.md")
+    log.append(row("job-1"))
+    log.append(row("job-2"))
+    before = log.path.read_bytes()
+    log.path.unlink()
+    log.rebuild()
+    assert log.path.read_bytes() == before
+
+
+def test_a_torn_line_takes_nothing_with_it(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "log.md")
+    log.append(row("job-1"))
+    with log.twin_path.open("a") as file:
+        file.write('{"job_name": "jo')
+    log.append(row("job-2"))
+    assert [found.job_name for found in log.read()] == ["job-1", "job-2"]
+
+
+def test_states_are_written_once_they_change(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "log.md")
+    log.append(row())
+    log.note_states({"job-1": "running", "unknown-job": "failed"})
+    log.note_states({"job-1": "running"})
+    log.note_states({"job-1": "succeeded"})
+    assert log.read()[0].state == "succeeded"
+    assert len(log.twin_path.read_text().splitlines()) == 3
+    assert "| succeeded |" in log.path.read_text()
+
+
+def _append_many(path: str, first: int) -> None:
+    for index in range(first, first + 10):
+        JobLog(Path(path)).append(row(f"job-{index:03d}"))
+
+
+def test_several_processes_lose_no_row(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [
+        context.Process(target=_append_many, args=(str(tmp_path / "log.md"), first)) for first in (0, 10, 20)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    log = JobLog(tmp_path / "log.md")
+    assert sorted(found.job_name for found in log.read()) == [f"job-{index:03d}" for index in range(30)]
+    assert log.path.read_text().count("| job-") == 30
+
+
+def test_jobs_are_found_by_name_run_and_prefix(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "log.md")
+    log.append(row("job-20261121-120000", run="small"))
+    log.append(row("job-20261122-120000", run="small", facts={"run_key": "r7"}))
+    log.append(row("other-20261122-120000", run="job"))
+    assert log.find("job-20261121-120000").job_name == "job-20261121-120000"
+    assert log.find("small").job_name == "job-20261122-120000"
+    assert log.find("r7").job_name == "job-20261122-120000"
+    assert log.find("oth").job_name == "other-20261122-120000"
+    with pytest.raises(ConfigError, match="'job-2026' begins 2 jobs"):
+        log.find("job-2026")
+    with pytest.raises(ConfigError, match=r"'nope' is no job of the job log.*other-20261122"):
+        log.find("nope")
+    with pytest.raises(ConfigError, match="is empty"):
+        JobLog(tmp_path / "none.md").find("a")
+
+
+def test_a_log_that_cannot_be_written_gives_the_row(tmp_path: Path) -> None:
+    (tmp_path / "docs").write_text("a file where a folder should be")
+    log = JobLog(tmp_path / "docs/log.md")
+    with pytest.raises(StoreError):
+        log.append(row())
+    warning = log.try_append(row())
+    assert warning is not None
+    assert "was accepted" in warning
+    assert warning.endswith("| job-1 | runs/qwen3-1.7B.toml | first try | 2026-11-21 12:00 |  |")
+    assert JobLog(tmp_path / "log.md").try_append(row()) is None
+
+
+def test_a_twin_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "log.md")
+    log.twin_path.mkdir()
+    with pytest.raises(StoreError, match="cannot be read"):
+        log.read()
