@@ -128,7 +128,9 @@ class SageMakerSite(SiteSection):
         default=None, min_length=20, max_length=2048, description="Execution role, its ARN."
     )
     bucket: str | None = Field(default=None, min_length=3, max_length=63, description="S3 bucket.")
-    prefix: str = Field(default="strop", description="Prefix of every key in the bucket.")
+    prefix: str = Field(
+        default="strop", pattern=r"^[^/\s]+(/[^/\s]+)*$", description="Prefix of every key in the bucket."
+    )
     repository: str | None = Field(default=None, min_length=2, max_length=256, description="ECR repository.")
     image: str | None = Field(
         default=None, min_length=1, max_length=255, description="Image instead of ours."
@@ -136,9 +138,19 @@ class SageMakerSite(SiteSection):
     base_image: str | None = Field(default=None, min_length=1, description="What our image is built from.")
     instance_type: str = Field(default="ml.p4de.24xlarge", description="Instance type.")
     instance_count: int = Field(default=1, ge=1, le=256, description="Instances of a job.")
+    cpu_instance_type: str = Field(
+        default="ml.m5.4xlarge", description="Instance type of the nodes without GPUs, where a job has some."
+    )
     volume_gb: int = Field(default=100, ge=1, description="Disk of an instance.")
-    max_runtime: str = Field(default="5d", description="Wall time of a job.")
-    max_wait: str | None = Field(default=None, description="Wall time and waiting for spot instances.")
+    max_runtime: str = Field(
+        default="5d", pattern=DURATION_PATTERN, description=f"Wall time of a job: {DURATION_HELP}."
+    )
+    max_wait: str | None = Field(
+        default=None,
+        pattern=DURATION_PATTERN,
+        description="Wall time and waiting for spot instances together. none = twice the wall time, where"
+        " spot instances are used.",
+    )
     spot: bool = Field(default=False, description="Whether spot instances are used.")
     keep_alive_s: int | None = Field(default=None, ge=0, le=21600, description="Warm pool, seconds.")
     subnets: tuple[str, ...] = Field(default=(), strict=False, description="Subnets, for a VPC.")
@@ -149,7 +161,9 @@ class SageMakerSite(SiteSection):
     name_prefix: str = Field(default="job", max_length=47, description="First part of job names; neutral.")
     job_log: str = Field(default="docs/job_log.md", description="Where submitted jobs are listed.")
     secret_arns: dict[str, str] = Field(
-        default_factory=dict, description="Environment variable to Secrets Manager ARN."
+        default_factory=dict,
+        description="Environment variable to Secrets Manager ARN, fetched in the job. NAME:role,role as the"
+        " name = for those roles alone.",
     )
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of every job; neutral.")
     endpoint_url: str | None = Field(default=None, description="Address instead of AWS's, for rehearsals.")

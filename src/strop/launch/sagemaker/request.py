@@ -1,0 +1,312 @@
+"""The `CreateTrainingJob` request of a plan: pure, so that a dry run shows the exact bytes.
+
+Names, tags, keys and hyperparameters say nothing about model, data or method; the run file travels in the
+channel `config` alone. Secrets are ARNs here, never values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+from strop.errors import ConfigError, explain_refusal
+from strop.launch.jobs.contract import JobPlan, JobRequest, MemberPlan, Problem
+from strop.launch.sagemaker import places
+from strop.launch.sagemaker.limits import check_request
+from strop.launch.sagemaker.names import base_name, find_telling, member_name, require_name, run_key
+from strop.launch.sagemaker.service_model import INSTALL
+from strop.launch.sagemaker.settings import SageMakerSettings, read_settings
+from strop.spec.display import walk_values
+from strop.store.models import HUB_PATTERN
+from strop.store.policy import URI_VARIABLE
+
+ENTRY_PYTHON = "python3"
+_OFFLINE_VARIABLES = {"STROP_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+_SLOW_SAVE_NOTICE = "the platform kills 120 s after it says stop: a save must take less than 80 s"
+
+
+def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
+    """Add the requests of all members, where everything goes, and what there is to notice.
+
+    Raises: ConfigError with everything that the service would refuse.
+    """
+    settings = read_settings(request)
+    _refuse_impossible(plan, request, settings)
+    plan = replace(plan, environment=_with_variables(plan, settings))
+    base = settings.option("job_name") or base_name(settings.option("name_prefix"), plan.submitted_at)
+    require_name(base)
+    key = settings.option("run_key") or run_key(plan.name, plan.home)
+    jobs = [_build_job(plan, request, settings, member, base, key) for member in plan.members]
+    notices = (*plan.notices, *_notices(plan, request, settings), *_check_all(jobs))
+    config = _config_name(request)
+    details = {
+        **plan.details,
+        "jobs": jobs,
+        "run_key": key,
+        "region": settings.profile.region,
+        "image": settings.image,
+        "store": settings.store,
+        "description": settings.option("description") or "",
+        "config": config,
+        "job_log": str(request.project_path / settings.profile.job_log),
+        "parent": settings.option("parent"),
+        "secrets": dict(settings.secrets),
+        "secret_roles": {name: list(roles) for name, roles in settings.secret_roles.items()},
+        "assets": _asset_places(request, settings),
+    }
+    return replace(plan, details=details, notices=notices)
+
+
+def describe_problems(problems: list[Problem]) -> ConfigError:
+    """Build one error of all that is wrong with a request."""
+    return ConfigError("\n".join(str(problem) for problem in problems))
+
+
+def _build_job(
+    plan: JobPlan,
+    request: JobRequest,
+    settings: SageMakerSettings,
+    member: MemberPlan,
+    base: str,
+    key: str,
+) -> dict[str, Any]:
+    name = member_name(base, member.index, len(plan.members))
+    member_key = member_name(key, member.index, len(plan.members))
+    return {
+        "name": name,
+        "member": member.index,
+        "run_key": member_key,
+        "config_uri": places.config_uri(settings.root, name),
+        "source_uri": places.source_uri(settings.root, name) if plan.code_sha256 else None,
+        "state_uri": places.state_uri(settings.root, member_key),
+        "record_uri": places.record_uri(settings.store, name),
+        "request": build_request(plan, request, settings, name=name, member=member, run_key=member_key),
+    }
+
+
+def build_request(
+    plan: JobPlan,
+    request: JobRequest,
+    settings: SageMakerSettings,
+    *,
+    name: str,
+    member: MemberPlan,
+    run_key: str,
+) -> dict[str, Any]:
+    """Return the request for one member. Pure; equal plans give equal requests."""
+    profile = settings.profile
+    entry = settings.option("entrypoint") or [profile.python or ENTRY_PYTHON, "-m", places.ENTRY_MODULE]
+    output: dict[str, Any] = {"S3OutputPath": f"{settings.root}/output", "CompressionType": "GZIP"}
+    if profile.kms_key:
+        output["KmsKeyId"] = profile.kms_key
+    stopping = {"MaxRuntimeInSeconds": settings.max_runtime_s}
+    if settings.max_wait_s is not None:
+        stopping["MaxWaitTimeInSeconds"] = settings.max_wait_s
+    built: dict[str, Any] = {
+        "TrainingJobName": name,
+        "RoleArn": profile.role,
+        "AlgorithmSpecification": {
+            "TrainingImage": settings.image,
+            "TrainingInputMode": "File",
+            # As words, not through a shell: a shell as first process swallows SIGTERM.
+            "ContainerEntrypoint": list(entry),
+        },
+        "HyperParameters": {places.RUN_PARAMETER: run_key, places.PLAN_PARAMETER: plan.plan_hash},
+        "InputDataConfig": _channels(plan, request, settings, name),
+        "OutputDataConfig": output,
+        "ResourceConfig": _resources(settings),
+        "StoppingCondition": stopping,
+        "CheckpointConfig": {
+            "S3Uri": f"{places.state_uri(settings.root, run_key)}/",
+            "LocalPath": places.CHECKPOINT_PATH,
+        },
+        "EnableManagedSpotTraining": settings.is_spot,
+        "EnableNetworkIsolation": settings.has_isolation,
+        "EnableInterContainerTrafficEncryption": profile.encrypt_traffic,
+        "Environment": dict(plan.environment.variables),
+        "Tags": _tags(plan, settings, member, run_key),
+    }
+    subnets, groups = settings.option("subnets"), settings.option("security_groups")
+    if subnets or groups:
+        built["VpcConfig"] = {"Subnets": list(subnets), "SecurityGroupIds": list(groups)}
+    if settings.instance_count > 1:
+        built["InfraCheckConfig"] = {"EnableInfraCheck": True}
+    return built
+
+
+def _channels(
+    plan: JobPlan, request: JobRequest, settings: SageMakerSettings, name: str
+) -> list[dict[str, Any]]:
+    sources = {places.CONFIG_CHANNEL: f"{places.config_uri(settings.root, name)}/"}
+    if plan.code_sha256:
+        sources[places.CODE_CHANNEL] = f"{places.source_uri(settings.root, name)}/"
+    for channel, place in _asset_places(request, settings).items():
+        sources[channel] = f"{settings.store}/{place}/"
+    return [
+        {
+            "ChannelName": channel,
+            "DataSource": {
+                "S3DataSource": {
+                    "S3DataType": "S3Prefix",
+                    "S3Uri": uri,
+                    # Sharded, hosts that outnumber the objects would get nothing.
+                    "S3DataDistributionType": "FullyReplicated",
+                }
+            },
+            "InputMode": "File",
+        }
+        for channel, uri in sources.items()
+    ]
+
+
+def _asset_places(request: JobRequest, settings: SageMakerSettings) -> dict[str, str]:
+    """Return what a job without network gets as channels: channel to place in the store."""
+    if not settings.has_isolation:
+        return {}
+    named = settings.option("assets")
+    uri = request.resolved.spec.model.uri
+    found = list(named) if named else [f"models/{uri}"] if HUB_PATTERN.fullmatch(uri) else []
+    return {places.ASSET_CHANNEL.format(index=index): place for index, place in enumerate(found)}
+
+
+def _resources(settings: SageMakerSettings) -> dict[str, Any]:
+    resources: dict[str, Any] = {"VolumeSizeInGB": settings.option("volume_gb")}
+    if settings.num_cpu_nodes:
+        resources["InstanceGroups"] = [
+            {
+                "InstanceGroupName": group,
+                "InstanceType": instance_type,
+                "InstanceCount": count,
+            }
+            for group, instance_type, count in (
+                ("main", settings.instance_type, settings.instance_count),
+                ("cpu", settings.profile.cpu_instance_type, settings.num_cpu_nodes),
+            )
+        ]
+    else:
+        resources["InstanceType"] = settings.instance_type
+        resources["InstanceCount"] = settings.instance_count
+    if settings.profile.kms_key:
+        resources["VolumeKmsKeyId"] = settings.profile.kms_key
+    keep_alive_s = settings.option("keep_alive_s")
+    if keep_alive_s:
+        resources["KeepAlivePeriodInSeconds"] = keep_alive_s
+    return resources
+
+
+def _tags(
+    plan: JobPlan, settings: SageMakerSettings, member: MemberPlan, run_key: str
+) -> list[dict[str, str]]:
+    ours = {
+        places.RUN_TAG: run_key,
+        places.PLAN_TAG: plan.plan_hash,
+        places.MEMBER_TAG: str(member.index),
+        places.USER_TAG: plan.user,
+    }
+    return [{"Key": key, "Value": value} for key, value in {**settings.profile.tags, **ours}.items()]
+
+
+def _with_variables(plan: JobPlan, settings: SageMakerSettings) -> Any:
+    given = dict(plan.environment.variables)
+    added = {} if given.get(URI_VARIABLE) else {URI_VARIABLE: settings.store}
+    if settings.has_isolation:
+        added[URI_VARIABLE] = places.ASSET_STORE
+    if settings.has_isolation or settings.profile.offline:
+        added |= _OFFLINE_VARIABLES
+    if settings.profile.region and "AWS_REGION" not in given:
+        added["AWS_REGION"] = settings.profile.region
+    sources = {**plan.environment.sources, **dict.fromkeys(added, "launcher")}
+    return replace(plan.environment, variables=dict(sorted({**given, **added}.items())), sources=sources)
+
+
+def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) -> None:
+    local = sorted(set(plan.environment.secrets) - set(settings.secrets))
+    if local:
+        raise ConfigError(
+            explain_refusal(
+                f"{', '.join(local)}: secrets, and who may describe a job reads its variables",
+                allowed="secrets that the job fetches itself, by ARN",
+                next_step="name their ARNs in secret_arns of the site profile, and take them out of `secrets`"
+                " and `.env`",
+            )
+        )
+    if settings.is_spot and settings.option("keep_alive_s"):
+        raise ConfigError(
+            explain_refusal(
+                f"keep_alive_s={settings.option('keep_alive_s')} together with spot instances",
+                allowed="a warm pool, or spot instances",
+                next_step="leave out one of them",
+            )
+        )
+    if settings.has_isolation:
+        _refuse_calls_in_isolation(request, settings)
+
+
+def _refuse_calls_in_isolation(request: JobRequest, settings: SageMakerSettings) -> None:
+    """Refuse isolation together with what needs an answer from outside."""
+    calls = [f"the secret {name}" for name in settings.secrets]
+    values = request.resolved.spec.model_dump(mode="json")
+    calls += [
+        f"{'.'.join(path)}={value}"
+        for path, value in walk_values(values)
+        if isinstance(value, str) and value.startswith(("http://", "https://")) and _is_elsewhere(value)
+    ]
+    calls += [
+        f"{'.'.join(path)}={value}"
+        for path, value in walk_values(values)
+        if isinstance(value, str) and value.startswith("s3://") and path[0] != "store"
+    ]
+    if calls:
+        raise ConfigError(
+            explain_refusal(
+                f"network_isolation=true, and the run needs {', '.join(calls)}",
+                allowed="a job without network whose inputs are all channels",
+                next_step="turn isolation off and use a VPC, or leave these out",
+            )
+        )
+
+
+def _is_elsewhere(url: str) -> bool:
+    return urlsplit(url).hostname not in {"127.0.0.1", "localhost", "::1"}
+
+
+def _notices(plan: JobPlan, request: JobRequest, settings: SageMakerSettings) -> list[str]:
+    spec = request.resolved.spec
+    public: Mapping[str, str] = {
+        "name_prefix": settings.option("name_prefix"),
+        "prefix": settings.profile.prefix,
+        "image": settings.image,
+        **{f"tags.{key}": value for key, value in settings.profile.tags.items()},
+    }
+    words = [plan.name, *spec.model.uri.lower().split("/")]
+    found = find_telling(dict(public), words)
+    if settings.has_isolation:
+        found.append(
+            "network_isolation: nothing is mirrored while the run goes on; its state is, by the platform"
+        )
+    if settings.is_spot:
+        found.append(f"spot: {_SLOW_SAVE_NOTICE}")
+    return found
+
+
+def _check_all(jobs: list[dict[str, Any]]) -> list[str]:
+    """Check every request; return notices instead where the service's model is not installed."""
+    if find_spec("botocore") is None:
+        return [f"the request is not checked against SageMaker's limits: boto3 is not installed ({INSTALL})"]
+    problems = [problem for job in jobs for problem in check_request(job["request"])]
+    unique = list({problem.given: problem for problem in problems}.values())
+    if unique:
+        raise describe_problems(unique)
+    return []
+
+
+def _config_name(request: JobRequest) -> str:
+    """Return the run file as the user named it, else the first file that a value came from."""
+    given = request.options.get("config")
+    if given:
+        return str(given)
+    origins = (origin.rpartition(":")[0] for origin in request.resolved.origins.values() if ":" in origin)
+    return next((origin for origin in origins if origin), "")

@@ -1,0 +1,271 @@
+"""The request of a plan, byte by byte, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.launch.jobs.contract import JobEnvironment, Resources
+from tests.launch.sagemaker.building import make_plan, make_request, plan_of, request_of
+
+GOLDEN = {
+    "TrainingJobName": "job-20261121-120000",
+    "RoleArn": "arn:aws:iam::123456789012:role/strop-execution",
+    "AlgorithmSpecification": {
+        "TrainingImage": "123456789012.dkr.ecr.us-east-1.amazonaws.com/strop:tag-1",
+        "TrainingInputMode": "File",
+        "ContainerEntrypoint": ["python3", "-m", "strop.launch.sagemaker.node"],
+    },
+    # 'r' and the first 12 digits of sha256("small-try\nsmall-try-20261121-120000").
+    "HyperParameters": {"strop_run": "r93abc6a01f1d", "strop_plan": "abcdef0123456789"},
+    "InputDataConfig": [
+        {
+            "ChannelName": "config",
+            "DataSource": {
+                "S3DataSource": {
+                    "S3DataType": "S3Prefix",
+                    "S3Uri": "s3://strop-test/strop/config/job-20261121-120000/",
+                    "S3DataDistributionType": "FullyReplicated",
+                }
+            },
+            "InputMode": "File",
+        },
+        {
+            "ChannelName": "code",
+            "DataSource": {
+                "S3DataSource": {
+                    "S3DataType": "S3Prefix",
+                    "S3Uri": "s3://strop-test/strop/source/job-20261121-120000/",
+                    "S3DataDistributionType": "FullyReplicated",
+                }
+            },
+            "InputMode": "File",
+        },
+    ],
+    "OutputDataConfig": {"S3OutputPath": "s3://strop-test/strop/output", "CompressionType": "GZIP"},
+    "ResourceConfig": {"VolumeSizeInGB": 100, "InstanceType": "ml.p4de.24xlarge", "InstanceCount": 1},
+    "StoppingCondition": {"MaxRuntimeInSeconds": 432000},  # 5 days.
+    "CheckpointConfig": {
+        "S3Uri": "s3://strop-test/strop/state/r93abc6a01f1d/",
+        "LocalPath": "/opt/ml/checkpoints",
+    },
+    "EnableManagedSpotTraining": False,
+    "EnableNetworkIsolation": False,
+    "EnableInterContainerTrafficEncryption": False,
+    "Environment": {
+        "AWS_REGION": "us-east-1",
+        "NCCL_DEBUG": "WARN",
+        "STROP_STORE_URI": "s3://strop-test/strop",
+    },
+    "Tags": [
+        {"Key": "strop-run", "Value": "r93abc6a01f1d"},
+        {"Key": "strop-plan", "Value": "abcdef0123456789"},
+        {"Key": "strop-member", "Value": "0"},
+        {"Key": "strop-user", "Value": "ann"},
+    ],
+}
+
+
+def test_the_request_byte_by_byte() -> None:
+    assert json.dumps(request_of(plan_of(image_tag="tag-1")), indent=1) == json.dumps(GOLDEN, indent=1)
+
+
+def test_equal_requests_give_equal_plans() -> None:
+    assert plan_of() == plan_of()
+
+
+def test_planning_touches_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a socket")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert plan_of().details["region"] == "us-east-1"
+
+
+def test_everything_that_a_flag_may_say() -> None:
+    plan = plan_of(
+        profile={
+            "kms_key": "alias/mine",
+            "subnets": ("subnet-1",),
+            "security_groups": ("sg-1",),
+            "encrypt_traffic": True,
+            "tags": {"team": "a"},
+            "max_runtime": "1d",
+        },
+        instance_type="ml.g6e.48xlarge",
+        instance_count=2,
+        name_prefix="annotations-adhoc",
+        spot=True,
+        max_wait="3d",
+        volume_gb=500,
+        image="own@sha256:1",
+        entrypoint=["python3", "-m", "other"],
+    )
+    request = request_of(plan)
+    assert request["TrainingJobName"] == "annotations-adhoc-20261121-120000"
+    assert request["ResourceConfig"] == {
+        "VolumeSizeInGB": 500,
+        "InstanceType": "ml.g6e.48xlarge",
+        "InstanceCount": 2,
+        "VolumeKmsKeyId": "alias/mine",
+    }
+    assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 259200}
+    assert request["EnableManagedSpotTraining"] is True
+    assert request["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+    assert request["InfraCheckConfig"] == {"EnableInfraCheck": True}
+    assert request["AlgorithmSpecification"]["TrainingImage"] == "own@sha256:1"
+    assert request["AlgorithmSpecification"]["ContainerEntrypoint"] == ["python3", "-m", "other"]
+    assert {"Key": "team", "Value": "a"} in request["Tags"]
+    assert "120 s" in plan.notices[-1]
+
+
+def test_the_wall_time_of_the_run_beats_the_site_and_a_flag_beats_both() -> None:
+    resources = Resources(time_limit_s=7200.0)
+    assert request_of(plan_of(resources=resources))["StoppingCondition"]["MaxRuntimeInSeconds"] == 7200
+    given = plan_of(resources=resources, max_runtime="1h")
+    assert request_of(given)["StoppingCondition"]["MaxRuntimeInSeconds"] == 3600
+    # Without a limit of its own, waiting and running may take twice the wall time.
+    assert (
+        request_of(plan_of(max_runtime="1h", spot=True))["StoppingCondition"]["MaxWaitTimeInSeconds"] == 7200
+    )
+
+
+def test_nodes_without_gpus_are_an_instance_group() -> None:
+    request = request_of(plan_of(resources=Resources(num_nodes=2, num_cpu_nodes=3)))
+    assert request["ResourceConfig"]["InstanceGroups"] == [
+        {"InstanceGroupName": "main", "InstanceType": "ml.p4de.24xlarge", "InstanceCount": 2},
+        {"InstanceGroupName": "cpu", "InstanceType": "ml.m5.4xlarge", "InstanceCount": 3},
+    ]
+    assert "InstanceType" not in request["ResourceConfig"]
+
+
+def test_each_member_of_a_sweep_is_a_job_with_its_own_state() -> None:
+    plan = make_plan(make_request(), num_members=3)
+    jobs = plan.details["jobs"]
+    assert [job["name"] for job in jobs] == [f"job-20261121-120000-00{i}" for i in range(3)]
+    assert len({job["state_uri"] for job in jobs}) == 3
+    assert [job["request"]["Tags"][2]["Value"] for job in jobs] == ["0", "1", "2"]
+
+
+def test_state_is_kept_by_run_and_a_continued_run_finds_it() -> None:
+    first = plan_of()
+    again = plan_of(run_key=first.details["run_key"], parent="job-20261121-120000", job_name="job-2")
+    assert again.details["jobs"][0]["name"] == "job-2"
+    assert again.details["jobs"][0]["state_uri"] == first.details["jobs"][0]["state_uri"]
+    assert again.details["parent"] == "job-20261121-120000"
+
+
+def test_the_request_says_nothing_about_the_run() -> None:
+    plan = plan_of(overrides=("model.uri=Qwen/Qwen3-1.7B",), config="runs/qwen3-1.7B-gsm8k.toml")
+    text = json.dumps(plan.details["jobs"]).lower()
+    for word in ("small-try", "qwen", "arithmetic", "gsm8k"):
+        assert word not in text
+    assert plan.details["config"] == "runs/qwen3-1.7B-gsm8k.toml"
+
+
+def test_a_telling_prefix_is_noticed() -> None:
+    plan = plan_of(name_prefix="small-try", image_tag="small-try-1")
+    assert sum("everybody who may list jobs" in notice for notice in plan.notices) == 2
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("a dotted name", {"job_name": "qwen3-1.7B"}, "job name='qwen3-1.7B' .* no dot"),
+    ("64 characters", {"job_name": "a" * 64}, r"\(64 characters\)"),
+    ("a long prefix", {"name_prefix": "a" * 48}, "name_prefix='a{48}'"),
+    ("an underscore", {"name_prefix": "a_b"}, "name_prefix='a_b'"),
+    ("no instance type", {"instance_type": "ml.none.large"}, "ResourceConfig.InstanceType='ml.none.large'"),
+    (
+        "a long value",
+        {"environment": JobEnvironment(variables={"NAME": "v" * 600})},
+        "Environment.NAME=.* has 600 characters. Allowed: 512",
+    ),
+    (
+        "many variables",
+        {"environment": JobEnvironment(variables={f"K{i}": "v" for i in range(101)})},
+        # 101 and the two that every job has.
+        "Environment=<103> has 103 entries. Allowed: 100",
+    ),
+    (
+        "a wait below the run time",
+        {"spot": True, "max_runtime": "2h", "max_wait": "1h"},
+        "MaxWaitTimeInSeconds=3600. Allowed: at least MaxRuntimeInSeconds=7200",
+    ),
+    ("29 days", {"max_runtime": "29d"}, "MaxRuntimeInSeconds=2505600. Allowed: 2419200"),
+    ("a bad length of time", {"max_runtime": "soon"}, "max_runtime: 'soon' is no length of time"),
+    ("spot and a warm pool", {"spot": True, "keep_alive_s": 60}, "keep_alive_s=60 together with spot"),
+    ("a warm pool too long", {"keep_alive_s": 21_601}, "KeepAlivePeriodInSeconds=21601"),
+    ("60 tags", {"profile": {"tags": {f"k{i}": "v" for i in range(60)}}}, "Tags=<64> has 64 items"),
+    ("an unknown option", {"partition": "gpu"}, "partition says nothing to SageMaker"),
+    ("no role", {"profile": {"role": None}}, "has no role: the role that the job acts with"),
+    ("no region", {"profile": {"region": None}}, "has no region"),
+    ("no image", {"profile": {"repository": None}}, "has no image or repository"),
+    ("a long image", {"image": "i" * 256}, "TrainingImage=.* has 256 characters. Allowed: 255"),
+    (
+        "a secret's value",
+        {"environment": JobEnvironment(secrets=("HF_TOKEN",))},
+        "HF_TOKEN: secrets, and who may describe a job",
+    ),
+    ("a secret that is no ARN", {"profile": {"secret_arns": {"HF_TOKEN": "hf_x"}}}, "no variable and no ARN"),
+    (
+        "isolation and a secret",
+        {"network_isolation": True, "profile": {"secret_arns": {"HF_TOKEN": "arn:aws:secretsmanager:x"}}},
+        "network_isolation=true, and the run needs the secret HF_TOKEN",
+    ),
+    (
+        "isolation and a model in S3",
+        {"network_isolation": True, "overrides": ("model.uri=s3://bucket/m",)},
+        "the run needs model.uri=s3://bucket/m",
+    ),
+    ("entry words too long", {"entrypoint": ["a" * 257]}, "ContainerEntrypoint.*257 characters"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
+def test_what_a_plan_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(**changes)
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(instance_type="ml.none.large", max_runtime="29d")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_job_without_network_gets_its_model_as_a_channel() -> None:
+    plan = plan_of(network_isolation=True, overrides=("model.uri=Org/Name",))
+    request = request_of(plan)
+    channel = request["InputDataConfig"][2]
+    assert channel["ChannelName"] == "asset-0"
+    assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://strop-test/strop/models/Org/Name/"
+    assert request["Environment"]["STROP_STORE_URI"] == "/tmp/strop/store"
+    assert request["Environment"]["STROP_OFFLINE"] == "1"
+    assert plan.details["assets"] == {"asset-0": "models/Org/Name"}
+    assert any("nothing is mirrored" in notice for notice in plan.notices)
+
+
+def test_secrets_go_by_arn_and_not_into_the_request() -> None:
+    arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
+    plan = plan_of(profile={"secret_arns": {"HF_TOKEN:train": arn, "OTHER": arn}})
+    assert plan.details["secrets"] == {"HF_TOKEN": arn, "OTHER": arn}
+    assert plan.details["secret_roles"] == {"HF_TOKEN": ["train"]}
+    assert "secretsmanager" not in json.dumps(request_of(plan))
+
+
+def test_the_config_keeps_its_name_without_being_told(tmp_path: Path) -> None:
+    from strop.launch.sagemaker.request import _config_name
+    from strop.spec import load_spec
+
+    path = tmp_path / "qwen3-1.7B.toml"
+    path.write_text('name = "x"\n[task]\nname = "arithmetic"\n')
+    from dataclasses import replace
+
+    request = replace(make_request(), resolved=load_spec(path))
+    assert Path(_config_name(request)).name == "qwen3-1.7B.toml"
