@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.launch.sagemaker.limits import check_request, check_value
-from strop.launch.sagemaker.service_model import does_match, instance_types, load_shapes
+from strop.launch.sagemaker.service_model import does_match, instance_types, load_model, load_shapes
 
 GOOD: dict[str, Any] = {
     "TrainingJobName": "job-20261121-120000",
@@ -186,7 +186,7 @@ def test_no_network_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a socket")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    load_shapes.cache_clear()
+    load_model.cache_clear()
     started_at = time.monotonic()
     assert check_request(GOOD) == []
     assert time.monotonic() - started_at < 5

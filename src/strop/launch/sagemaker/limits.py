@@ -31,7 +31,7 @@ def check_request(request: Mapping[str, Any], operation: str = "CreateTrainingJo
     Raises: ConfigError if botocore is not installed.
     """
     shapes = load_shapes()
-    problems = list(_check(request, shapes[input_shape(operation)], shapes, ""))
+    problems = list(_check(request, input_shape(operation), shapes, ""))
     if operation == "CreateTrainingJob" and not any(problem.code == "type" for problem in problems):
         problems += check_combinations(request)
     return problems

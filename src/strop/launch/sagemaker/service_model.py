@@ -22,8 +22,8 @@ _ASCII_CLASSES = {"Alnum": "a-zA-Z0-9", "Alpha": "a-zA-Z", "Digit": "0-9"}
 
 
 @lru_cache(maxsize=1)
-def load_shapes() -> Mapping[str, Any]:
-    """Return all shapes of the service by name.
+def load_model() -> Mapping[str, Any]:
+    """Return the service's whole model.
 
     Raises: ConfigError if botocore is not installed.
     """
@@ -37,13 +37,21 @@ def load_shapes() -> Mapping[str, Any]:
                 next_step=INSTALL,
             )
         ) from error
-    shapes: Mapping[str, Any] = Loader().load_service_model("sagemaker", "service-2")["shapes"]
+    model: Mapping[str, Any] = Loader().load_service_model("sagemaker", "service-2")
+    return model
+
+
+def load_shapes() -> Mapping[str, Any]:
+    """Return all shapes of the service by name. Raises: ConfigError as `load_model`."""
+    shapes: Mapping[str, Any] = load_model()["shapes"]
     return shapes
 
 
-def input_shape(operation: str) -> str:
-    """Return the name of the shape that an operation takes."""
-    return f"{operation}Request"
+def input_shape(operation: str) -> Mapping[str, Any]:
+    """Return the shape that an operation takes."""
+    name = load_model()["operations"][operation]["input"]["shape"]
+    shape: Mapping[str, Any] = load_shapes()[name]
+    return shape
 
 
 def instance_types() -> tuple[str, ...]:
