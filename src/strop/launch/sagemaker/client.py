@@ -1,0 +1,236 @@
+"""Clients of AWS for one site, and what their failures mean.
+
+Every client takes its region, credentials and address from the site profile, is made when it is first
+needed, and belongs to one `AwsClients`: no client of the process decides for another account.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from strop.errors import (
+    CheckRefused,
+    ConfigError,
+    RemoteDenied,
+    RemoteMissing,
+    RemoteUnreachable,
+    StropError,
+    explain_refusal,
+)
+from strop.spec.site import SageMakerSite
+from strop.store.retries import RetryRules, retry
+
+INSTALL = "pip install 'strop[s3]'"
+RETRIES = RetryRules(num_attempts=6, first_pause_s=0.5, max_pause_s=8.0)
+_EXPIRED_CODES = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
+)
+_DENIED_CODES = frozenset(
+    {
+        *("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403", "Forbidden"),
+        *("UnrecognizedClientException", "InvalidClientTokenId", "SignatureDoesNotMatch"),
+        *("InvalidSignatureException", "AuthFailure", "NotAuthorized", "MissingAuthenticationToken"),
+        *("InvalidAccessKeyId", "AllAccessDisabled", "OptInRequired"),
+    }
+)
+_PASSING_CODES = frozenset(
+    {
+        *(
+            "Throttling",
+            "ThrottlingException",
+            "TooManyRequestsException",
+            "RequestLimitExceeded",
+            "SlowDown",
+        ),
+        *("InternalFailure", "InternalServerError", "InternalError", "ServiceUnavailable"),
+    }
+)
+MISSING_CODES = frozenset(
+    {
+        *("ResourceNotFound", "ResourceNotFoundException", "NoSuchEntity", "NoSuchBucket", "404", "NotFound"),
+        *("RepositoryNotFoundException", "ImageNotFoundException"),
+    }
+)
+_PASSING_STATUS = frozenset({500, 502, 503, 504})
+
+
+@dataclass(kw_only=True)
+class AwsClients:
+    """The clients of one site."""
+
+    profile: SageMakerSite
+    retries: RetryRules = RETRIES
+    given: dict[str, Any] = field(default_factory=dict)
+    """Clients by service that are used instead of new ones, such as a `FakeSageMaker`."""
+    _session: Any = None
+    _identity: str | None = None
+
+    def client(self, service: str) -> Any:
+        """Return the client of a service. Raises: ConfigError if boto3 or the AWS profile is missing."""
+        if service not in self.given:
+            self.given[service] = self._make(service)
+        return self.given[service]
+
+    def call(self, service: str, operation: str, *, resource: str = "", **arguments: Any) -> Any:
+        """Call an operation, again while it is throttled or the service has no answer.
+
+        `resource` is what a message names. Raises: RemoteDenied with action, resource and identity;
+            RemoteMissing; RemoteUnreachable; CheckRefused with the service's own words.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        method = getattr(self.client(service), operation)
+
+        def explain(failure: Exception, num_left: int) -> Exception | None:
+            if may_pass(failure) and num_left:
+                return None
+            return self.explain(failure, service, operation, resource)
+
+        return retry(lambda: method(**arguments), self.retries, (BotoCoreError, ClientError), explain)
+
+    def explain(self, failure: Exception, service: str, operation: str, resource: str) -> StropError:
+        """Return what a failure means to a person."""
+        action = action_of(service, operation)
+        code, words = error_code(failure), " ".join(str(failure).split())
+        where = f"{action} on {resource}" if resource else action
+        if code in _EXPIRED_CODES or type(failure).__name__ in {"TokenRetrievalError", "SSOTokenLoadError"}:
+            return RemoteDenied(
+                explain_refusal(
+                    f"{where}: the credentials have expired ({words})",
+                    allowed="credentials that are valid now",
+                    next_step=f"log in again{self._login()}, then start the same command again",
+                )
+            )
+        if may_pass(failure):
+            return RemoteUnreachable(
+                explain_refusal(
+                    f"{where} failed in {self.retries.num_attempts} attempts ({words})",
+                    allowed="a service that answers",
+                    next_step="wait, then start the same command again: nothing is submitted twice",
+                )
+            )
+        if code in MISSING_CODES or (code == "ValidationException" and "not found" in words.lower()):
+            return RemoteMissing(
+                explain_refusal(
+                    f"{resource or action} is not there ({words})",
+                    allowed="something that exists in this account and region",
+                    next_step="check the name, the region and the account in the site profile",
+                )
+            )
+        if code in _DENIED_CODES or _status_of(failure) in {401, 403} or not code:
+            return self._denied(where, action, words, code)
+        return CheckRefused(
+            explain_refusal(
+                f"{where} was refused: {words}",
+                allowed="what the service says",
+                next_step="change the site profile or the flag that it names",
+            )
+        )
+
+    def identity(self) -> str:
+        """Return who asks, for a message."""
+        if self._identity is None:
+            from botocore.exceptions import BotoCoreError, ClientError
+
+            try:
+                self._identity = str(self.client("sts").get_caller_identity()["Arn"])
+            except (BotoCoreError, ClientError, ConfigError):
+                self._identity = f"the credentials of {self.profile.aws_profile or 'this environment'}"
+        return self._identity
+
+    def _denied(self, where: str, action: str, words: str, code: str) -> RemoteDenied:
+        if not code:
+            # The client itself found nothing to sign with, or nothing to connect to.
+            return RemoteDenied(
+                explain_refusal(
+                    f"{where}: no usable credentials ({words})",
+                    allowed="credentials in a named profile, a role or the usual variables",
+                    next_step=f"log in{self._login()}, or set aws_profile in the site profile",
+                )
+            )
+        return RemoteDenied(
+            explain_refusal(
+                f"{where} is not allowed for {self.identity()} ({words})",
+                allowed=f"an identity that may {action}",
+                next_step="have the right granted: `strop sagemaker policy` prints all that are needed",
+            )
+        )
+
+    def _login(self) -> str:
+        return f" (aws sso login --profile {self.profile.aws_profile})" if self.profile.aws_profile else ""
+
+    def _make(self, service: str) -> Any:
+        try:
+            import boto3
+            from botocore.config import Config
+            from botocore.exceptions import BotoCoreError
+        except ImportError as error:
+            raise ConfigError(
+                explain_refusal(
+                    "SageMaker needs the package boto3, which is not installed",
+                    allowed="`strop submit --dry-run`, which works without it",
+                    next_step=INSTALL,
+                )
+            ) from error
+        # Own retries: those of the client try for minutes what will never work.
+        config = Config(retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
+        try:
+            if self._session is None:
+                self._session = boto3.session.Session(
+                    profile_name=self.profile.aws_profile, region_name=self.profile.region
+                )
+            return self._session.client(service, config=config, endpoint_url=self.profile.endpoint_url)
+        except (BotoCoreError, ValueError) as error:
+            raise ConfigError(
+                explain_refusal(
+                    f"the client for {service} cannot be made ({error})",
+                    allowed="an aws_profile and a region that exist, and endpoint_url as http(s)://host",
+                    next_step="correct the site profile or ~/.aws/config",
+                )
+            ) from error
+
+
+def error_code(failure: Exception) -> str:
+    """Return the service's code of an error; empty where the client itself failed."""
+    response: dict[str, Any] = getattr(failure, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))
+
+
+def may_pass(failure: Exception) -> bool:
+    """Whether another attempt may go better."""
+    from botocore.exceptions import ConnectionError as NoConnection
+    from botocore.exceptions import HTTPClientError
+
+    if isinstance(failure, (NoConnection, HTTPClientError)):
+        return True
+    return error_code(failure) in _PASSING_CODES or _status_of(failure) in _PASSING_STATUS
+
+
+def action_of(service: str, operation: str) -> str:
+    """Return an operation as IAM writes it: `sagemaker:CreateTrainingJob`."""
+    prefix = {"service-quotas": "servicequotas"}.get(service, service)
+    words = "".join(word.capitalize() for word in operation.split("_"))
+    known = {
+        "HeadBucket": "ListBucket",
+        "ListObjectsV2": "ListBucket",
+        "GetCallerIdentity": "GetCallerIdentity",
+    }
+    return f"{prefix}:{known.get(words, words)}"
+
+
+def all_pages(clients: AwsClients, service: str, operation: str, key: str, **arguments: Any) -> list[Any]:
+    """Return all items of a paged answer whose pages are joined by NextToken or nextToken."""
+    name = "nextToken" if service in {"ecr", "logs"} else "NextToken"
+    items: list[Any] = []
+    while True:
+        answer = clients.call(service, operation, **arguments)
+        items += answer.get(key, [])
+        if not answer.get(name):
+            return items
+        arguments[name] = answer[name]
+
+
+def _status_of(failure: Exception) -> int:
+    response: dict[str, Any] = getattr(failure, "response", None) or {}
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
