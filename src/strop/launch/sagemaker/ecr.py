@@ -1,0 +1,167 @@
+"""Images in ECR: looked up, and pushed with podman or docker.
+
+The password of the registry goes through the program's standard input, never through its arguments, which
+everybody on the machine can read.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from strop.errors import CheckRefused, ConfigError, RemoteMissing, explain_refusal
+from strop.launch.sagemaker.client import AwsClients
+
+MAX_REFERENCE_CHARACTERS = 255
+LOGIN_LIMIT_S = 60.0
+PUSH_LIMIT_S = 3600.0
+_REFERENCE = re.compile(
+    r"(?:(?P<registry>(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(?:\.cn)?)/)?"
+    r"(?P<name>[a-z0-9]+(?:[._/-][a-z0-9]+)*)(?::(?P<tag>[\w][\w.-]{0,299}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
+_NAME = re.compile(r"(?:[a-z0-9]+(?:[._-][a-z0-9]+)*/)*[a-z0-9]+(?:[._-][a-z0-9]+)*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageReference:
+    """A name of an image, taken apart."""
+
+    name: str
+    registry: str | None = None
+    """None: only a repository's name, or another registry than ECR."""
+    account: str | None = None
+    region: str | None = None
+    tag: str | None = None
+    digest: str | None = None
+
+
+def parse_reference(text: str) -> ImageReference | None:
+    """Take the name of an image in ECR apart; None if it is in another registry, or no name."""
+    match = _REFERENCE.fullmatch(text)
+    if match is None:
+        return None
+    parts = match.groupdict()
+    return ImageReference(
+        name=parts["name"],
+        registry=parts["registry"],
+        account=parts["account"],
+        region=parts["region"],
+        tag=parts["tag"],
+        digest=parts["digest"],
+    )
+
+
+def require_repository_name(name: str) -> None:
+    """Refuse what ECR would not take as a repository's name. Raises: ConfigError."""
+    if 2 <= len(name) <= 256 and _NAME.fullmatch(name):
+        return
+    raise ConfigError(
+        explain_refusal(
+            f"repository={name!r} ({len(name)} characters) is no name for a repository",
+            allowed="2 to 256 lower-case letters and digits, with . _ - / between them",
+            next_step="change repository in the site profile",
+        )
+    )
+
+
+def ensure_repository(clients: AwsClients, name: str) -> str:
+    """Return the URI of a repository as the service says it, creating it where it is missing.
+
+    Raises: RemoteDenied naming the action that is not allowed.
+    """
+    require_repository_name(name)
+    try:
+        return find_repository(clients, name)
+    except RemoteMissing:
+        pass
+    try:
+        made = clients.call("ecr", "create_repository", resource=name, repositoryName=name)
+    except CheckRefused as error:
+        # Somebody else made it meanwhile.
+        if "RepositoryAlreadyExistsException" not in str(error):
+            raise
+        return find_repository(clients, name)
+    return str(made["repository"]["repositoryUri"])
+
+
+def find_repository(clients: AwsClients, name: str) -> str:
+    """Return the URI of a repository. Raises: RemoteMissing if there is none; RemoteDenied."""
+    found = clients.call("ecr", "describe_repositories", resource=name, repositoryNames=[name])
+    return str(found["repositories"][0]["repositoryUri"])
+
+
+def find_digest(clients: AwsClients, image: ImageReference) -> str:
+    """Return the digest of an image. Raises: RemoteMissing naming the image; RemoteDenied."""
+    wanted = {"imageDigest": image.digest} if image.digest else {"imageTag": image.tag or "latest"}
+    place: dict[str, Any] = {"repositoryName": image.name}
+    if image.account:
+        place["registryId"] = image.account
+    shown = f"{image.name}{'@' + image.digest if image.digest else ':' + (image.tag or 'latest')}"
+    found = clients.call("ecr", "describe_images", resource=shown, imageIds=[wanted], **place)
+    return str(found["imageDetails"][0]["imageDigest"])
+
+
+def find_engine(engine: str = "auto") -> str:
+    """Return podman or docker, whichever is there. Raises: ConfigError if neither is."""
+    for program in ("podman", "docker") if engine == "auto" else (engine,):
+        if shutil.which(program):
+            return program
+    raise ConfigError(
+        explain_refusal(
+            f"engine={engine}: no such program",
+            allowed="podman or docker, to build and push images",
+            next_step="install podman, or push the image elsewhere and name it by its digest",
+        )
+    )
+
+
+def log_in(clients: AwsClients, engine: str) -> str:
+    """Log an engine in to the account's registry; return the registry's host.
+
+    Raises: RemoteDenied; CheckRefused with the program's words.
+    """
+    answer = clients.call("ecr", "get_authorization_token")["authorizationData"][0]
+    user, _, password = base64.b64decode(answer["authorizationToken"]).decode().partition(":")
+    host = str(answer["proxyEndpoint"]).partition("://")[2].rstrip("/")
+    _run([engine, "login", "--username", user, "--password-stdin", host], LOGIN_LIMIT_S, password)
+    return host
+
+
+def push_image(clients: AwsClients, engine: str, local_image: str, name: str, tag: str) -> str:
+    """Push an image under a tag; return it by digest: `repositoryUri@sha256:...`.
+
+    Raises: RemoteDenied naming the missing right; CheckRefused with the program's words.
+    """
+    uri = ensure_repository(clients, name)
+    log_in(clients, engine)
+    _run([engine, "tag", local_image, f"{uri}:{tag}"], LOGIN_LIMIT_S)
+    _run([engine, "push", f"{uri}:{tag}"], PUSH_LIMIT_S)
+    # What the registry has, not what the program here believes.
+    return f"{uri}@{find_digest(clients, ImageReference(name=name, tag=tag))}"
+
+
+def _run(argv: list[str], limit_s: float, password: str | None = None) -> str:
+    try:
+        ended = subprocess.run(
+            argv, input=password, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _failed(argv, str(error)) from error
+    if ended.returncode != 0:
+        words = " ".join((ended.stderr or ended.stdout).split())[-500:]
+        raise _failed(argv, words.replace(password, "***") if password else words)
+    return ended.stdout
+
+
+def _failed(argv: list[str], words: str) -> CheckRefused:
+    return CheckRefused(
+        explain_refusal(
+            f"`{' '.join(argv[:2])}` failed: {words}",
+            allowed="an engine that works and a registry that accepts",
+            next_step="run `strop doctor`, or the same command by hand",
+        )
+    )
