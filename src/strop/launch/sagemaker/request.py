@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from strop.errors import ConfigError, explain_refusal
 from strop.launch.jobs.contract import JobPlan, JobRequest, MemberPlan, Problem
 from strop.launch.sagemaker import places
+from strop.launch.sagemaker.assets import list_assets, refuse_local
 from strop.launch.sagemaker.limits import check_request
 from strop.launch.sagemaker.names import base_name, find_telling, member_name, require_name, run_key
 from strop.launch.sagemaker.service_model import INSTALL
@@ -34,6 +35,8 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     Raises: ConfigError with everything that the service would refuse.
     """
     settings = read_settings(request)
+    assets = list_assets(request.resolved.spec)
+    refuse_local(assets)
     _refuse_impossible(plan, request, settings)
     plan = replace(plan, environment=_with_variables(plan, settings))
     base = settings.option("job_name") or base_name(settings.option("name_prefix"), plan.submitted_at)
@@ -56,6 +59,7 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
         "secrets": dict(settings.secrets),
         "secret_roles": {name: list(roles) for name, roles in settings.secret_roles.items()},
         "assets": _asset_places(request, settings),
+        "named_assets": [{"key": asset.key, "value": asset.value, "place": asset.place} for asset in assets],
     }
     return replace(plan, details=details, notices=notices)
 

@@ -1,0 +1,382 @@
+"""SageMaker training jobs as a backend.
+
+Covered: plan, check, submit with code and config in S3, status by one listing, logs from CloudWatch, records
+from the run's mirror, stop, sweeps as one job per member, finding what a killed submission left. Tried with
+moto 5.2.5 and `FakeSageMaker`, never on live AWS. Not covered: deletion of jobs, training plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError, explain_refusal
+from strop.launch.jobs.contract import (
+    Answer,
+    JobPlan,
+    JobRef,
+    JobRequest,
+    LogSource,
+    Problem,
+    RecordFiles,
+)
+from strop.launch.jobs.environment import ENVIRONMENT_NAME
+from strop.launch.jobs.home import has_plan, job_path_of, read_plan
+from strop.launch.jobs.secrets import SECRETS_NAME
+from strop.launch.jobs.store_record import StoreRecord
+from strop.launch.sagemaker.client import AwsClients, all_pages
+from strop.launch.sagemaker.ecr import find_digest, parse_reference
+from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
+from strop.launch.sagemaker.logs import CloudWatchLogs
+from strop.launch.sagemaker.names import suffixed_name
+from strop.launch.sagemaker.places import MEMBER_TAG, PLAN_TAG, RUN_TAG
+from strop.launch.sagemaker.probe import probe_site
+from strop.launch.sagemaker.request import complete_plan
+from strop.launch.sagemaker.site_objects import SiteObjects
+from strop.launch.sagemaker.states import read_answer
+from strop.spec.site import SageMakerSite
+from strop.store.contract import Objects
+
+LOOK_BACK_S = 30 * 86_400.0
+"""How far back jobs are looked for by their tags."""
+_CLOCK_SKEW_S = 3600.0
+_NOT_SENT = frozenset({SECRETS_NAME, ENVIRONMENT_NAME, "ref.json", "state.json", "refused.txt"})
+_CODE_FILE = "code.tar.zst"
+
+
+class SageMakerBackend:
+    """`Backend` of one site. `clients` and `objects` are there for tests and rehearsals."""
+
+    name = "sagemaker"
+
+    def __init__(
+        self, profile: SageMakerSite, *, clients: AwsClients | None = None, objects: Objects | None = None
+    ) -> None:
+        self._profile = profile
+        self._clients = clients or AwsClients(profile=profile)
+        self._given_objects = objects
+        self._described: dict[str, tuple[object, Answer]] = {}
+        """Job to its last change, and what was said of it then."""
+
+    @property
+    def _objects(self) -> Objects:
+        # Made late: a plan needs neither boto3 nor credentials.
+        if self._given_objects is None:
+            self._given_objects = SiteObjects(self._profile)
+        return self._given_objects
+
+    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+        """Add the requests of all members. Raises: ConfigError with everything that would be refused."""
+        return complete_plan(plan, request)
+
+    def probe(self, plan: JobPlan) -> list[Problem]:
+        """Ask AWS, by reading calls alone, what would stop the job."""
+        return probe_site(plan, self._profile, self._clients, self._objects)
+
+    def hand_over(self, plan: JobPlan) -> JobRef:
+        """Send code and config, create the jobs of all members, and write the job log.
+
+        Raises: CheckRefused if AWS refuses one: those that it accepted before are stopped then; StoreError.
+        """
+        image = self._resolve_image(plan.details["image"])
+        accepted: list[dict[str, Any]] = []
+        try:
+            for job in plan.details["jobs"]:
+                self._upload(plan, job)
+                accepted.append(self._create(plan, job, image))
+        except StropError:
+            self._take_back(accepted)
+            raise
+        ref = self._to_ref(plan, accepted, image)
+        warnings = [self._log_job(plan, job, image) for job in accepted]
+        return replace(ref, details={**ref.details, "warnings": [text for text in warnings if text]})
+
+    def find_accepted(self, plan: JobPlan) -> JobRef | None:
+        """Find the jobs of this very plan and home by their tags: their names may have another time."""
+        keys = {job["run_key"]: job for job in plan.details["jobs"]}
+        found: dict[str, dict[str, Any]] = {}
+        for summary in self._list_since(self._first_submission(plan)):
+            tags = self._tags_of(summary["TrainingJobArn"])
+            job = keys.get(tags.get(RUN_TAG, ""))
+            if job is not None and tags.get(PLAN_TAG) == plan.plan_hash:
+                found.setdefault(job["run_key"], _accepted(job, summary))
+        if len(found) < len(keys):
+            return None
+        return self._to_ref(plan, [found[key] for key in keys], plan.details["image"])
+
+    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
+        """List once, and describe only what has changed since the last question. Raises: StoreError."""
+        wanted = {job["name"]: (ref, job["member"]) for ref in refs for job in ref.details["jobs"]}
+        if not wanted:
+            return {}
+        answers: dict[tuple[str, int], Answer] = {}
+        for summary in self._list_since(min(ref.submitted_at for ref in refs), set(wanted)):
+            name = summary["TrainingJobName"]
+            if name in wanted:
+                ref, member = wanted[name]
+                answer = self._describe(name, summary)
+                if answer is not None:
+                    answers[ref.job_id, member] = answer
+        self._note_states(refs, answers)
+        return answers
+
+    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
+        """Return the mirror of the member's run in the store; without network, what the platform copied."""
+        job = _job_of(ref, member)
+        if ref.details.get("has_isolation"):
+            return StoreRecord(self._objects, f"{job['state_uri']}/record", run=ref.name, traces="")
+        return StoreRecord(self._objects, job["record_uri"], run=ref.name)
+
+    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+        """Return the job's log streams."""
+        return CloudWatchLogs(self._clients, _job_of(ref, member)["name"])
+
+    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+        """Ask for an end. The platform's own window holds, 120 s, whatever `grace_s` is."""
+        for job in ref.details["jobs"]:
+            if member in {None, job["member"]}:
+                self._stop(job["name"])
+
+    def preempt(self, ref: JobRef, member: int) -> str:
+        """Stop the job as a person or a wall time would: the container gets SIGTERM."""
+        self._stop(_job_of(ref, member)["name"])
+        return "SIGTERM"
+
+    def list_tagged(self) -> Iterator[JobRef]:
+        """Yield the jobs of the last 30 days that carry our tags, each as a job of one member."""
+        for summary in self._list_since(time.time() - LOOK_BACK_S):
+            tags = self._tags_of(summary["TrainingJobArn"])
+            if PLAN_TAG not in tags:
+                continue
+            name = summary["TrainingJobName"]
+            job = {"name": name, "arn": summary["TrainingJobArn"], "member": int(tags.get(MEMBER_TAG, "0"))}
+            yield JobRef(
+                name=tags.get(RUN_TAG, name),
+                site="",
+                backend=self.name,
+                home="",
+                job_id=name,
+                plan_hash=tags[PLAN_TAG],
+                submitted_at=summary["CreationTime"].timestamp(),
+                details={"jobs": [job], "run_key": tags.get(RUN_TAG, "")},
+            )
+
+    # What a submission sends.
+
+    def _resolve_image(self, text: str) -> str:
+        """Return the image by digest: a tag may point elsewhere by the time that a job starts."""
+        image = parse_reference(text)
+        if image is None or image.registry is None or image.digest is not None:
+            return text
+        return f"{image.registry}/{image.name}@{find_digest(self._clients, image)}"
+
+    def _upload(self, plan: JobPlan, job: Mapping[str, Any]) -> None:
+        job_path = job_path_of(plan.home)
+        if job["source_uri"]:
+            self._send(job_path / _CODE_FILE, f"{job['source_uri']}/{_CODE_FILE}")
+        for path in sorted(job_path.iterdir()):
+            if path.is_file() and path.name not in _NOT_SENT and not path.name.startswith((".", "code.")):
+                self._send(path, f"{job['config_uri']}/{path.name}")
+        member = plan.members[job["member"]]
+        member_spec = job_path_of(member.path) / "spec.toml"
+        if member.overrides and member_spec.is_file():
+            self._send(member_spec, f"{job['config_uri']}/member-spec.toml")
+        original = Path(plan.details["config"] or "/nonexistent")
+        if original.is_file():
+            # Under its own name: a job's name says nothing, and the resolved spec has another one.
+            self._send(original, f"{job['config_uri']}/original/{original.name}")
+
+    def _send(self, path: Path, uri: str) -> None:
+        try:
+            sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise StoreError(
+                explain_refusal(
+                    f"{path} cannot be read ({error.strerror})",
+                    allowed="the job's home as it was filled",
+                    next_step="submit again",
+                )
+            ) from error
+        if self._objects.digest(uri) != sha256:
+            self._objects.upload(path, uri, sha256)
+
+    def _create(self, plan: JobPlan, job: Mapping[str, Any], image: str) -> dict[str, Any]:
+        """Create one job; where its name is taken by another one, once more with a suffix."""
+        request = {**job["request"]}
+        request["AlgorithmSpecification"] = {**request["AlgorithmSpecification"], "TrainingImage": image}
+        for name in (job["name"], suffixed_name(job["name"], plan.home)):
+            request["TrainingJobName"] = name
+            try:
+                answer = self._clients.call(
+                    "sagemaker", "create_training_job", resource=f"training job {name}", **request
+                )
+            except CheckRefused as error:
+                if "ResourceInUse" not in str(error):
+                    raise
+                if mine := self._adopt(plan, job, name):
+                    return mine
+            else:
+                return _accepted(job, {"TrainingJobName": name, "TrainingJobArn": answer["TrainingJobArn"]})
+        raise CheckRefused(
+            explain_refusal(
+                f"the names {job['name']} and {name} are taken in this account and region",
+                allowed="a name of its own for each job",
+                next_step="submit again in a second, or with another --name-prefix",
+            )
+        )
+
+    def _adopt(self, plan: JobPlan, job: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+        """Return the job of that name if an earlier, killed submission of this one made it."""
+        described = self._clients.call(
+            "sagemaker", "describe_training_job", resource=name, TrainingJobName=name
+        )
+        tags = self._tags_of(described["TrainingJobArn"])
+        is_mine = tags.get(PLAN_TAG) == plan.plan_hash and tags.get(RUN_TAG) == job["run_key"]
+        return _accepted(job, described) if is_mine else None
+
+    def _take_back(self, accepted: list[dict[str, Any]]) -> None:
+        """Stop the members that were accepted before one was refused: half a sweep is nobody's wish."""
+        for job in accepted:
+            try:
+                self._stop(job["name"])
+            except StropError as error:
+                raise CheckRefused(
+                    explain_refusal(
+                        f"a later member was refused, and {job['name']} could not be stopped ({error})",
+                        allowed="all members of a sweep or none",
+                        next_step=f"stop {job['name']} in the console",
+                    )
+                ) from error
+
+    def _to_ref(self, plan: JobPlan, accepted: list[dict[str, Any]], image: str) -> JobRef:
+        return JobRef(
+            name=plan.name,
+            site=plan.site,
+            backend=self.name,
+            home=plan.home,
+            job_id=accepted[0]["name"],
+            plan_hash=plan.plan_hash,
+            submitted_at=plan.submitted_at,
+            details={
+                "jobs": accepted,
+                "run_key": plan.details["run_key"],
+                "region": self._profile.region,
+                "image": image,
+                "store": plan.details["store"],
+                "job_log": plan.details["job_log"],
+                "has_isolation": plan.details["jobs"][0]["request"]["EnableNetworkIsolation"],
+            },
+        )
+
+    def _log_job(self, plan: JobPlan, job: Mapping[str, Any], image: str) -> str | None:
+        member = plan.members[job["member"]]
+        description = " ".join([plan.details["description"], *member.overrides]).strip()
+        facts = {key: job[key] for key in ("arn", "run_key", "config_uri", "state_uri", "record_uri")}
+        facts |= {"plan_hash": plan.plan_hash, "image": image, "home": plan.home, "member": job["member"]}
+        row = JobRow(
+            job_name=job["name"],
+            config=plan.details["config"],
+            description=description,
+            submitted=submitted_text(plan.submitted_at),
+            run=plan.name,
+            facts={**facts, "parent": plan.details["parent"]},
+        )
+        return JobLog(Path(plan.details["job_log"])).try_append(row)
+
+    # What is asked.
+
+    def _list_since(self, since: float, names: set[str] | None = None) -> Iterator[Mapping[str, Any]]:
+        """Yield the account's jobs since an instant, newest first; ends early once all names are found."""
+        left = set(names or ())
+        query: dict[str, Any] = {
+            "CreationTimeAfter": datetime.fromtimestamp(max(0.0, since - _CLOCK_SKEW_S), tz=UTC),
+            "SortBy": "CreationTime",
+            "SortOrder": "Descending",
+            "MaxResults": 100,
+        }
+        while True:
+            page = self._clients.call("sagemaker", "list_training_jobs", **query)
+            for summary in page["TrainingJobSummaries"]:
+                left.discard(summary["TrainingJobName"])
+                yield summary
+            # An empty page is not the last one: only a missing token is.
+            if not page.get("NextToken") or (names and not left):
+                return
+            query["NextToken"] = page["NextToken"]
+
+    def _describe(self, name: str, summary: Mapping[str, Any]) -> Answer | None:
+        changed = (summary.get("LastModifiedTime"), summary["TrainingJobStatus"])
+        known = self._described.get(name)
+        if known is not None and known[0] == changed and summary.get("LastModifiedTime") is not None:
+            return known[1]
+        try:
+            described = self._clients.call(
+                "sagemaker", "describe_training_job", resource=name, TrainingJobName=name
+            )
+        except RemoteMissing:
+            return None
+        answer = read_answer(described)
+        if described["TrainingJobStatus"] == summary["TrainingJobStatus"]:
+            # A description may lag behind the listing: then it is asked for again next time.
+            self._described[name] = (changed, answer)
+        return answer
+
+    def _note_states(self, refs: Sequence[JobRef], answers: Mapping[tuple[str, int], Answer]) -> None:
+        """Write down in the job log what has ended. It is a convenience: a full disk changes nothing."""
+        for ref in refs:
+            ended = {
+                job["name"]: str(answer.state)
+                for job in ref.details["jobs"]
+                if (answer := answers.get((ref.job_id, job["member"]))) and answer.state.is_terminal
+            }
+            path = ref.details.get("job_log")
+            if not ended or not path or not Path(path).exists():
+                continue
+            try:
+                JobLog(Path(path)).note_states(ended)
+            except StoreError:
+                continue
+
+    def _tags_of(self, arn: str) -> dict[str, str]:
+        tags = all_pages(self._clients, "sagemaker", "list_tags", "Tags", resource=arn, ResourceArn=arn)
+        return {tag["Key"]: tag["Value"] for tag in tags}
+
+    def _first_submission(self, plan: JobPlan) -> float:
+        home = Path(plan.home)
+        return read_plan(job_path_of(home)).submitted_at if has_plan(home) else plan.submitted_at
+
+    def _stop(self, name: str) -> None:
+        try:
+            self._clients.call(
+                "sagemaker", "stop_training_job", resource=f"training job {name}", TrainingJobName=name
+            )
+        except CheckRefused as error:
+            # It ended by itself meanwhile: what was asked for is so.
+            if "in status" not in str(error):
+                raise
+
+
+def _accepted(job: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: job[key] for key in ("member", "run_key", "config_uri", "source_uri", "state_uri")}
+    name = summary["TrainingJobName"]
+    record_uri = f"{job['record_uri'].rpartition('/')[0]}/{name}"
+    return {"name": name, "arn": summary["TrainingJobArn"], **kept, "record_uri": record_uri}
+
+
+def _job_of(ref: JobRef, member: int) -> Mapping[str, Any]:
+    job: Mapping[str, Any]
+    for job in ref.details["jobs"]:
+        if job["member"] == member:
+            return job
+    raise StoreError(
+        explain_refusal(
+            f"{ref.name} has no member {member}",
+            allowed=", ".join(str(job["member"]) for job in ref.details["jobs"]),
+            next_step="name one of these",
+        )
+    )

@@ -1,0 +1,215 @@
+"""What would stop a job, asked of AWS by reading alone: identity, image, role, bucket, rights, quota, assets.
+
+A question that cannot be asked is an `unknown`, which is no success and no refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from strop.errors import ConfigError, RemoteDenied, RemoteMissing, StropError
+from strop.launch.jobs.contract import JobPlan, Problem, Severity
+from strop.launch.sagemaker.assets import find_unstaged
+from strop.launch.sagemaker.client import AwsClients, all_pages
+from strop.launch.sagemaker.ecr import find_digest, parse_reference
+from strop.launch.sagemaker.policy import actions_of, submitter_policy
+from strop.spec.site import SageMakerSite
+from strop.store.contract import Objects
+
+_SERVICE = "sagemaker.amazonaws.com"
+_POLICY_HINT = "`strop sagemaker policy` prints the rights that are needed"
+_MAX_ACTIONS = 50
+"""Actions of one question to the simulator. Source: no limit is documented; one answer has 100 results."""
+
+
+def probe_site(plan: JobPlan, profile: SageMakerSite, clients: AwsClients, objects: Objects) -> list[Problem]:
+    """Ask everything; the credentials first, because without them nothing else has an answer."""
+    found = list(_ask("credentials", lambda: _check_identity(clients)))
+    if any(problem.severity is Severity.ERROR for problem in found):
+        return found
+    request = plan.details["jobs"][0]["request"]
+    checks: dict[str, Callable[[], Iterator[Problem]]] = {
+        "image": lambda: _check_image(clients, request["AlgorithmSpecification"]["TrainingImage"]),
+        "role": lambda: _check_role(clients, profile),
+        "bucket": lambda: _check_bucket(clients, profile),
+        "rights": lambda: _check_rights(clients, profile),
+        "quota": lambda: _check_quota(clients, request),
+        "vpc": lambda: _check_vpc(request),
+        "asset": lambda: _check_assets(plan, request, objects),
+    }
+    for code, check in checks.items():
+        found += _ask(code, check)
+    return found
+
+
+def _ask(code: str, check: Callable[[], Iterator[Problem]]) -> Iterator[Problem]:
+    """Yield what a check finds; where it cannot ask, that."""
+    try:
+        yield from check()
+    except RemoteMissing as error:
+        yield _problem(code, str(error), "", Severity.ERROR)
+    except RemoteDenied as error:
+        severity = Severity.ERROR if code in {"credentials", "bucket"} else Severity.UNKNOWN
+        yield _problem(code, str(error), "", severity)
+    except ConfigError as error:
+        yield _problem(code, str(error), "", Severity.ERROR)
+    except StropError as error:
+        yield _problem(code, str(error), "", Severity.UNKNOWN)
+
+
+def _check_identity(clients: AwsClients) -> Iterator[Problem]:
+    clients.call("sts", "get_caller_identity")
+    yield from ()
+
+
+def _check_image(clients: AwsClients, text: str) -> Iterator[Problem]:
+    image = parse_reference(text)
+    if image is None or image.registry is None:
+        yield _problem(
+            "image",
+            f"image {text} is in no registry of ECR, so nobody was asked for it",
+            "an image that the execution role may pull",
+            Severity.UNKNOWN,
+        )
+        return
+    find_digest(clients, image)
+
+
+def _check_role(clients: AwsClients, profile: SageMakerSite) -> Iterator[Problem]:
+    name = (profile.role or "").rpartition("/")[2]
+    role = clients.call("iam", "get_role", resource=profile.role or "", RoleName=name)["Role"]
+    trust = role.get("AssumeRolePolicyDocument", {})
+    document = json.loads(unquote(trust)) if isinstance(trust, str) else trust
+    if _SERVICE not in json.dumps(document):
+        yield _problem(
+            "role",
+            f"role {name} does not trust {_SERVICE}",
+            "a role that the service may act as",
+            Severity.ERROR,
+        )
+
+
+def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Problem]:
+    bucket = profile.bucket or ""
+    head = clients.call("s3", "head_bucket", resource=f"s3://{bucket}", Bucket=bucket)
+    region = head.get("BucketRegion") or head.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get(
+        "x-amz-bucket-region"
+    )
+    if region and profile.region and region != profile.region:
+        yield _problem(
+            "bucket",
+            f"bucket {bucket} is in {region}, and the job in {profile.region}",
+            "a bucket in the job's region",
+            Severity.ERROR,
+        )
+    clients.call(
+        "s3",
+        "list_objects_v2",
+        resource=f"s3://{bucket}/{profile.prefix}",
+        Bucket=bucket,
+        Prefix=f"{profile.prefix}/",
+        MaxKeys=1,
+    )
+
+
+def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Problem]:
+    """Ask the simulator, which only computes: it says of each action whether it would be allowed."""
+    caller = clients.identity()
+    if ":assumed-role/" in caller:
+        role = caller.split("/")[1]
+        caller = f"{':'.join(caller.split(':')[:2])}:iam::{caller.split(':')[4]}:role/{role}"
+    policy = submitter_policy(profile)
+    results: list[Mapping[str, Any]] = []
+    for statement in policy["Statement"]:
+        if statement["Sid"] in {"Optional", "List"}:
+            continue  # The bucket has been listed; a simulation would need the request's own context.
+        resources = statement["Resource"]
+        answer = clients.call(
+            "iam",
+            "simulate_principal_policy",
+            resource=caller,
+            PolicySourceArn=caller,
+            ActionNames=list(statement["Action"])[:_MAX_ACTIONS],
+            ResourceArns=resources if isinstance(resources, list) else [resources],
+            ContextEntries=_context(statement),
+        )
+        results += answer["EvaluationResults"]
+    denied = sorted({one["EvalActionName"] for one in results if one["EvalDecision"] != "allowed"})
+    if denied:
+        known = set(actions_of(policy))
+        assert set(denied) <= known | {name.lower() for name in known}
+        yield _problem(
+            "rights",
+            f"{clients.identity()} may not {', '.join(denied)}",
+            "an identity with every right that a submission needs",
+            Severity.ERROR,
+        )
+
+
+def _context(statement: Mapping[str, Any]) -> list[dict[str, Any]]:
+    conditions = statement.get("Condition", {}).get("StringEquals", {})
+    return [
+        {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
+        for key, value in conditions.items()
+    ]
+
+
+def _check_quota(clients: AwsClients, request: Mapping[str, Any]) -> Iterator[Problem]:
+    resources = request["ResourceConfig"]
+    groups = resources.get("InstanceGroups") or [resources]
+    is_spot = request["EnableManagedSpotTraining"]
+    quotas = all_pages(
+        clients, "service-quotas", "list_service_quotas", "Quotas", ServiceCode="sagemaker", MaxResults=100
+    )
+    limits = {quota["QuotaName"]: float(quota["Value"]) for quota in quotas}
+    for group in groups:
+        use = "spot training job usage" if is_spot else "training job usage"
+        name = f"{group['InstanceType']} for {use}"
+        if name in limits and limits[name] < group["InstanceCount"]:
+            yield _problem(
+                "quota",
+                f"{group['InstanceCount']} x {group['InstanceType']}, and the account's quota"
+                f" '{name}' is {limits[name]:g}",
+                "as many instances as the quota, those of other jobs included",
+                Severity.ERROR,
+                next_step="ask for fewer, another type, or a higher quota",
+            )
+
+
+def _check_vpc(request: Mapping[str, Any]) -> Iterator[Problem]:
+    resources = request["ResourceConfig"]
+    groups = resources.get("InstanceGroups") or [resources]
+    num_instances = sum(group["InstanceCount"] for group in groups)
+    if num_instances > 1 and "VpcConfig" not in request and not request["EnableNetworkIsolation"]:
+        yield _problem(
+            "vpc",
+            f"{num_instances} instances and no subnets or security_groups in the site profile",
+            "several instances in a VPC whose security group allows itself, in and out",
+            Severity.WARNING,
+            next_step="set subnets and security_groups, or go on without EFA",
+        )
+
+
+def _check_assets(plan: JobPlan, request: Mapping[str, Any], objects: Objects) -> Iterator[Problem]:
+    offline = request["EnableNetworkIsolation"] or request["Environment"].get("STROP_OFFLINE") == "1"
+    yield from find_unstaged(
+        plan.details["named_assets"], plan.details["store"], objects, offline=bool(offline)
+    )
+
+
+def _problem(code: str, given: str, allowed: str, severity: Severity, *, next_step: str = "") -> Problem:
+    """Build a finding; an error of strop brings its three parts along."""
+    if not allowed:
+        given, _, rest = given.partition(". Allowed: ")
+        allowed, _, step = rest.partition(". Next: ")
+        next_step = next_step or step
+    return Problem(
+        code=code,
+        given=given,
+        allowed=allowed or "an answer",
+        next_step=next_step or _POLICY_HINT,
+        severity=severity,
+    )
