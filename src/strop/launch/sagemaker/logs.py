@@ -45,7 +45,12 @@ class CloudWatchLogs:
             )
         except RemoteMissing:
             return []
-        fresh = [event for event in events if event["eventId"] not in self._seen]
+        fresh = [
+            event
+            for event in events
+            # Again: moto 5.2.5 does not look at the prefix.
+            if event["logStreamName"].startswith(f"{self._job}/") and event["eventId"] not in self._seen
+        ]
         fresh.sort(key=lambda event: event["timestamp"])
         for event in fresh:
             self._seen[event["eventId"]] = event["timestamp"]

@@ -1,0 +1,276 @@
+"""The life of submitted jobs: real S3 requests to moto's server, states from `FakeSageMaker`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from strop.errors import CheckRefused, RemoteDenied, RemoteUnreachable, StoreError
+from strop.launch.jobs.attempts import read_attempts
+from strop.launch.jobs.contract import JobState
+from strop.launch.sagemaker.fake import JobScript, Stage, spot_script
+from strop.launch.sagemaker.job_log import JobLog
+from tests.launch.sagemaker.aws import Site
+
+
+def answer(site: Site, ref: object, member: int = 0) -> JobState | None:
+    found = site.backend.ask([ref])  # type: ignore[list-item]
+    said = found.get((ref.job_id, member))  # type: ignore[attr-defined]
+    return said.state if said else None
+
+
+def test_a_submission_sends_code_and_config_and_creates_one_job(site: Site) -> None:
+    plan = site.plan()
+    ref = site.backend.hand_over(plan)
+    assert ref.job_id == "job-20261121-120000"
+    assert ref.details["warnings"] == []
+    assert site.list_keys() == [
+        "config/job-20261121-120000/plan.json",
+        "config/job-20261121-120000/spec.toml",
+        "source/job-20261121-120000/code.tar.zst",
+    ]
+    assert site.objects.digest(f"{ref.details['jobs'][0]['config_uri']}/spec.toml") is not None
+    request = site.fake.sent("create_training_job")[0]
+    assert request == plan.details["jobs"][0]["request"]
+
+
+def test_the_original_run_file_keeps_its_name(site: Site) -> None:
+    path = site.project / "qwen3-1.7B gsm8k.toml"
+    path.write_text("name = 'x'\n")
+    ref = site.backend.hand_over(site.plan(config=str(path)))
+    uri = f"{ref.details['jobs'][0]['config_uri']}/original/qwen3-1.7B gsm8k.toml"
+    assert site.objects.read(uri) == b"name = 'x'\n"
+
+
+def test_sec_4_no_secret_leaves_the_machine(site: Site) -> None:
+    """SEC-4: the private files of a home are neither sent nor named in any request."""
+    ref = site.backend.hand_over(site.plan())
+    sent = [site.objects.read(f"s3://strop-test/{site.prefix}/{key}") for key in site.list_keys()]
+    assert all(b"canary-secret" not in data for data in sent)
+    assert "canary-secret" not in json.dumps(site.fake.calls, default=str)
+    assert "canary-secret" not in json.dumps(ref.details)
+
+
+def test_the_job_log_says_what_a_job_was(site: Site) -> None:
+    plan = site.plan(description="first | try", config="runs/qwen3-1.7B.toml")
+    ref = site.backend.hand_over(plan)
+    log = JobLog(site.project / "docs/job_log.md")
+    assert "| job-20261121-120000 | runs/qwen3-1.7B.toml | first \\| try | 2026-11-21 12:00 |  |" in (
+        log.path.read_text()
+    )
+    row = log.find("small-try")
+    assert row.job_name == ref.job_id
+    assert row.facts["plan_hash"] == plan.plan_hash
+    assert row.facts["arn"].endswith(ref.job_id)
+    site.fake.advance(3000)
+    assert answer(site, ref) is JobState.SUCCEEDED
+    assert log.find("small-try").state == "succeeded"
+
+
+def test_a_log_that_cannot_be_written_is_told_and_nothing_is_sent_twice(site: Site) -> None:
+    (site.project / "docs").write_text("a file")
+    ref = site.backend.hand_over(site.plan())
+    assert "| job-20261121-120000 |" in ref.details["warnings"][0]
+    assert len(site.fake.sent("create_training_job")) == 1
+
+
+def test_states_follow_the_job(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    seen = []
+    # Pending 30 s, starting 60, downloading 30, training 600, uploading 20.
+    for duration_s in (0, 30, 60, 30, 600, 20):
+        site.fake.advance(duration_s)
+        seen.append(answer(site, ref))
+    assert seen == [
+        JobState.QUEUED,
+        *[JobState.STARTING] * 2,
+        *[JobState.RUNNING] * 2,
+        JobState.SUCCEEDED,
+    ]
+
+
+def test_one_listing_answers_for_many_and_only_changes_are_described(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan(num_members=3))
+    site.fake.calls.clear()
+    assert len(site.backend.ask([ref])) == 3
+    assert len(site.fake.sent("list_training_jobs")) == 1
+    assert len(site.fake.sent("describe_training_job")) == 3
+    assert len(site.backend.ask([ref])) == 3
+    assert len(site.fake.sent("describe_training_job")) == 3
+    site.fake.stop_training_job(TrainingJobName=ref.details["jobs"][1]["name"])
+    found = site.backend.ask([ref])
+    assert found[ref.job_id, 1].state is JobState.CANCELLED
+    assert len(site.fake.sent("describe_training_job")) == 4
+
+
+def test_a_description_that_lags_is_asked_for_again(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    site.fake.advance(3000)
+    site.fake.describe_lag_s = 1e6
+    assert answer(site, ref) is JobState.QUEUED
+    site.fake.describe_lag_s = 0.0
+    assert answer(site, ref) is JobState.SUCCEEDED
+
+
+def test_many_pages_are_followed(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    first = site.fake.sent("create_training_job")[0]
+    for index in range(120):
+        site.fake.advance(0.001)
+        site.fake.create_training_job(**{**first, "TrainingJobName": f"other-{index}"})
+    assert answer(site, ref) is JobState.QUEUED
+    assert len(site.fake.sent("list_training_jobs")) == 2
+
+
+def test_throttling_is_waited_out_and_silence_is_said(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    site.fake.fail_next("list_training_jobs", "ThrottlingException", times=2)
+    assert answer(site, ref) is JobState.QUEUED
+    site.fake.fail_next("list_training_jobs", "ThrottlingException", times=3)
+    with pytest.raises(RemoteUnreachable, match="sagemaker:ListTrainingJobs failed in 3 attempts"):
+        site.backend.ask([ref])
+
+
+def test_a_job_that_is_gone_is_missing_from_the_answers(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    site.fake.advance(3000)
+    site.fake.delete_training_job(TrainingJobName=ref.job_id)
+    assert site.backend.ask([ref]) == {}
+    assert site.backend.ask([]) == {}
+
+
+def test_being_stopped_is_never_success(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    site.fake.advance(200)
+    site.backend.stop(ref, None, grace_s=30)
+    assert answer(site, ref) is JobState.RUNNING
+    assert site.backend.ask([ref])[ref.job_id, 0].reason == "cancel pending"
+    site.fake.advance(120)
+    assert answer(site, ref) is JobState.CANCELLED
+    site.backend.stop(ref, 0, grace_s=30)  # It has ended: nothing to refuse.
+
+
+def test_a_preemption_is_a_stop(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    site.fake.advance(200)
+    assert site.backend.preempt(ref, 0) == "SIGTERM"
+    with pytest.raises(StoreError, match="has no member 7"):
+        site.backend.preempt(ref, 7)
+
+
+def test_the_wall_time_is_a_timeout_and_a_wait_without_capacity_a_failure(site: Site) -> None:
+    endless = JobScript(stages=(Stage(secondary="Training", duration_s=1e9),))
+    waiting = JobScript(stages=(Stage(secondary="Pending", duration_s=1e9),))
+    site.fake.next_scripts = [endless, waiting]
+    first = site.backend.hand_over(site.plan(max_runtime="1h"))
+    second = site.backend.hand_over(site.plan(max_runtime="1h", spot=True, job_name="other"))
+    site.fake.advance(3600 + 120)
+    assert answer(site, first) is JobState.TIMEOUT
+    site.fake.advance(3600)
+    said = site.backend.ask([second])[second.job_id, 0]
+    assert (said.state, said.reason) == (JobState.FAILED, "no capacity within the wait limit")
+
+
+def test_a_spot_interruption_is_a_preemption_and_a_restart(site: Site) -> None:
+    site.fake.next_scripts = [spot_script(train_s=100, wait_s=100, rest_s=100)]
+    ref = site.backend.hand_over(site.plan(spot=True))
+    site.fake.advance(200)
+    assert answer(site, ref) is JobState.PREEMPTED
+    site.fake.advance(1000)
+    said = site.backend.ask([ref])[ref.job_id, 0]
+    assert (said.state, said.num_restarts) == (JobState.SUCCEEDED, 1)
+
+
+def test_a_word_of_the_future_is_read_by_the_primary_status(site: Site) -> None:
+    site.fake.next_scripts = [JobScript(stages=(Stage(secondary="Meditating", duration_s=10),))]
+    ref = site.backend.hand_over(site.plan())
+    assert answer(site, ref) is JobState.RUNNING
+
+
+def test_a_full_quota_is_refused_in_the_services_words(site: Site) -> None:
+    site.fake.quota["ml.p4de.24xlarge"] = 0
+    with pytest.raises(CheckRefused, match=r"service limit 'ml\.p4de\.24xlarge for training job usage' is 0"):
+        site.backend.hand_over(site.plan())
+    assert site.fake.list_training_jobs()["TrainingJobSummaries"] == []
+
+
+def test_half_a_sweep_is_taken_back(site: Site) -> None:
+    site.fake.quota["ml.p4de.24xlarge"] = 2
+    with pytest.raises(CheckRefused, match="service limit"):
+        site.backend.hand_over(site.plan(num_members=3))
+    states = {job["TrainingJobStatus"] for job in site.fake.list_training_jobs()["TrainingJobSummaries"]}
+    assert states == {"Stopped"}
+
+
+def test_a_name_that_is_taken_gets_a_suffix_once(site: Site) -> None:
+    plan = site.plan()
+    strange = {**plan.details["jobs"][0]["request"], "Tags": []}
+    site.fake.create_training_job(**strange)
+    ref = site.backend.hand_over(plan)
+    assert ref.job_id.startswith("job-20261121-120000-")
+    assert len(ref.job_id) == len("job-20261121-120000") + 5
+    assert ref.details["jobs"][0]["record_uri"].endswith(f"/checkpoints/{ref.job_id}")
+    other = replace(plan, plan_hash="other")
+    with pytest.raises(CheckRefused, match="are taken in this account and region"):
+        site.backend.hand_over(other)
+
+
+def test_nothing_is_submitted_twice(site: Site) -> None:
+    """A submission that was killed after AWS accepted: the next one finds it, by tags or by its name."""
+    plan = site.plan()
+    assert site.backend.find_accepted(plan) is None
+    ref = site.backend.hand_over(plan)
+    found = site.backend.find_accepted(plan)
+    assert found is not None
+    assert found.details["jobs"] == ref.details["jobs"]
+    # A second later the plan has another name, and the same tags.
+    later = site.plan(job_name="job-20261121-120001")
+    again = site.backend.find_accepted(later)
+    assert again is not None
+    assert again.job_id == ref.job_id
+    assert site.backend.hand_over(plan).job_id == ref.job_id
+    assert len(site.fake.list_training_jobs()["TrainingJobSummaries"]) == 1
+
+
+def test_jobs_are_found_by_our_tag(site: Site) -> None:
+    from time import time
+
+    site.fake.now = time()
+    ref = site.backend.hand_over(site.plan())
+    request = site.fake.sent("create_training_job")[0]
+    site.fake.create_training_job(**{**request, "TrainingJobName": "foreign", "Tags": []})
+    assert [found.job_id for found in site.backend.list_tagged()] == [ref.job_id]
+
+
+def test_the_record_is_read_from_the_mirror(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    record = site.backend.open_record(ref, 0)
+    assert record.list("attempts") == []
+    assert record.read("run.json") is None
+    root = ref.details["jobs"][0]["record_uri"]
+    verdict = {"number": 0, "exit_code": 0, "signal": "", "started_at": 1.0, "ended_at": 2.0, "nodes": ["a"]}
+    site.objects.write(f"{root}/traces/attempts/x-0/verdict.json", json.dumps(verdict).encode())
+    site.objects.write(f"{root}/traces/metrics.jsonl", b"0123456789")
+    site.objects.write(f"{root}/small-try_step20/COMPLETE", b"{}")
+    assert record.list("attempts") == ["attempts/x-0/verdict.json"]
+    assert [one.exit_code for one in read_attempts(record)] == [0]
+    assert record.read_from("metrics.jsonl", 7) == b"789"
+    assert record.read("checkpoints/step-000020/COMPLETE") == b"{}"
+    assert record.list("checkpoints/step-000020") == ["checkpoints/step-000020/COMPLETE"]
+    assert record.describe("run.json") == f"{root}/traces/run.json"
+
+
+def test_a_record_that_cannot_be_asked_is_an_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = site.backend.hand_over(site.plan())
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "")
+    from strop.store.s3_client import _make_client
+
+    _make_client.cache_clear()
+    try:
+        with pytest.raises(RemoteDenied):
+            site.backend.open_record(ref, 0).read("run.json")
+    finally:
+        _make_client.cache_clear()

@@ -1,0 +1,72 @@
+"""The rights that are asked for: all that are needed, on our own resources, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strop.launch.sagemaker.policy import actions_of, execution_policy, submitter_policy, trust_policy
+from strop.spec.site import SageMakerSite
+from tests.launch.sagemaker.building import PROFILE
+
+SITE = SageMakerSite(**PROFILE)
+
+
+def statement(policy: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(one for one in policy["Statement"] if one["Sid"] == name)
+
+
+def test_the_submitter_has_the_rights_of_the_written_list() -> None:
+    wanted = {
+        "ecr:GetAuthorizationToken",
+        *(f"ecr:{word}" for word in ("CreateRepository", "DescribeRepositories", "DescribeImages")),
+        *(f"ecr:{word}" for word in ("BatchCheckLayerAvailability", "GetDownloadUrlForLayer")),
+        *(f"ecr:{word}" for word in ("BatchGetImage", "InitiateLayerUpload", "UploadLayerPart")),
+        *(f"ecr:{word}" for word in ("CompleteLayerUpload", "PutImage")),
+        *(f"sagemaker:{word}TrainingJob" for word in ("Create", "Describe", "Stop")),
+        *("sagemaker:ListTrainingJobs", "sagemaker:AddTags", "sagemaker:ListTags", "iam:PassRole"),
+        *("s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"),
+        *("logs:DescribeLogStreams", "logs:FilterLogEvents", "logs:GetLogEvents"),
+    }
+    assert wanted <= set(actions_of(submitter_policy(SITE)))
+
+
+def test_rights_are_on_our_own_resources() -> None:
+    policy = submitter_policy(SITE)
+    assert statement(policy, "PassRole")["Resource"] == PROFILE["role"]
+    assert statement(policy, "PassRole")["Condition"] == {
+        "StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}
+    }
+    assert statement(policy, "Objects")["Resource"] == "arn:aws:s3:::strop-test/strop/*"
+    assert statement(policy, "EcrRepository")["Resource"] == (
+        "arn:aws:ecr:us-east-1:123456789012:repository/strop"
+    )
+    assert statement(policy, "Jobs")["Resource"] == (
+        "arn:aws:sagemaker:us-east-1:123456789012:training-job/job*"
+    )
+    everywhere = {one["Sid"] for one in policy["Statement"] if one["Resource"] == "*"}
+    assert everywhere == {"EcrLogin", "ListJobs", "Optional"}
+
+
+def test_the_role_may_write_and_prune_but_not_start_jobs() -> None:
+    actions = actions_of(execution_policy(SITE))
+    assert {"s3:PutObject", "s3:DeleteObject", "logs:PutLogEvents", "ecr:BatchGetImage"} <= set(actions)
+    assert not [action for action in actions if action.startswith(("sagemaker:", "iam:", "ec2:", "kms:"))]
+    assert trust_policy()["Statement"][0]["Principal"] == {"Service": "sagemaker.amazonaws.com"}
+
+
+def test_secrets_keys_and_networks_only_where_the_site_has_them() -> None:
+    arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
+    full = SageMakerSite(
+        **PROFILE, secret_arns={"HF_TOKEN": arn}, kms_key="alias/mine", subnets=("subnet-1",)
+    )
+    policy = execution_policy(full)
+    assert statement(policy, "Secrets")["Resource"] == [arn]
+    assert statement(policy, "Key")["Resource"] == "arn:aws:kms:us-east-1:123456789012:alias/mine"
+    assert "ec2:CreateNetworkInterface" in statement(policy, "Vpc")["Action"]
+    assert len(execution_policy(SITE)["Statement"]) == 6
+
+
+def test_a_profile_without_values_gives_patterns() -> None:
+    policy = submitter_policy(SageMakerSite())
+    assert statement(policy, "PassRole")["Resource"] == "arn:aws:iam::*:role/*"
+    assert statement(policy, "EcrRepository")["Resource"] == "arn:aws:ecr:*:*:repository/*"
