@@ -1,0 +1,59 @@
+"""The first process of a training container: `python -m strop.launch.sagemaker.node`.
+
+The kernel gives a first process no default for signals: a SIGTERM without a handler is ignored, and the run
+would go on to its end. So the handler comes before everything else, before what takes time to import too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+
+class StopFlag:
+    """Remembers a SIGTERM that came before anybody could act on it."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+    def install(self) -> None:
+        """Handle SIGTERM from now on."""
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.is_asked = True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Be the container's first process; return its exit code."""
+    stop = StopFlag()
+    stop.install()
+    from strop.launch.sagemaker.entry import EntrySettings, run_entry
+
+    usual = EntrySettings()
+    parser = argparse.ArgumentParser(prog="strop.launch.sagemaker.node", description=__doc__)
+    parser.add_argument(
+        "word", nargs="?", help="'train', as the platform starts images without an entrypoint"
+    )
+    parser.add_argument("--root", type=Path, default=usual.root, help="instead of /opt/ml")
+    parser.add_argument("--scratch", type=Path, default=usual.scratch, help="where the run is written")
+    parser.add_argument("--port", type=int, default=usual.port, help="of the control connection")
+    parser.add_argument("--join-limit", type=float, default=usual.join_limit_s, help="seconds for all hosts")
+    parser.add_argument(
+        "--stop-window", type=float, default=usual.stop_window_s, help="seconds, TERM to KILL"
+    )
+    given = parser.parse_args(arguments)
+    settings = EntrySettings(
+        root=given.root,
+        scratch=given.scratch,
+        port=given.port,
+        join_limit_s=given.join_limit,
+        stop_window_s=given.stop_window,
+    )
+    return run_entry(settings, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
