@@ -1,0 +1,223 @@
+"""The program that runs containers on this machine: which one works, and with which flags.
+
+That a program is installed says little: it works once it has started a container. What hosts need differs
+and is found by trying, each flag because the start without it failed:
+
+* limits on open files and processes at or below this process's own (runc: `error setting rlimit type 7`),
+* `--cgroup-manager cgroupfs`, where systemd does not run,
+* `--runtime runc`, where crun refuses hybrid cgroups.
+
+No configuration of the user is read or changed here beyond what the engine reads by itself.
+Tried with podman 4.3.1 (runc 1.1.5, cgroup hybrid, root). Not tried: a running docker daemon, rootless
+podman.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from strop.errors import CheckRefused, StoreError, explain_refusal
+
+KINDS = ("podman", "docker")
+ASK_LIMIT_S = 30.0
+START_LIMIT_S = 120.0
+_MOST = {"nofile": 1 << 20, "nproc": 1 << 15}
+# podman 4.3.1 lowers its own limit of processes before it starts anything: with a hard limit of 96365 it
+# could not hand on 65536.
+_MAX_QUOTED = 2000
+"""Characters of an engine's own words that a message repeats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """One program that runs containers, and what it has to be told here."""
+
+    kind: str
+    """`podman` or `docker`."""
+    program: str
+    """Absolute path."""
+    version: str
+    global_flags: tuple[str, ...] = ()
+    """Between the program and its verb."""
+    run_flags: tuple[str, ...] = ()
+    """Behind `run`."""
+    is_rootless: bool = False
+    """Whether root inside is an ordinary user outside."""
+
+    def argv(self, *words: str) -> list[str]:
+        """Return a command line of this engine; `run` gets the flags of a start."""
+        if words[:1] == ("run",):
+            words = ("run", *self.run_flags, *words[1:])
+        return [self.program, *self.global_flags, *words]
+
+    def ask(self, *words: str, limit_s: float = ASK_LIMIT_S) -> subprocess.CompletedProcess[str]:
+        """Run a command of the engine to its end, with its words as text.
+
+        Raises: StoreError if it does not answer in time or cannot be run.
+        """
+        return _run(self.argv(*words), limit_s)
+
+    def read_json(self, *words: str) -> Any:
+        """Return what a command prints as JSON, whatever its exit code: a part is better than nothing.
+
+        Raises: StoreError with the engine's own words if it prints none.
+        """
+        done = self.ask(*words)
+        try:
+            return json.loads(done.stdout)
+        except ValueError as error:
+            raise StoreError(
+                explain_refusal(
+                    f"{self.kind} {words[0]} did not answer: {quote_words(done)}",
+                    allowed="an engine that answers",
+                    next_step=f"try it by hand: {self.kind} ps --all",
+                )
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, for a job's record."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
+        }
+
+
+def engine_from_json(values: Mapping[str, Any]) -> Engine:
+    """Return the engine that a job was started with."""
+    return Engine(
+        kind=values["kind"],
+        program=values["program"],
+        version=values["version"],
+        global_flags=tuple(values["global_flags"]),
+        run_flags=tuple(values["run_flags"]),
+        is_rootless=values["is_rootless"],
+    )
+
+
+def locate_engine(preference: str = "auto") -> Engine:
+    """Return the first engine that answers, or the one that is asked for; starts no container.
+
+    Raises: CheckRefused with the words of every engine that was tried.
+    """
+    reasons: list[str] = []
+    for kind in KINDS if preference == "auto" else (preference,):
+        found = _look_at(kind)
+        if isinstance(found, Engine):
+            return found
+        reasons.append(f"{kind}: {found}")
+    raise CheckRefused(
+        explain_refusal(
+            "no container engine answers: " + "; ".join(reasons),
+            allowed="podman, or docker with a running daemon",
+            next_step="install podman, or send the run to another site",
+        )
+    )
+
+
+def prove_engine(engine: Engine, image: str | None = None) -> Engine:
+    """Start a real container, and return the engine with the flags that this took.
+
+    `image` is started with `true`. None: podman starts one from the root of this machine, with everything
+    written thrown away; docker has no such start and is only asked.
+
+    Raises: CheckRefused with the engine's exact words; StoreError if it hangs.
+    """
+    if image is None and engine.kind != "podman":
+        return engine
+    words = ("--rm", "--network", "none")
+    target = (
+        ("--rootfs", "/:O", "true") if image is None else ("--pull", "never", "--entrypoint", "true", image)
+    )
+    attempts: list[str] = []
+    for candidate in _with_more_flags(engine):
+        done = candidate.ask("run", *words, *target, limit_s=START_LIMIT_S)
+        if done.returncode == 0:
+            return candidate
+        attempts.append(quote_words(done))
+    # The words of the plain start come first: later ones may be about the remedies.
+    raise CheckRefused(
+        explain_refusal(
+            f"{engine.kind} {engine.version} starts no container: "
+            + "; then: ".join(dict.fromkeys(attempts)),
+            allowed="a host that it can start one on",
+            next_step=f"try it by hand: {engine.kind} run --rm --network none IMAGE true",
+        )
+    )
+
+
+def quote_words(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a command said about its failure, for a message."""
+    words = (done.stderr.strip() or done.stdout.strip())[-_MAX_QUOTED:]
+    return " ".join(words.split()) or f"exit code {done.returncode} without a word"
+
+
+def _look_at(kind: str) -> Engine | str:
+    """Return an engine that answers, or why there is none."""
+    program = shutil.which(kind)
+    if program is None:
+        return "not on PATH"
+    part = "Server" if kind == "docker" else "Client"
+    try:
+        done = _run([program, "version", "--format", f"{{{{.{part}.Version}}}}"], ASK_LIMIT_S)
+    except StoreError as error:
+        return str(error)
+    if done.returncode != 0:
+        return quote_words(done)
+    engine = Engine(kind=kind, program=os.path.abspath(program), version=done.stdout.strip())
+    return replace(engine, is_rootless=kind == "podman" and os.getuid() != 0)
+
+
+def _with_more_flags(engine: Engine) -> list[Engine]:
+    """Return the engine as it is, then with one remedy more each time."""
+    found = [engine, replace(engine, run_flags=(*engine.run_flags, *_own_limits()))]
+    if engine.kind == "podman":
+        cgroupfs = (*engine.global_flags, "--cgroup-manager", "cgroupfs")
+        found.append(replace(found[-1], global_flags=cgroupfs))
+        if runc := shutil.which("runc") or shutil.which("runc", path="/usr/sbin:/sbin"):
+            found.append(replace(found[-1], global_flags=(*cgroupfs, "--runtime", runc)))
+    return found
+
+
+def _own_limits() -> Sequence[str]:
+    """Return limits that this process may hand on: engines ask for more than some hosts give."""
+    flags: list[str] = []
+    for name, number in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
+        hard = resource.getrlimit(number)[1]
+        most = _MOST[name] if hard == resource.RLIM_INFINITY else min(hard, _MOST[name])
+        flags += ["--ulimit", f"{name}={most}:{most}"]
+    return flags
+
+
+def _run(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            argv,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StoreError(
+            explain_refusal(
+                f"{' '.join(argv[:2])} gave no answer in {limit_s:g} s",
+                allowed="an engine that answers",
+                next_step="look what holds it: its locks, or its daemon",
+            )
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{argv[0]} cannot be run: {error.strerror}",
+                allowed="an executable program",
+                next_step="install podman again",
+            )
+        ) from error
