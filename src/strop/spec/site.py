@@ -59,12 +59,35 @@ class ContainerSite(SiteSection):
     """A container on this machine, by podman or docker."""
 
     backend: Literal["container"] = Field(default="container", description="The kind of site.")
-    image: str | None = Field(default=None, min_length=1, description="Image, by name or digest.")
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Image, by name or digest. none = the project's own, made from the environment that"
+        " submits; its tag is a hash of what is in it.",
+    )
+    base_image: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What the project's own image is built from, for example 'python:3.11-slim'. none = a Debian"
+        " base made on the spot, with this machine's interpreter and packages: no registry is needed.",
+    )
+    environment: Literal["image", "mounted"] = Field(
+        default="image",
+        description="Where Python and its packages come from: 'image', or 'mounted': those of this machine,"
+        " shown read-only in an image that has libraries alone.",
+    )
     engine: Literal["auto", "podman", "docker"] = Field(default="auto", description="Which program runs it.")
     mounts: tuple[str, ...] = Field(
         default=(), strict=False, description="Folders to show inside as they are: SOURCE:TARGET[:ro]."
     )
-    network: bool = Field(default=False, description="Whether the job may use the network.")
+    network: bool = Field(
+        default=False, description="Whether the job may use the network; then it is this machine's own."
+    )
+    shm: str = Field(
+        default="8G",
+        pattern=r"^\d+[KMGT]?$",
+        description="Shared memory at most, which loaders of data and collectives use.",
+    )
 
 
 class SlurmSite(SiteSection):

@@ -1,0 +1,383 @@
+"""Jobs in a container on this machine: one container per job, whose process 1 is the jobs' supervisor.
+
+Covered: podman and docker; network none by default; limits of memory, cores and processes; GPUs by id; the
+submitting user's own files; a time limit; preemption (USR2) and cancellation (TERM, KILL) to process 1;
+containers that were killed, whose end is written down by `watch` or by the next submission.
+Not covered: several nodes; single members of a sweep, which live one after the other in one container;
+engines on other machines. Model-written code needs a sandbox inside the container: hosts may refuse that, and
+then such a run is refused too.
+Tried with podman 4.3.1 and runc 1.1.5 as root.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.hardware import read_gpu_users, read_gpus
+from strop.launch.container.command import (
+    DEVICES,
+    HOST,
+    IMAGE,
+    LABEL,
+    Mount,
+    complete_plan,
+    fill_argv,
+    mounts_of,
+    name_container,
+)
+from strop.launch.container.devices import LABEL_DEVICES, choose_devices, device_words, leased_devices
+from strop.launch.container.ending import (
+    END_NAME,
+    LOG_NAME,
+    START_NAME,
+    STOP_NAME,
+    answer_for,
+    inspect_containers,
+    note_stop,
+    read_container_file,
+    settle,
+    write_container_file,
+)
+from strop.launch.container.engine import (
+    Engine,
+    engine_from_json,
+    locate_engine,
+    prove_engine,
+    quote_words,
+)
+from strop.launch.container.image import Variant, environment_mounts, find_image, list_images, plan_image
+from strop.launch.container.probing import probe_plan
+from strop.launch.container.watch import start_watcher
+from strop.launch.jobs.attempts import read_attempts
+from strop.launch.jobs.contract import (
+    Answer,
+    JobPlan,
+    JobRef,
+    JobRequest,
+    JobState,
+    LogSource,
+    Problem,
+    RecordFiles,
+)
+from strop.launch.jobs.files import DirectoryRecord
+from strop.launch.jobs.home import job_path_of, read_plan
+from strop.launch.local.identity import read_identity
+from strop.spec.site import ContainerSite
+
+START_LIMIT_S = 60.0
+"""How long process 1 may take to say that it is there."""
+_POLL_S = 0.1
+
+
+class ContainerBackend:
+    """Keeps `Backend` with a container engine."""
+
+    name = "container"
+
+    def __init__(self, profile: ContainerSite) -> None:
+        self._profile = profile
+
+    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+        """Add the command line of the container."""
+        return complete_plan(plan, request, self._profile)
+
+    def probe(self, plan: JobPlan) -> list[Problem]:
+        """Ask for engine, image, folders, cores, memory and devices."""
+        return probe_plan(plan, self._profile)
+
+    def hand_over(self, plan: JobPlan) -> JobRef:
+        """Start the container, and wait until its process 1 has said that it is there."""
+        job_path, name = job_path_of(plan.home), name_container(plan)
+        located = locate_engine(self._profile.engine)
+        remove_leftovers(located)
+        self._clear_name(located, plan)
+        image_name = resolve_image(self._profile)
+        image_id = require_image(located, image_name)
+        engine = prove_engine(located, image_id)
+        devices = self._choose_devices(engine, plan)
+        before = read_identity(job_path)
+        details = {
+            "engine": engine.to_json(),
+            "container": name,
+            "image": image_name,
+            "image_id": image_id,
+            "devices": list(devices),
+            "num_restarts": _count_lives(plan),
+            "started_at": time.time(),
+        }
+        for stale in (END_NAME, STOP_NAME):
+            (job_path / stale).unlink(missing_ok=True)
+        write_container_file(job_path, START_NAME, details)
+        done = engine.ask(*self._words(engine, plan, image_id, devices), limit_s=START_LIMIT_S)
+        if done.returncode != 0:
+            # What could not start may stand there as created. Not --force: it would end one that lives.
+            engine.ask("rm", "--volumes", name)
+            raise _refuse_start(plan, engine, quote_words(done))
+        self._wait_for_start(engine, plan, before)
+        start_watcher(job_path, sys.executable)
+        return self._refer_to(plan, details)
+
+    def find_accepted(self, plan: JobPlan) -> JobRef | None:
+        """Return the job whose container was started in this home, also where it has ended since."""
+        job_path = job_path_of(plan.home)
+        start = read_container_file(job_path, START_NAME)
+        if start is None:
+            return None
+        name = name_container(plan)
+        facts = inspect_containers(engine_from_json(start["engine"]), [name]).get(name)
+        if facts is None and read_identity(job_path) is None:
+            return None
+        start_watcher(job_path, sys.executable)
+        return self._refer_to(plan, start)
+
+    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
+        """Ask each engine once for all containers; of those that are gone, say what was kept of their end."""
+        starts = {ref.job_id: read_container_file(job_path_of(ref.home), START_NAME) for ref in refs}
+        facts: dict[str, dict[str, Any]] = {}
+        for program in {str(start["engine"]["program"]) for start in starts.values() if start}:
+            mine = [start for start in starts.values() if start and start["engine"]["program"] == program]
+            engine = engine_from_json(mine[0]["engine"])
+            facts |= inspect_containers(engine, [str(start["container"]) for start in mine])
+        answers: dict[tuple[str, int], Answer] = {}
+        for ref in refs:
+            answer = answer_for(job_path_of(ref.home), facts.get(ref.job_id))
+            if answer is not None:
+                members = read_plan(job_path_of(ref.home)).members
+                answers |= {(ref.job_id, member.index): answer for member in members}
+        return answers
+
+    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
+        """Return the member's directory."""
+        return DirectoryRecord(Path(read_plan(job_path_of(ref.home)).members[member].path))
+
+    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+        """Return None: logs are files of the record."""
+        return None
+
+    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+        """Send TERM to process 1; with no grace KILL, which ends everything in the container at once."""
+        job_path = job_path_of(ref.home)
+        if member is not None and len(read_plan(job_path).members) > 1:
+            raise CheckRefused(
+                explain_refusal(
+                    f"member {member} of job {ref.job_id} alone was to be ended",
+                    allowed="the whole job: its members live one after the other in one container",
+                    next_step=f"cancel the job without a member: strop cancel {ref.job_id}",
+                )
+            )
+        note_stop(job_path, JobState.CANCELLED)
+        self._signal(ref, "TERM" if grace_s > 0.0 else "KILL")
+
+    def preempt(self, ref: JobRef, member: int) -> str:
+        """Tell process 1 what a scheduler would tell it."""
+        self._signal(ref, "USR2")
+        return "SIGUSR2"
+
+    def list_tagged(self) -> Iterator[JobRef]:
+        """Yield the jobs of this user that the engine has containers of, from their labels."""
+        import getpass
+
+        engine = locate_engine(self._profile.engine)
+        for name, facts in list_containers(engine, f"label=strop.user={getpass.getuser()}").items():
+            labels = facts["Config"]["Labels"]
+            yield JobRef(
+                name=labels["strop.name"],
+                site=labels["strop.site"],
+                backend=self.name,
+                home=labels["strop.home"],
+                job_id=name,
+                plan_hash=labels[LABEL],
+                submitted_at=float(labels["strop.submitted"]),
+            )
+
+    def _words(self, engine: Engine, plan: JobPlan, image_id: str, devices: Sequence[str]) -> list[str]:
+        """Return everything behind the engine's name."""
+        mounts = mounts_of(plan.details)
+        missing = [
+            mount.to_words()[1] for mount in mounts if mount.is_optional and not Path(mount.source).exists()
+        ]
+        host = [*user_words(engine), "--label", f"{LABEL_DEVICES}={','.join(devices)}"]
+        if self._profile.environment == "mounted":
+            shown = environment_mounts()
+            for folder in shown:
+                host += Mount(source=folder, target=folder, is_read_only=True).to_words()
+            # A checkout is found by its path; an installed strop would be anyway.
+            host += ["--env", f"PYTHONPATH={shown[-1]}"]
+        places = {IMAGE: [image_id], HOST: host, DEVICES: device_words(engine.kind, devices)}
+        return fill_argv(plan.argv[1:], places, missing)
+
+    def _clear_name(self, engine: Engine, plan: JobPlan) -> None:
+        """Remove what an earlier life of this home left. Raises: CheckRefused if that still lives."""
+        name = name_container(plan)
+        settle(job_path_of(plan.home))
+        facts = inspect_containers(engine, [name]).get(name)
+        if facts is None:
+            return
+        if bool(facts["State"]["Running"]):
+            raise CheckRefused(
+                explain_refusal(
+                    f"container {name} of {plan.home} is running",
+                    allowed="one container for a home",
+                    next_step="wait for its end, or cancel it",
+                )
+            )
+        engine.ask("rm", "--volumes", name)
+
+    def _choose_devices(self, engine: Engine, plan: JobPlan) -> tuple[str, ...]:
+        num_wanted, asked = plan.resources.gpus_per_node, plan.details.get("devices", ())
+        if not num_wanted and not asked:
+            return ()
+        taken = leased_devices()
+        for facts in list_containers(engine, f"label={LABEL_DEVICES}").values():
+            taken |= {*facts["Config"]["Labels"].get(LABEL_DEVICES, "").split(",")}
+        return choose_devices(read_gpus(), read_gpu_users(), num_wanted=num_wanted, asked=asked, taken=taken)
+
+    def _wait_for_start(self, engine: Engine, plan: JobPlan, before: object) -> None:
+        """Wait for the word of process 1. Raises: CheckRefused with what it said, if it ended without one."""
+        job_path, name = job_path_of(plan.home), name_container(plan)
+        deadline = time.monotonic() + START_LIMIT_S
+        while read_identity(job_path) == before:
+            facts = inspect_containers(engine, [name]).get(name)
+            is_running = facts is not None and bool(facts["State"]["Running"])
+            if is_running and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            if read_identity(job_path) != before:
+                return
+            if is_running:
+                engine.ask("kill", "--signal", "KILL", name)
+                time.sleep(1.0)
+            settle(job_path)
+            words = (
+                (job_path / LOG_NAME).read_text(errors="replace")[-2000:]
+                if (job_path / LOG_NAME).exists()
+                else ""
+            )
+            raise _refuse_start(plan, engine, words.strip() or "process 1 said nothing")
+
+    def _signal(self, ref: JobRef, signal_name: str) -> None:
+        start = read_container_file(job_path_of(ref.home), START_NAME)
+        if start is None:
+            raise StoreError(
+                explain_refusal(
+                    f"{ref.home} has no {START_NAME}",
+                    allowed="the home of a job that this machine started",
+                    next_step=f"look for its container by hand: podman ps --all --filter label={LABEL}",
+                )
+            )
+        engine, name = engine_from_json(start["engine"]), str(start["container"])
+        done = engine.ask("kill", "--signal", signal_name, name)
+        if done.returncode == 0:
+            return
+        facts = inspect_containers(engine, [name]).get(name)
+        if facts is not None and bool(facts["State"]["Running"]):
+            raise StoreError(
+                explain_refusal(
+                    f"{engine.kind} did not send SIG{signal_name} to {name}: {quote_words(done)}",
+                    allowed="an engine that answers",
+                    next_step=f"try it by hand: {engine.kind} kill --signal {signal_name} {name}",
+                )
+            )
+
+    def _refer_to(self, plan: JobPlan, details: Mapping[str, Any]) -> JobRef:
+        return JobRef(
+            name=plan.name,
+            site=plan.site,
+            backend=self.name,
+            home=plan.home,
+            job_id=name_container(plan),
+            plan_hash=plan.plan_hash,
+            submitted_at=plan.submitted_at,
+            details={key: details[key] for key in ("image", "image_id", "devices")},
+        )
+
+
+def resolve_image(profile: ContainerSite) -> str:
+    """Return the name of the image that a profile means: the one it names, or the project's own."""
+    if profile.image is not None:
+        return profile.image
+    variant = Variant.BASE if profile.environment == "mounted" else Variant.FULL
+    return plan_image(variant, base_image=profile.base_image).name
+
+
+def require_image(engine: Engine, name: str) -> str:
+    """Return the id of an image. Raises: CheckRefused naming those that there are; StoreError."""
+    found = find_image(engine, name)
+    if found is not None:
+        return found[0]
+    raise CheckRefused(
+        explain_refusal(
+            f"{engine.kind} has no image {name!r}",
+            allowed=f"an image that it has; of this project: {', '.join(list_images(engine)) or 'none yet'}",
+            next_step="build it (docs/container.md), or correct `image` in the site profile",
+        )
+    )
+
+
+def remove_leftovers(engine: Engine) -> list[str]:
+    """Settle every ended container of this user that nobody watches any more; return their names.
+
+    One whose home has gone is removed. Raises: StoreError if the engine does not answer.
+    """
+    import getpass
+
+    removed: list[str] = []
+    for name, facts in list_containers(engine, f"label=strop.user={getpass.getuser()}").items():
+        if str(facts["State"]["Status"]) not in {"exited", "stopped", "dead"}:
+            continue
+        job_path = job_path_of(facts["Config"]["Labels"]["strop.home"])
+        if read_container_file(job_path, START_NAME) is None:
+            engine.ask("rm", "--force", "--volumes", name)
+        else:
+            settle(job_path)
+        removed.append(name)
+    return removed
+
+
+def list_containers(engine: Engine, condition: str) -> dict[str, dict[str, Any]]:
+    """Return the containers of our jobs for which a filter of the engine holds, by name.
+
+    Raises: StoreError if the engine does not answer.
+    """
+    done = engine.ask(
+        "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={LABEL}", "--filter", condition
+    )
+    if done.returncode != 0:
+        raise StoreError(
+            explain_refusal(
+                f"{engine.kind} ps did not answer: {quote_words(done)}",
+                allowed="an engine that answers",
+                next_step=f"try it by hand: {engine.kind} ps --all",
+            )
+        )
+    return inspect_containers(engine, done.stdout.split())
+
+
+def user_words(engine: Engine) -> list[str]:
+    """Return the flags with which files that are written inside belong to this user outside."""
+    if os.getuid() == 0 and not engine.is_rootless:
+        return []
+    user = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp"]
+    return [*(["--userns", "keep-id"] if engine.is_rootless else []), *user]
+
+
+def _count_lives(plan: JobPlan) -> int:
+    """Return how often the members lived before: at most, since one is asked about at a time."""
+    counts = [len(read_attempts(DirectoryRecord(Path(member.path)))) for member in plan.members]
+    return max(counts, default=0)
+
+
+def _refuse_start(plan: JobPlan, engine: Engine, words: str) -> CheckRefused:
+    return CheckRefused(
+        explain_refusal(
+            f"{engine.kind} did not start {plan.name}: {words}",
+            allowed="a container that starts",
+            next_step="mend what it says, then submit again; strop check asks without starting the job",
+        )
+    )

@@ -1,0 +1,108 @@
+"""Waits for the end of a job's container, and puts everything in order then. One small process per job.
+
+    python -m strop.launch.container.watch --job DIR
+
+Also ends the job at its time limit: the grace before it by TERM, so that it saves its state, then by KILL. If
+the watcher itself is killed the job goes on, without a time limit; the next command finds the ended container
+by its label.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import strop
+from strop.errors import StoreError
+from strop.launch.container.ending import START_NAME, note_stop, read_container_file, settle
+from strop.launch.container.engine import Engine, engine_from_json
+from strop.launch.jobs.contract import JobState
+from strop.launch.jobs.environment import clean_inherited
+from strop.launch.jobs.home import read_plan
+
+RETRY_S = 5.0
+_FOREVER_S = 10 * 365 * 86400.0
+
+
+def watch(job_path: Path) -> int:
+    """Wait for the container of a job, and settle. Returns 0, or 1 where there is none.
+
+    Raises: StoreError if the job's folder cannot be read.
+    """
+    start = read_container_file(job_path, START_NAME)
+    if start is None:
+        return 1
+    engine, name = engine_from_json(start["engine"]), str(start["container"])
+    plan = read_plan(job_path)
+    limit_s = plan.resources.time_limit_s
+    if limit_s is not None:
+        left_s = float(start["started_at"]) + limit_s - time.time()
+        if not _wait(engine, name, max(0.0, left_s - plan.grace_s)):
+            note_stop(job_path, JobState.TIMEOUT)
+            engine.ask("kill", "--signal", "TERM", name)
+            if not _wait(engine, name, min(plan.grace_s, max(1.0, left_s))):
+                engine.ask("kill", "--signal", "KILL", name)
+    while True:
+        _wait(engine, name, _FOREVER_S)
+        try:
+            if settle(job_path):
+                return 0
+        except StoreError as error:
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+        time.sleep(RETRY_S)
+
+
+def start_watcher(job_path: Path, python: str) -> None:
+    """Start the watcher of a job, apart from this process and its terminal. Raises: StoreError."""
+    # A checkout that was found by a relative path would not be found from another folder.
+    package_folder = str(Path(strop.__file__).absolute().parent.parent)
+    found = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH", "")]))
+    try:
+        with (job_path / "watch.log").open("ab") as log:
+            subprocess.Popen(
+                [python, "-m", "strop.launch.container.watch", "--job", str(job_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**clean_inherited(os.environ), "PYTHONPATH": found},
+                cwd="/",
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise StoreError(f"the watcher of {job_path} did not start: {error.strerror}") from error
+
+
+def _wait(engine: Engine, name: str, limit_s: float) -> bool:
+    """Return whether a container ended, or was found to be gone, in time."""
+    waiting = subprocess.Popen(
+        engine.argv("wait", name),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        waiting.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        waiting.kill()
+        waiting.wait()
+        return False
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Watch one job; return the exit code."""
+    # The terminal that submitted may close, and its shell may send this.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="strop.launch.container.watch", description=__doc__)
+    parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")
+    return watch(parser.parse_args(arguments).job)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
