@@ -112,7 +112,10 @@ def _train_resolved(
     with run_dir:
         on_run(run_dir)
         attempt = str(run_dir.state.num_attempts + 1)
-        with claim_machine(run_dir.path, attempt) as claim, Mirroring(spec.store, run_dir, observer) as mirroring:
+        with (
+            claim_machine(run_dir.path, attempt) as claim,
+            Mirroring(spec.store, run_dir, observer) as mirroring,
+        ):
             with _NotedAttempt(run_dir, mirroring, claim.devices):
                 mirroring.begin()
                 told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]), *found)
