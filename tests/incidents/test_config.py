@@ -26,6 +26,7 @@ from strop.spec import (
     spec_digest,
     write_spec,
 )
+from strop.spec.job import GPU_SPLIT
 from strop.spec.schema import find_settings
 
 ROOT = Path(__file__).parents[2]
@@ -213,9 +214,10 @@ def test_cfg_3_every_public_setting_has_a_reader() -> None:
     missing = [room for room in ("train", "evaluate", "cli") if not any((SOURCE / room).glob("*.py"))]
     if missing:
         pytest.skip(f"these rooms, which read settings, are not in this tree: {', '.join(missing)}")
-    # Two settings only say that something else is meant, and the specs' own checks ask them.
+    # Some settings only say that something else is meant, and the specs' own checks and properties ask them.
     checks = "".join(path.read_text() for path in (SOURCE / "spec").glob("*.py"))
     asked = {f"task.{name}" for name in ("can_judge_itself", "max_format_weight") if f".{name}" in checks}
+    asked |= {f"job.{name}" for name in GPU_SPLIT if f".{name}" in checks}
     unread = set(all_keys()) - settings_read_in_source() - asked
     assert not unread, f"nothing outside of spec/ reads {sorted(unread)}: read them or remove them"
 
@@ -245,11 +247,14 @@ SITE_CONSTANTS = re.compile(
 )
 
 
-# Places that the file system standard gives every Linux: a sandbox builds its root from them.
-STANDARD_PLACES = {
-    *("/tmp", "/var/tmp", "/usr", "/usr/", "/usr/bin/cat", "/usr/bin/python3", "/usr/local/bin/python3"),
-    *("/usr/bin:/bin", "/usr/local/bin:/usr/bin:/bin"),
-}
+# Places that the file system standard gives every Linux, and our own below them: sandboxes and images are
+# built of them. A cloud's contract with every account, and the account of its documentation's examples.
+STANDARD_PLACES = re.compile(
+    r"^/(?:tmp|usr|var|home|opt|root)$|^/var/tmp$|^/tmp/strop|^/opt/(?:strop|ml)\b"
+    r"|^/usr(?:/local)?/s?bin\b|^/usr/(?:local)?$"
+    r"|^/aws/|arn:aws:[a-z]+:+(?:$|\.\.\.)|^123456789012$"
+)
+STANDARD_ROOMS = ("sandbox", "hardware", "launch")
 
 
 def texts_of(tree: ast.Module) -> Iterator[ast.Constant]:
@@ -272,7 +277,7 @@ def test_cfg_5_no_constant_of_a_site_is_in_the_source() -> None:
         for text in texts_of(ast.parse(path.read_text()))
         if isinstance(text.value, str)
         and SITE_CONSTANTS.search(text.value)
-        and not (SOURCE / "sandbox" in path.parents and text.value in STANDARD_PLACES)
+        and not (path.relative_to(SOURCE).parts[0] in STANDARD_ROOMS and STANDARD_PLACES.search(text.value))
     ]
     assert not found, "constants of one site belong into a site profile:\n" + "\n".join(found)
 
