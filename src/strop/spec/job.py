@@ -57,10 +57,11 @@ class JobSpec(Section):
         le=3600.0,
         description="Seconds before the end at which a job is told, to save its state.",
     )
-    preflight: Literal["none", "quick", "compute"] = Field(
+    preflight: Literal["none", "quick", "compute", "collect", "site"] = Field(
         default="quick",
-        description="What is checked on every node before the run starts: 'quick' devices, memory, disk and"
-        " foreign processes; 'compute' also a product of matrices on every GPU.",
+        description="What is checked on every node before the run starts. 'quick': devices, memory, disk and"
+        " foreign processes; 'compute': also a product on every GPU; 'collect': also a sum over all nodes;"
+        " 'site': also the site's own diagnosis.",
     )
     max_silence_s: float | None = Field(
         default=None,

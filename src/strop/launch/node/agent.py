@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ from strop.launch.jobs.home import CODE_NAME, read_plan
 from strop.launch.jobs.snapshot import unpack_code
 from strop.launch.node.environment import Workplace, build_environment, request_devices, require_names
 from strop.launch.node.peers import PeerWatch
-from strop.launch.node.preflight import check_node
+from strop.launch.node.preflight import check_node, host_name
 from strop.launch.node.roles import NodeEnd, Role, StopRequest, start_roles, watch_roles
 from strop.launch.node.silence import SilenceWatch
 from strop.launch.node.task import NodeTask
@@ -131,7 +130,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     if plan.code_sha256 is not None:
         code_path = work_path / "code"
         unpack_code(task.job_path / CODE_NAME, code_path, plan.code_sha256)
-    check_node(plan, task, allocation, node.say)
+    check_node(plan, task, allocation, lease.lease.lease_id, node.say)
     if stop.signal_name:
         # Told to end before anything began: what the last attempt saved is the state.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")
@@ -213,7 +212,7 @@ def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:
             "node": task.node,
             "num_nodes": task.num_nodes,
             "part": task.part,
-            "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "host": host_name(),
             "pid": identity.pid,
             "start_ticks": identity.start_ticks,
             "boot_id": identity.boot_id,
