@@ -1,10 +1,10 @@
-"""`strop plan RUN.toml [key=value ...]`."""
+"""`strop plan RUN.toml [key=value ...] [--on SITE]`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from strop.launch.plan import Plan, PlannedPrompt, PlannedValue, Room
 
 
-def plan(context: typer.Context, run_file: RunFile, overrides: Overrides = None, json: Json = False) -> None:
+def plan(
+    context: typer.Context,
+    run_file: RunFile,
+    overrides: Overrides = None,
+    on: Annotated[
+        str | None, typer.Option(metavar="SITE", help="Also show what would be submitted there.")
+    ] = None,
+    json: Json = False,
+) -> None:
     """Show what a run would do and cost: prompt, limits, memory, time. Changes and fetches nothing."""
     from strop.launch.plan import make_plan
     from strop.spec import load_spec
@@ -33,6 +41,10 @@ def plan(context: typer.Context, run_file: RunFile, overrides: Overrides = None,
         output.say(f"unknown: {unknown}")
     for warning in planned.warnings:
         output.say(f"warning: training would be refused: {warning}")
+    if on is not None:
+        from strop.cli.submit import SubmitArguments, send
+
+        send(output, SubmitArguments(run_file=run_file, overrides=overrides, on=on, dry_run=True, json=json))
 
 
 def show_plan(output: Output, planned: Plan) -> None:

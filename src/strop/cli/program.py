@@ -23,8 +23,9 @@ from strop.cli.plan import plan
 from strop.cli.rescore import rescore
 from strop.cli.sample import sample
 from strop.cli.sft import sft
+from strop.cli.slurm import slurm_commands
 from strop.cli.stage import stage
-from strop.cli.submit import submit
+from strop.cli.submit import check, submit
 from strop.cli.tasks import task_commands
 from strop.cli.train import train
 from strop.cli.view import view
@@ -46,6 +47,7 @@ for _name, _command in (
     ("rescore", rescore),
     ("sample", sample),
     ("plan", plan),
+    ("check", check),
     ("stage", stage),
     ("submit", submit),
     ("status", status),
@@ -63,6 +65,7 @@ for _name, _command in (
     app.command(_name)(_command)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
+app.add_typer(slurm_commands, name="slurm")
 
 
 def _print_version(is_asked: bool) -> None:

@@ -128,12 +128,30 @@ _OF_BACKEND = (
 @takes(SubmitArguments)
 def submit(context: typer.Context, given: SubmitArguments) -> None:
     """Send a run to a site: this machine, a container, SLURM, SageMaker. The same again changes nothing."""
+    send(context.obj, given)
+
+
+def check(
+    context: typer.Context,
+    run_file: RunFile,
+    overrides: Overrides = None,
+    on: Site = "local",
+    json: Json = False,
+) -> None:
+    """Look for what would stop a job on a site, reading only: names, rights, images, room."""
+    send(
+        context.obj,
+        SubmitArguments(run_file=run_file, overrides=overrides, on=on, check=True, json=json),
+    )
+
+
+def send(output: Output, given: SubmitArguments) -> None:
+    """Do what the arguments ask for. Raises: as `read_request` and `Launcher.submit` do."""
     import os
     import time
 
     from strop.launch.jobs.requesting import read_request
 
-    output: Output = context.obj
     request = read_request(given.run_file, to_options(given), environ=os.environ, now=time.time())
     submit_request(output, request, given)
 

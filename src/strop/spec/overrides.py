@@ -1,19 +1,42 @@
 """`key=value` on the command line: the last word over every file.
 
-The key is dotted; the value is read as a TOML value and, where it is none, taken as text.
+The key is dotted; the value is read as a TOML value and, where it is none, taken as text. What other
+launchers of this field accept is understood too: `--key value` and `--key=value`, dashes for underscores,
+null for none.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import tomllib
+from collections.abc import Sequence
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.display import KeyPath, show_text
+from strop.spec.schema import NULL_WORD
 
+_OTHER_NULL_WORD = "null"
 OVERRIDE = "override"
 """Origin of a value that an override set."""
+
+
+def join_words(words: Sequence[str]) -> list[str]:
+    """Return overrides as `key=value`, whatever form each was given in: `--a.b-c 1` is `a.b_c=1`.
+
+    Raises: ConfigError if a flag has no value.
+    """
+    overrides, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            overrides.append(word)
+            continue
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not equals and not left:
+            raise _malformed(word)
+        overrides.append(f"{key.replace('-', '_')}={value if equals else left.pop(0)}")
+    return overrides
 
 
 def parse_override(text: str) -> tuple[KeyPath, Any]:
@@ -27,7 +50,7 @@ def parse_override(text: str) -> tuple[KeyPath, Any]:
     path = _parse_key(key.strip())
     if path is None:
         raise _malformed(text)
-    return path, _parse_value(value.strip())
+    return path, NULL_WORD if value.strip() == _OTHER_NULL_WORD else _parse_value(value.strip())
 
 
 def _parse_key(key: str) -> KeyPath | None:

@@ -15,7 +15,7 @@ from strop.errors import ConfigError, explain_refusal
 from strop.spec.credentials import credential_form, is_credential_name
 from strop.spec.display import KeyPath, dotted, show_path, show_text, show_value
 from strop.spec.free_values import MAX_DEPTH
-from strop.spec.overrides import OVERRIDE, parse_override
+from strop.spec.overrides import OVERRIDE, join_words, parse_override
 from strop.spec.paths import absolute_path
 from strop.spec.schema import (
     CONFIG_TABLE,
@@ -116,7 +116,7 @@ def _read_file(tree: Tree) -> Leaves:
 def _read_overrides(overrides: Sequence[str]) -> Leaves:
     """Return the leaves of the overrides; the same setting twice is fine only with one value."""
     found: list[Leaf] = []
-    for text in overrides:
+    for text in join_words(overrides):
         path, value = parse_override(text)
         tree: dict[str, Any] = {path[-1]: value}
         for part in reversed(path[:-1]):
