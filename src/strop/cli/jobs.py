@@ -165,6 +165,7 @@ def fetch(
     """Bring a job's artefacts here. The same command again goes on where it stopped."""
     from strop.errors import ConfigError, explain_refusal
     from strop.launch.jobs.fetch import Part, fetch_run
+    from strop.launch.jobs.launcher import require_member
 
     output: Output = context.obj
     if only not in set(Part):
@@ -176,6 +177,7 @@ def fetch(
             )
         )
     launcher, ref = open_job(reference, root)
+    require_member(ref, member)
     fetched = fetch_run(launcher.backend.open_record(ref, member or 0), to.absolute(), Part(only))
     steps = ", ".join(map(str, fetched.steps)) or "none"
     output.give(

@@ -201,6 +201,7 @@ def to_options(given: SubmitArguments) -> SubmitOptions:
     if given.single_gpu:
         flags.append(Flag(key="job.single_gpu", value=True, name="--single-gpu"))
     if not given.requeue:
+        _refuse_two_limits(given)
         flags.append(Flag(key="job.max_requeue", value=0, name="--no-requeue"))
     if given.output_dir is not None:
         path = str(Path(given.output_dir).absolute())
@@ -224,6 +225,19 @@ def to_options(given: SubmitArguments) -> SubmitOptions:
     )
 
 
+def _refuse_two_limits(given: SubmitArguments) -> None:
+    from strop.errors import ConfigError, explain_refusal
+
+    if given.max_requeue:
+        raise ConfigError(
+            explain_refusal(
+                f"--no-requeue and --max-requeue {given.max_requeue} contradict each other",
+                allowed="one of them",
+                next_step="remove the other one",
+            )
+        )
+
+
 def _find(reference: str, request: JobRequest) -> Path:
     import os
 
@@ -235,18 +249,12 @@ def _find(reference: str, request: JobRequest) -> Path:
 def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json: bool) -> None:
     import shlex
 
-    from strop.launch.jobs.filling import describe_resolved, write_files
-    from strop.launch.jobs.home import RESOLVED_NAME, SPEC_NAME, job_path_of, plan_to_json
-    from strop.spec import write_spec
-    from strop.store.atomic import write_bytes_atomically
+    from strop.launch.jobs.filling import write_preview
+    from strop.launch.jobs.home import job_path_of, plan_to_json
 
-    job_path = job_path_of(plan.home)
     if request.resolved.spec.output.dir is not None:
-        job_path.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomically(job_path / SPEC_NAME, write_spec(request.resolved).encode())
-        write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(request.resolved).encode())
-        write_files(plan)
-        output.say(f"written to {job_path}; nothing was submitted")
+        write_preview(plan, request)
+        output.say(f"written to {job_path_of(plan.home)}")
     if is_json:
         output.give(plan_to_json(plan))
         return
@@ -275,7 +283,11 @@ def _show_problems(output: Output, launcher: Any, plan: JobPlan, *, is_json: boo
 
 
 def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> None:
+    import shlex
+
     ref = submitted.ref
+    if submitted.notice:
+        output.say(f"notice: {submitted.notice}")
     if is_json:
         output.give_json(asdict(ref) | {"is_new": submitted.is_new})
         return
@@ -284,7 +296,9 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
     if submitted.plan.gpu_hours:
         price = "" if submitted.plan.cost_usd is None else f", {submitted.plan.cost_usd:.2f} USD"
         output.give(f"at most {submitted.plan.gpu_hours:.1f} GPU hours{price}")
+    # Without its line in the list of jobs, only its directory finds it from everywhere.
+    name = shlex.quote(ref.home) if submitted.notice else ref.job_id
     output.give(f"  directory      {ref.home}")
-    output.give(f"  strop status   {ref.job_id}")
-    output.give(f"  strop logs -f  {ref.job_id}")
-    output.give(f"  strop cancel   {ref.job_id}")
+    output.give(f"  strop status   {name}")
+    output.give(f"  strop logs -f  {name}")
+    output.give(f"  strop cancel   {name}")

@@ -21,6 +21,7 @@ from strop.spec.sources import Leaf, Leaves
 OWNED_SECTIONS = ("job", "output")
 """The sections whose settings flags may give."""
 _GROUP: tuple[KeyPath, ...] = tuple(("job", name) for name in GPU_SPLIT)
+_SPLIT: tuple[KeyPath, ...] = (("job", "train_gpus"), ("job", "infer_gpus"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +70,10 @@ def apply_flags(sources: Sequence[Leaves], flags: Sequence[Flag]) -> tuple[list[
     owned = sorted(
         {path for source in (in_files, overrides, completed) for path in source if _is_owned(path)}
     )
+    has_split = any(path in given for path in _SPLIT)
+    layers = (in_files, overrides, completed)
     conflicts = [
-        conflict for path in owned if (conflict := _find_conflict(path, (in_files, overrides, completed)))
+        conflict for path in owned if (conflict := _find_conflict(path, layers, has_split=has_split))
     ]
     return [*sources, completed], conflicts
 
@@ -92,21 +95,18 @@ def _is_owned(path: KeyPath) -> bool:
     return path[0] in OWNED_SECTIONS
 
 
-def _find_conflict(path: KeyPath, layers: Sequence[Leaves]) -> Conflict | None:
+def _find_conflict(path: KeyPath, layers: Sequence[Leaves], *, has_split: bool) -> Conflict | None:
     found = [layer[path] for layer in layers if path in layer]
     winner = found[-1]
-    ignored = tuple((leaf.value, leaf.origin) for leaf in reversed(found[:-1]) if leaf.value != winner.value)
+    # Where a flag gives one half of the split, a half that nobody gives is one GPU.
+    value = 1 if has_split and path in _SPLIT and winner.value is None else winner.value
+    ignored = tuple((leaf.value, leaf.origin) for leaf in reversed(found[:-1]) if leaf.value != value)
     if not ignored:
         return None
     return Conflict(
         key=dotted(path),
-        value=_effective(path, winner.value),
+        value=value,
         source=winner.origin,
         ignored=ignored,
         has_flag=path in layers[-1],
     )
-
-
-def _effective(path: KeyPath, value: Any) -> Any:
-    # Beside the other half of the split, none of it is one.
-    return 1 if value is None and path[1] in {"train_gpus", "infer_gpus"} else value

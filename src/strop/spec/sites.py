@@ -136,7 +136,8 @@ def _unknown_site(
 
 def _refuse_credentials(table: Mapping[str, Any], name: str, origins: Mapping[Any, str]) -> None:
     for path, value in walk_values(table):
-        form = credential_form(value) if isinstance(value, str) else None
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        form = next(filter(None, map(credential_form, texts)), None)
         if form is not None:
             raise ConfigError(
                 explain_refusal(

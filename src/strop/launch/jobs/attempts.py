@@ -69,30 +69,47 @@ def read_attempts(record: RecordFiles) -> list[AttemptRecord]:
         else:
             attempt["agents"][int(match["node"])] = content
     records = [_to_record(record, name, parts) for name, parts in found.items()]
-    return sorted(records, key=lambda one: (one.started_at or one.ended_at or 0.0, one.number))
+    return sorted(records, key=lambda one: (one.number, one.started_at or one.ended_at or 0.0))
 
 
 def _to_record(record: RecordFiles, name: str, parts: dict[str, Any]) -> AttemptRecord:
     agents, verdict = parts["agents"], parts["verdict"] or {}
     first = agents.get(0, {})
-    nodes = tuple(str(agents[node].get("host", "")) for node in sorted(agents))
-    exit_code, ended_at = verdict.get("exit_code"), verdict.get("ended_at")
+    hosts = tuple(str(agents[node].get("host", "")) for node in sorted(agents))
+    listed = verdict.get("nodes")
+    exit_code, ended_at = _integer(verdict, "exit_code"), _number(verdict, "ended_at")
     ends = _read_ends(record, name, sorted(agents))
-    if not verdict and agents and len(ends) == int(first.get("num_nodes", -1)):
-        exit_code = combine(end["exit_code"] for end in ends)
-        ended_at = max(end["ended_at"] for end in ends)
+    if not verdict and agents and len(ends) == _integer(first, "num_nodes"):
+        exit_code = combine(_integer(end, "exit_code") for end in ends)
+        ended_at = max(_ended_at(end) for end in ends)
     decisive = [end for end in ends if end.get("cause")]
+    number = _integer(verdict, "number")
+    number = _integer(first, "number") if number is None else number
     return AttemptRecord(
         name=name,
-        number=int(verdict.get("number", first.get("number", 0))),
-        started_at=first.get("started_at"),
+        number=number or 0,
+        started_at=_number(first, "started_at"),
         ended_at=ended_at,
         exit_code=exit_code,
         signal=str(verdict.get("signal") or next((end["signal"] for end in ends if end.get("signal")), "")),
-        nodes=nodes or tuple(verdict.get("nodes", ())),
+        nodes=hosts or (tuple(map(str, listed)) if isinstance(listed, list) else ()),
         # The first cause: what came after it is its consequence.
-        cause=min(decisive, key=lambda end: end["ended_at"])["cause"] if decisive else "",
+        cause=str(min(decisive, key=_ended_at)["cause"]) if decisive else "",
     )
+
+
+def _number(content: dict[str, Any], key: str) -> float | None:
+    value = content.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _integer(content: dict[str, Any], key: str) -> int | None:
+    value = content.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _ended_at(end: dict[str, Any]) -> float:
+    return _number(end, "ended_at") or 0.0
 
 
 def _read_ends(record: RecordFiles, attempt: str, nodes: list[int]) -> list[dict[str, Any]]:

@@ -185,8 +185,10 @@ class JobRequest:
     """What flags say to this one backend: partition, dependency, instance type, ..."""
     conflicts: tuple[str, ...] = ()
     """Values that lost against others, as sentences."""
-    first_number: int = 0
-    """Of its attempts: as many as its home has seen before."""
+    env_file: Path | None = None
+    """The file of variables that `environment` was gathered with: its secrets are read once more."""
+    num_past: int = 0
+    """How often an earlier job lived in this home, which this one goes on in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,11 +213,11 @@ class JobPlan:
     environment: JobEnvironment
     profile: Mapping[str, Any] = field(default_factory=dict)
     """The site's profile at that time: later changes of the file do not make the job unreachable."""
-    first_number: int = 0
-    """Number of its first attempt: above 0 where it goes on in the home of a job that has ended."""
     max_requeue: int = 3
     grace_s: float = 120.0
     """How long before its end a job is told."""
+    num_past: int = 0
+    """The number of this job's first attempt: how often earlier jobs lived in its home."""
     preflight: str = "quick"
     max_silence_s: float | None = None
     """After which a job in which nothing moves is ended with the stacks of its roles."""
@@ -269,7 +271,7 @@ class AttemptRecord:
 
     name: str
     number: int
-    """From 0; the scheduler's count of restarts."""
+    """From the plan's `num_past`; it grows with the scheduler's count of restarts."""
     started_at: float | None = None
     """Unix seconds; None while no agent of the first node has written its start record."""
     ended_at: float | None = None
@@ -324,7 +326,7 @@ class RecordFiles(Protocol):
         """Return a file's bytes, None if there is none. Raises: StoreError if the place does not answer."""
 
     def read_from(self, name: str, offset: int) -> bytes:
-        """Return what a file has from a byte on; empty where there is no more."""
+        """Return what a file has from a byte on, or the beginning of it; empty where there is no more."""
 
     def list(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder, as paths in the member's directory, sorted."""
@@ -361,7 +363,7 @@ class Backend(Protocol):
         """
 
     def find_accepted(self, plan: JobPlan) -> JobRef | None:
-        """Return the job that an earlier, killed `hand_over` of this plan left, or None."""
+        """Return the newest job that an earlier, killed `hand_over` of this plan left, or None."""
 
     def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
         """Return what the scheduler says, by job id and member, in one query; what it forgot is missing.

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import EXIT_INTERRUPTED, CheckRefused, explain_refusal
+from strop.errors import EXIT_INTERRUPTED, CheckRefused, StoreError, explain_refusal
 from strop.launch.jobs.attempts import read_attempts
+from strop.launch.jobs.checkpoints import find_checkpoints
 from strop.launch.jobs.contract import AttemptRecord, JobRef, JobState, RecordFiles
+from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
-from strop.launch.jobs.launcher import Launcher
+from strop.launch.jobs.launcher import Launcher, require_member
 from strop.record import list_runs
-from strop.store.atomic import MANIFEST_NAME
 
 _OF_TIME = ("seconds_", "_per_s", "_bytes")
 """In names of metrics that differ from run to run: times, and what depends on them."""
@@ -71,8 +72,11 @@ def drill(
     `num_steps`: how many steps the next attempt must train. `restart_limit_s`: how long a scheduler may take
     to start it again.
 
-    Raises: CheckRefused if the job is not running; StoreError if a place does not answer.
+    Raises: ConfigError if there is no such member; CheckRefused if the job is not running, or has not written
+        so; StoreError if a place does not answer, or there is no run at `against`.
     """
+    require_member(ref, member)
+    undisturbed = None if against is None else _read_undisturbed(against)
     status = next(one for one in launcher.status([ref]) if one.member == member)
     if status.state is not JobState.RUNNING:
         raise CheckRefused(
@@ -85,6 +89,14 @@ def drill(
     plan = read_plan(job_path_of(ref.home))
     record = launcher.backend.open_record(ref, member)
     before = _Seen.of(record)
+    if not before.attempts:
+        raise CheckRefused(
+            explain_refusal(
+                f"job {ref.job_id} has left no start record in {record.describe('attempts')}",
+                allowed="a drill of a job whose agent has begun",
+                next_step="ask `strop status` again in a moment",
+            )
+        )
     signal_name = launcher.backend.preempt(ref, member)
     say(f"sent {signal_name} at step {before.last_step}")
     watch = _Watch(record=record, before=before, num_steps=num_steps)
@@ -99,7 +111,9 @@ def drill(
         say(f"{proofs[-1].name}: {proofs[-1].detail}")
         if not proofs[-1].is_given:
             return DrillReport(signal=signal_name, proofs=tuple(proofs))
-    proofs.append(_compare_curves(record, against or _find_undisturbed(ref, plan.spec_digest)))
+    if undisturbed is None and (found := _find_undisturbed(ref, plan.spec_digest)) is not None:
+        undisturbed = _read_undisturbed(found)
+    proofs.append(_compare_curves(record, undisturbed))
     say(f"{proofs[-1].name}: {proofs[-1].detail}")
     return DrillReport(signal=signal_name, proofs=tuple(proofs))
 
@@ -116,44 +130,48 @@ class _Seen:
     def of(cls, record: RecordFiles) -> _Seen:
         return cls(
             attempts=read_attempts(record),
-            checkpoints=frozenset(_find_checkpoints(record)),
+            checkpoints=frozenset(find_checkpoints(record)),
             last_step=max(_read_metrics(record), default=0),
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Watch:
     """The proofs, each asked for until it is there."""
 
     record: RecordFiles
     before: _Seen
     num_steps: int
+    saved_step: int | None = None
+    """The newest checkpoint when the end of the attempt was seen."""
 
     def find_checkpoint(self) -> Proof:
         """Look for a checkpoint that was not there before the signal."""
-        steps = set(_find_checkpoints(self.record))
-        new = sorted(steps - self.before.checkpoints)
-        # At a step that had just been saved there is nothing newer to save.
-        is_at_one = self._resumed_step() in self.before.checkpoints and self.before.last_step in steps
-        detail = f"step {new[-1]} was saved" if new else "no checkpoint since the signal"
-        if not new and is_at_one:
-            detail = f"step {self.before.last_step} had been saved just before"
-        return Proof(name="newer checkpoint", is_given=bool(new) or is_at_one, detail=detail)
+        steps = find_checkpoints(self.record)
+        new = [step for step in steps if step not in self.before.checkpoints]
+        if new:
+            return Proof(name="newer checkpoint", is_given=True, detail=f"step {new[-1]} was saved")
+        # An attempt that was told just after it had saved has nothing newer to save.
+        last = max(_read_metrics(self.record), default=0)
+        is_at_one = self._end_code() == EXIT_INTERRUPTED and bool(steps) and steps[-1] >= last
+        detail = f"step {last} had been saved just before" if is_at_one else "no checkpoint since the signal"
+        return Proof(name="newer checkpoint", is_given=is_at_one, detail=detail)
 
     def find_end(self) -> Proof:
         """Look for the verdict of the attempt that was told to end."""
-        mine = self.before.attempts[-1].name
-        code = next((one.exit_code for one in read_attempts(self.record) if one.name == mine), None)
+        code, mine = self._end_code(), self.before.attempts[-1].name
+        if code is not None and self.saved_step is None:
+            self.saved_step = max(find_checkpoints(self.record), default=None)
         detail = f"attempt {mine} ended with {code}" if code is not None else f"attempt {mine} has no verdict"
         return Proof(name="orderly end", is_given=code == EXIT_INTERRUPTED, detail=detail)
 
     def find_next(self) -> Proof:
         """Look for the next attempt's first word of where it goes on."""
-        step, newest = self._resumed_step(), max(_find_checkpoints(self.record), default=None)
+        step = self._resumed_step()
         if self._next_attempt() is None or step is None:
             return Proof(name="next attempt", is_given=False, detail="no attempt has gone on since")
-        is_given = newest is not None and step in {newest, *_find_checkpoints(self.record)}
-        return Proof(name="next attempt", is_given=is_given, detail=f"went on from step {step}")
+        detail = f"went on from step {step}, and {self.saved_step} had been saved"
+        return Proof(name="next attempt", is_given=step == self.saved_step, detail=detail)
 
     def find_steps(self) -> Proof:
         """Look for steps that were trained since."""
@@ -164,18 +182,23 @@ class _Watch:
             name="steps since", is_given=is_given, detail=f"{last - start} trained after step {start}"
         )
 
+    def _end_code(self) -> int | None:
+        """Return the verdict of the attempt that was told to end, if it has one."""
+        mine = self.before.attempts[-1].name
+        return next((one.exit_code for one in read_attempts(self.record) if one.name == mine), None)
+
     def _next_attempt(self) -> AttemptRecord | None:
         number = self.before.attempts[-1].number
         return next((one for one in read_attempts(self.record) if one.number > number), None)
 
     def _resumed_step(self) -> int | None:
-        """Return the step that the newest resume of the run began at, if there was one since the signal."""
+        """Return the step that the next attempt went on from, if it has said so."""
         following = self._next_attempt()
         if following is None or following.started_at is None:
             return None
         events = [one for one in _read_lines(self.record, "events.jsonl") if one.get("kind") == "resume"]
         since = [one for one in events if float(one.get("at", 0.0)) >= following.started_at]
-        return int(since[-1]["step"]) if since else None
+        return int(since[0]["step"]) if since else None
 
 
 def compare_metrics(
@@ -190,18 +213,38 @@ def compare_metrics(
     return None
 
 
-def _compare_curves(record: RecordFiles, against: Path | None) -> Proof:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Undisturbed:
+    """The run that a curve is compared with."""
+
+    name: str
+    metrics: Mapping[int, Mapping[str, Any]]
+
+
+def _read_undisturbed(path: Path) -> _Undisturbed:
+    record = DirectoryRecord(path)
+    if record.read("metrics.jsonl") is None:
+        raise StoreError(
+            explain_refusal(
+                f"{path} is no run to compare with: it has no metrics.jsonl",
+                allowed="the directory of an undisturbed run of the same spec",
+                next_step="correct --against, or leave it out",
+            )
+        )
+    return _Undisturbed(name=path.name, metrics=_read_metrics(record))
+
+
+def _compare_curves(record: RecordFiles, undisturbed: _Undisturbed | None) -> Proof:
     name = "equal curve"
-    if against is None:
+    if undisturbed is None:
         detail = "there is no undisturbed run of this spec to compare with; name one with --against"
         return Proof(name=name, is_given=None, detail=detail)
-    mine = _read_metrics(record)
-    theirs = {int(line["step"]): line for line in _parse_lines((against / "metrics.jsonl").read_bytes())}
+    mine, theirs = _read_metrics(record), undisturbed.metrics
     num_shared = len(mine.keys() & theirs.keys())
     difference = compare_metrics(mine, theirs)
     if num_shared == 0:
-        return Proof(name=name, is_given=None, detail=f"{against} has no step in common")
-    detail = difference or f"{num_shared} steps are equal to those of {against.name}"
+        return Proof(name=name, is_given=None, detail=f"{undisturbed.name} has no step in common")
+    detail = difference or f"{num_shared} steps are equal to those of {undisturbed.name}"
     return Proof(name=name, is_given=difference is None, detail=detail)
 
 
@@ -219,12 +262,6 @@ def _wait_for(prove: Callable[[], Proof], limit_s: float) -> Proof:
     while not (proof := prove()).is_given and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return proof
-
-
-def _find_checkpoints(record: RecordFiles) -> list[int]:
-    sealed = [name for name in record.list("checkpoints") if name.endswith(f"/{MANIFEST_NAME}")]
-    numbers = [name.split("/")[1].removeprefix("step-") for name in sealed]
-    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def _is_finished(record: RecordFiles) -> bool:
@@ -245,7 +282,9 @@ def _read_lines(record: RecordFiles, name: str) -> Iterator[dict[str, Any]]:
 def _parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.splitlines():
         try:
-            yield json.loads(line)
+            content = json.loads(line)
         except ValueError:
             # The last line, while it is written.
             return
+        if isinstance(content, dict):
+            yield content

@@ -7,16 +7,17 @@ brought up to the last complete line.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from strop.errors import StoreError, explain_refusal
+from strop.launch.jobs.checkpoints import CHECKPOINTS, find_checkpoints, step_of
 from strop.launch.jobs.contract import RecordFiles
-from strop.store.atomic import MANIFEST_NAME, explain_write_failure, verify_directory
+from strop.store.atomic import explain_write_failure, verify_directory
 
-CHECKPOINTS = "checkpoints/"
 _GROWING = (".jsonl", ".log")
 _NEVER = ("job/secrets.json", "job/env.json", "lock")
 """Never copied: nobody else's business, or without meaning elsewhere."""
@@ -48,6 +49,8 @@ class Fetched:
 def fetch_run(record: RecordFiles, dest: Path, part: Part) -> Fetched:
     """Copy a member's files to a new folder; the same call again goes on where it stopped.
 
+    Checkpoints are continued byte by byte. What a job may still change is small, and brought anew.
+
     Raises: StoreError if the folder is there already, there is nothing to fetch, or a place fails;
         CorruptRecord if a checkpoint is not what its manifest promises.
     """
@@ -60,20 +63,15 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part) -> Fetched:
             )
         )
     incoming = dest.with_name(dest.name + ".incoming")
-    complete = _find_checkpoints(record)
+    complete = find_checkpoints(record)
     names = _choose(record, part, complete)
     if not names:
-        raise StoreError(
-            explain_refusal(
-                f"{record.describe('')} has no {part.value} to fetch",
-                allowed="a job that has written something",
-                next_step="ask `strop status` how it stands",
-            )
-        )
+        raise _nothing(record, part)
     moved = sum(_copy(record, name, incoming / name) for name in names)
-    steps = sorted({step for name in names if (step := _step_of(name)) is not None})
-    for step in steps:
-        verify_directory(incoming / CHECKPOINTS / f"step-{step:06d}")
+    steps = sorted({step for name in names if (step := step_of(name)) is not None})
+    steps = [step for step in steps if _verify(record, incoming, step)]
+    if part in {Part.CHECKPOINTS, Part.LATEST} and not steps:
+        raise _nothing(record, part)
     try:
         incoming.rename(dest)
     except OSError as error:
@@ -81,9 +79,33 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part) -> Fetched:
     return Fetched(path=dest, num_files=len(names), moved_bytes=moved, steps=tuple(steps))
 
 
+def _nothing(record: RecordFiles, part: Part) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{record.describe('')} has no {part.value} to fetch",
+            allowed="a job that has written something",
+            next_step="ask `strop status` how it stands",
+        )
+    )
+
+
+def _verify(record: RecordFiles, incoming: Path, step: int) -> bool:
+    """Prove a checkpoint; False for one that was removed at its source while it was fetched."""
+    path = incoming / CHECKPOINTS / f"step-{step:06d}"
+    try:
+        verify_directory(path)
+    except StoreError:
+        # The next call brings it anew: what is wrong with it may have happened on the way.
+        shutil.rmtree(path, ignore_errors=True)
+        if step in find_checkpoints(record):
+            raise
+        return False
+    return True
+
+
 def _choose(record: RecordFiles, part: Part, complete: Sequence[int]) -> list[str]:
-    names = [name for name in record.list("") if name not in _NEVER and ".partial-" not in name]
-    of_checkpoints = [name for name in names if _step_of(name) in set(complete)]
+    names = [name for name in record.list("") if not _is_secret(name) and ".partial-" not in name]
+    of_checkpoints = [name for name in names if step_of(name) in set(complete)]
     others = [name for name in names if not name.startswith(CHECKPOINTS)]
     match part:
         case Part.TRACES:
@@ -91,38 +113,40 @@ def _choose(record: RecordFiles, part: Part, complete: Sequence[int]) -> list[st
         case Part.CHECKPOINTS:
             return of_checkpoints
         case Part.LATEST:
-            return [name for name in of_checkpoints if _step_of(name) == max(complete)]
+            return [name for name in of_checkpoints if step_of(name) == max(complete)]
         case Part.ALL:
             return [*others, *of_checkpoints]
 
 
-def _find_checkpoints(record: RecordFiles) -> list[int]:
-    """Return the steps of complete checkpoints."""
-    names = record.list(CHECKPOINTS.rstrip("/"))
-    sealed = [name for name in names if name.endswith(f"/{MANIFEST_NAME}")]
-    return sorted(step for name in sealed if (step := _step_of(name)) is not None)
-
-
-def _step_of(name: str) -> int | None:
-    """Return the step of the checkpoint that a file belongs to."""
-    parts = name.split("/")
-    if len(parts) < 3 or parts[0] != "checkpoints" or not parts[1].startswith("step-"):
-        return None
-    number = parts[1].removeprefix("step-")
-    return int(number) if number.isdigit() else None
+def _is_secret(name: str) -> bool:
+    # Also what a killed writer left of it.
+    return name in _NEVER or (name.startswith("job/.") and "secrets" in name)
 
 
 def _copy(record: RecordFiles, name: str, path: Path) -> int:
-    """Bring one file; return the bytes that were moved. One that is there is only continued."""
-    is_growing = name.endswith(_GROWING)
+    """Bring one file; return the bytes that were moved. What never changes is only continued."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        start = path.stat().st_size if path.is_file() else 0
-        data = record.read_from(name, start)
-        if is_growing and start + len(data):
-            data = data[: data.rfind(b"\n") + 1]
+        if step_of(name) is None:
+            return _copy_whole(record, name, path)
+        start = moved = path.stat().st_size if path.is_file() else 0
         with path.open("ab") as file:
-            file.write(data)
+            while data := record.read_from(name, moved):
+                moved += file.write(data)
     except OSError as error:
         raise explain_write_failure(error, path) from error
-    return len(data)
+    return moved - start
+
+
+def _copy_whole(record: RecordFiles, name: str, path: Path) -> int:
+    """Bring a file that may have been replaced or cut since the last call."""
+    moved, rest = 0, b""
+    with path.open("wb") as file:
+        while data := record.read_from(name, moved):
+            moved += len(data)
+            if name.endswith(_GROWING):
+                # What was written meanwhile is brought up to its last complete line.
+                whole, newline, rest = (rest + data).rpartition(b"\n")
+                data = whole + newline
+            file.write(data)
+    return moved - len(rest)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from strop.errors import StoreError, explain_refusal
 
+MAX_READ_BYTES = 64 << 20
+"""A checkpoint may be larger than this machine's memory."""
+
 
 class DirectoryRecord:
     """`RecordFiles` of a directory. A file that is replaced while it is read is read whole, old or new."""
@@ -24,11 +27,14 @@ class DirectoryRecord:
             raise self._failed(name, error) from error
 
     def read_from(self, name: str, offset: int) -> bytes:
-        """Return what a file has from a byte on; empty where there is no more. Raises: StoreError."""
+        """Return what a file has from a byte on, 64 MiB at most; empty where there is no more.
+
+        Raises: StoreError.
+        """
         try:
             with (self.path / name).open("rb") as file:
                 file.seek(offset)
-                return file.read()
+                return file.read(MAX_READ_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             return b""
         except OSError as error:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from strop.errors import CheckRefused, explain_refusal
 from strop.launch.jobs.contract import JobPlan, JobRequest
@@ -52,11 +53,66 @@ def find_homes_of(root: Path, name: str) -> list[tuple[Path, JobPlan]]:
 def fill_home(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]) -> None:
     """Write everything that the job needs into its home; the plan last.
 
-    Raises: CheckRefused if the code changes meanwhile or another job has this home; ConfigError for a member
-        of a sweep that cannot work; StoreError if the disk fails.
+    Raises: CheckRefused if the code changes meanwhile; ConfigError for a member of a sweep that cannot work,
+        and a secret that has no value any more; StoreError if the disk fails.
     """
     home, job_path = Path(plan.home), job_path_of(plan.home)
-    if has_plan(home) and read_plan(job_path).plan_hash != plan.plan_hash:
+    try:
+        job_path.mkdir(parents=True, exist_ok=True)
+        for member in plan.members:
+            (Path(member.path) / ATTEMPTS_FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, home) from error
+    _write_spec(job_path, request.resolved)
+    for member in plan.members:
+        if member.overrides:
+            _write_member(Path(member.path), job_path / SPEC_NAME, member.overrides)
+    if request.snapshot is not None:
+        pack_code(request.snapshot, job_path / CODE_NAME)
+        write_bytes_atomically(job_path / DIFF_NAME, read_diff(request.snapshot).encode(errors="replace"))
+    write_files(plan)
+    # The values of secrets as late as can be: a kill before leaves none behind.
+    write_environment(
+        job_path,
+        plan.environment,
+        environ,
+        project_path=request.project_path,
+        env_file=request.env_file,
+    )
+    write_plan(plan)
+
+
+def write_preview(plan: JobPlan, request: JobRequest) -> None:
+    """Write what a submission would hand over, and nothing that makes a folder the home of a job.
+
+    Raises: CheckRefused if a job has this home; StoreError if the disk fails.
+    """
+    home, job_path = Path(plan.home), job_path_of(plan.home)
+    if has_plan(home):
+        raise CheckRefused(
+            explain_refusal(
+                f"{home} is the home of a job",
+                allowed="a directory of its own: what a job was made of stays as it was",
+                next_step="name another --output-dir, or leave it out to see everything and write nothing",
+            )
+        )
+    try:
+        job_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, job_path) from error
+    _write_spec(job_path, request.resolved)
+    write_files(plan)
+
+
+def _write_spec(job_path: Path, resolved: ResolvedSpec) -> None:
+    write_bytes_atomically(job_path / SPEC_NAME, write_spec(resolved).encode())
+    write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(resolved).encode())
+
+
+def refuse_foreign_home(plan: JobPlan) -> None:
+    """Refuse to write into the home of another job. Raises: CheckRefused."""
+    home = Path(plan.home)
+    if has_plan(home) and read_plan(job_path_of(home)).plan_hash != plan.plan_hash:
         raise CheckRefused(
             explain_refusal(
                 f"{home} is the home of another job",
@@ -64,38 +120,26 @@ def fill_home(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]) ->
                 next_step="name another output.dir, or remove it to get a dated directory",
             )
         )
-    try:
-        job_path.mkdir(parents=True, exist_ok=True)
-        for member in plan.members:
-            (Path(member.path) / ATTEMPTS_FOLDER).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise explain_write_failure(error, home) from error
-    write_bytes_atomically(job_path / SPEC_NAME, write_spec(request.resolved).encode())
-    write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(request.resolved).encode())
-    for member in plan.members:
-        if member.overrides:
-            _write_member(Path(member.path), job_path / SPEC_NAME, member.overrides)
-    if request.snapshot is not None:
-        pack_code(request.snapshot, job_path / CODE_NAME)
-        write_bytes_atomically(job_path / DIFF_NAME, read_diff(request.snapshot).encode(errors="replace"))
-    write_environment(job_path, plan.environment, environ)
-    write_files(plan)
-    write_plan(plan)
 
 
 def write_files(plan: JobPlan) -> None:
     """Write what the backend hands to its scheduler. Raises: StoreError if the disk fails."""
     job_path = job_path_of(plan.home)
     for name, content in plan.files.items():
-        (job_path / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            (job_path / name).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise explain_write_failure(error, job_path / name) from error
         write_bytes_atomically(job_path / name, content.encode())
         if content.startswith("#!"):
             os.chmod(job_path / name, 0o755)
 
 
 def describe_resolved(resolved: ResolvedSpec) -> str:
-    """Return every setting with its value and its source as JSON; no value is null."""
-    values = {dotted(path): value for path, value in walk_values(resolved.spec.model_dump(mode="json"))}
+    """Return every setting with its value and its source as JSON; a setting that is unset is null."""
+    values: dict[str, Any] = {}
+    for path, value in walk_values(resolved.spec.model_dump(mode="json")):
+        values[dotted(path)] = value
     content = {
         key: {"value": value, "source": resolved.origins.get(key, "default")} for key, value in values.items()
     }

@@ -45,6 +45,8 @@ def plan_to_json(plan: JobPlan) -> str:
     """Return a plan as text, without the values of its variables."""
     hidden = dict.fromkeys(plan.environment.variables, HIDDEN)
     shown = replace(plan, environment=replace(plan.environment, variables=hidden))
+    if "env" in plan.profile:
+        shown = replace(shown, profile={**plan.profile, "env": dict.fromkeys(plan.profile["env"], HIDDEN)})
     return json.dumps(asdict(shown), indent=1, ensure_ascii=False, sort_keys=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from strop.errors import ConfigError, StoreError, explain_refusal
 from strop.launch.jobs.contract import JobRef
-from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
+from strop.launch.jobs.home import PLAN_NAME, has_plan, has_ref, job_path_of, read_plan, read_ref
 from strop.store import FileLock
 from strop.store.atomic import explain_write_failure
 
@@ -39,23 +39,23 @@ def list_homes(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
     """Return the homes of jobs below some folders and in the list, newest first."""
     found = {path.resolve() for root in roots for path in _find_below(root)}
     found |= {path.resolve() for path in _read_index(index_path(environ)) if has_plan(path)}
-    return sorted(found, key=lambda path: (job_path_of(path) / "plan.json").stat().st_mtime, reverse=True)
+    dated = {path: at for path in found if (at := _planned_at(path)) is not None}
+    return sorted(dated, key=lambda path: dated[path], reverse=True)
 
 
 def find_home(reference: str, roots: list[Path], environ: Mapping[str, str]) -> Path:
     """Return the one home that a reference names: a path, a job's id, a run's name or a unique beginning.
 
     A name alone is the newest job of that name.
-    Raises: ConfigError if there is none, or a beginning fits several.
+    Raises: ConfigError if there is none, or a beginning fits several; StoreError if the list cannot be read.
     """
-    direct = Path(reference)
-    if has_plan(direct):
-        return direct.resolve()
+    if reference and has_plan(Path(reference)):
+        return Path(reference).resolve()
     homes = list_homes(roots, environ)
     exact = [home for home in homes if reference in _names_of(home)]
     if exact:
         return exact[0]
-    begun = [home for home in homes if home.name.startswith(reference)]
+    begun = [home for home in homes if reference and home.name.startswith(reference)]
     if len(begun) == 1:
         return begun[0]
     shown = ", ".join(home.name for home in (begun or homes)[:8]) or "there is none yet"
@@ -69,20 +69,43 @@ def find_home(reference: str, roots: list[Path], environ: Mapping[str, str]) -> 
 
 
 def _names_of(home: Path) -> set[str]:
-    names = {home.name, read_plan(job_path_of(home)).name}
-    if has_ref(home):
-        names.add(read_ref(job_path_of(home)).job_id)
+    names = {home.name}
+    try:
+        names.add(read_plan(job_path_of(home)).name)
+        if has_ref(home):
+            names.add(read_ref(job_path_of(home)).job_id)
+    except StoreError:
+        # A damaged home is found by its folder's name, and hides no other one.
+        return names
     return names
 
 
+def _planned_at(home: Path) -> float | None:
+    """Return when a home was filled; None for one that has gone meanwhile."""
+    try:
+        return (job_path_of(home) / PLAN_NAME).stat().st_mtime
+    except OSError:
+        return None
+
+
 def _find_below(root: Path) -> Iterator[Path]:
-    if root.is_dir():
+    try:
         yield from (path for path in root.iterdir() if has_plan(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{root} cannot be listed ({error.strerror})",
+                allowed="a folder that you may read",
+                next_step="check its rights, or name another one with --root",
+            )
+        ) from error
 
 
 def _read_index(path: Path) -> Iterator[Path]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return
     except OSError as error:

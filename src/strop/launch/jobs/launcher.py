@@ -7,15 +7,13 @@ and what became of them is read from the state afterwards, never from the call.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, ConfigError, StoreError, StropError, explain_refusal
 from strop.hardware import free_disk_bytes
 from strop.launch.jobs.attempts import read_attempts
 from strop.launch.jobs.contract import (
@@ -32,14 +30,14 @@ from strop.launch.jobs.contract import (
     Severity,
     StatusSource,
 )
-from strop.launch.jobs.files import DirectoryRecord
-from strop.launch.jobs.filling import fill_home, find_homes_of
-from strop.launch.jobs.home import PLAN_NAME, STATE_NAME, has_ref, job_path_of, read_plan, read_ref, write_ref
+from strop.launch.jobs.filling import fill_home, find_homes_of, name_home, refuse_foreign_home
+from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref, write_ref
 from strop.launch.jobs.index import note_job
-from strop.launch.jobs.logs import FileLogs, LogFilter, follow, require_logs
+from strop.launch.jobs.last_known import recall, remember
+from strop.launch.jobs.logs import FileLogs, FilteredLogs, LogFilter, follow, require_logs
 from strop.launch.jobs.planning import make_plan, move_plan
 from strop.launch.jobs.secrets import remove_secrets
-from strop.launch.jobs.truth import Judgement, judge
+from strop.launch.jobs.truth import find_split, judge
 from strop.store import FileLock
 from strop.store.atomic import explain_write_failure, write_bytes_atomically
 
@@ -61,6 +59,8 @@ class Submitted:
     plan: JobPlan
     is_new: bool
     """False: the very same job was submitted before, and this is its reference."""
+    notice: str = ""
+    """What did not work beside the submission itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,50 +96,45 @@ class Launcher:
         Raises: CheckRefused if `check` finds an error, another plan has the name, or the scheduler refuses;
             StoreError if the home cannot be filled.
         """
-        root = Path(request.home).parent
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise explain_write_failure(error, root) from error
-        # One at a time for each name: two submissions in one second would be two jobs.
-        with FileLock(root / f".{request.resolved.spec.name}.submit.lock"):
-            plan = self.plan(request)
-            earlier = None if is_new else self._find_earlier(plan, root)
-            if earlier is not None:
-                if has_ref(earlier):
-                    return Submitted(ref=read_ref(job_path_of(earlier)), plan=plan, is_new=False)
-                request = move_plan(request, str(earlier))
-                plan = self.plan(request)
-                accepted = self.backend.find_accepted(plan)
-                if accepted is not None:
-                    write_ref(accepted)
-                    return Submitted(ref=accepted, plan=plan, is_new=False)
+        plan, root = self.plan(request), Path(request.home).parent
+        if not root.is_dir():
+            # There cannot be an earlier one. What is refused leaves no folder behind.
             self._refuse_problems(plan)
-            fill_home(plan, request, self._environ)
-            return Submitted(ref=self._hand_over(plan), plan=plan, is_new=True)
+        with _lock_name(root, plan.name):
+            earlier = None if is_new else self._find_earlier(plan, root)
+            if earlier is None:
+                request = _move_to_free_home(request)
+            elif has_ref(earlier):
+                return Submitted(ref=read_ref(job_path_of(earlier)), plan=plan, is_new=False)
+            else:
+                request = move_plan(request, str(earlier))
+            plan = self.plan(request)
+            accepted = None if earlier is None else self.backend.find_accepted(plan)
+            if accepted is not None:
+                return self._keep(accepted, plan, is_new=False)
+            self._refuse_problems(plan)
+            return self._fill_and_hand_over(plan, request)
 
     def resume(self, home: Path, request: JobRequest) -> Submitted:
         """Submit a job again that has ended without success, in its own home, from its last checkpoint.
 
         Raises: CheckRefused if it may still live, has succeeded, or is another run.
         """
-        old = read_plan(job_path_of(home))
-        if has_ref(home):
-            self._refuse_living(read_ref(job_path_of(home)))
-        request = replace(move_plan(request, str(home)), first_number=_count_attempts(old))
-        plan = self.plan(request)
-        if plan.spec_digest != old.spec_digest:
-            raise CheckRefused(
-                explain_refusal(
-                    f"{home} is a run of another spec",
-                    allowed="the run file that it was submitted with; only job, store and output may differ",
-                    next_step="submit it as a new job, without --resume",
-                )
-            )
-        self._refuse_problems(plan)
-        (job_path_of(home) / PLAN_NAME).unlink()
-        fill_home(plan, request, self._environ)
-        return Submitted(ref=self._hand_over(plan), plan=plan, is_new=True)
+        with _lock_name(home.parent, read_plan(job_path_of(home)).name):
+            old = read_plan(job_path_of(home))
+            noted = read_ref(job_path_of(home)) if has_ref(home) else None
+            num_past = 0 if noted is None else self._count_lives(noted, old)
+            request = replace(move_plan(request, str(home)), num_past=num_past)
+            plan = self.plan(request)
+            _refuse_other_run(plan, old)
+            accepted = self.backend.find_accepted(old)
+            if accepted is not None and (noted is None or accepted.job_id != noted.job_id):
+                # A resume that was killed before it could note what it had submitted.
+                return self._keep(accepted, old, is_new=False)
+            if noted is not None:
+                self._refuse_living(noted)
+            self._refuse_problems(plan)
+            return self._fill_and_hand_over(plan, request, is_resumed=True)
 
     def status(self, refs: Sequence[JobRef]) -> list[JobStatus]:
         """Return where every member of some jobs stands, by one question to the scheduler."""
@@ -149,43 +144,37 @@ class Launcher:
             answers, silence = None, str(error)
         else:
             silence = ""
+        plans = [(ref, read_plan(job_path_of(ref.home))) for ref in refs]
         return [
             self._judge(ref, member.index, plan, answers, silence)
-            for ref in refs
-            for plan in [read_plan(job_path_of(ref.home))]
+            for ref, plan in plans
             for member in plan.members
         ]
 
     def logs(self, ref: JobRef, member: int, wanted: LogFilter, *, is_followed: bool) -> Iterator[LogLine]:
         """Yield the lines of a member's logs; followed, until it has ended.
 
-        Raises: StoreError naming the place, if there is no log and none is waited for.
+        Raises: ConfigError if there is no such member; StoreError naming the place, if there is no log and
+            none is waited for.
         """
+        require_member(ref, member)
         source = self.backend.open_logs(ref, member)
-        if source is None:
-            record = self.backend.open_record(ref, member)
-            files = FileLogs(record, wanted)
-            if not is_followed:
-                lines = files.read_rest()
-                require_logs(files, record)
-                yield from lines
-                return
+        record = self.backend.open_record(ref, member)
+        files = FileLogs(record, wanted) if source is None else FilteredLogs(source, wanted)
+        if is_followed:
             yield from follow(files, is_over=lambda: self._is_over(ref, member))
             return
-        over = not is_followed
-        while True:
-            lines = source.read_new()
-            yield from lines
-            if over and not lines:
-                return
-            over = over or self._is_over(ref, member)
-            time.sleep(0.0 if lines else 1.0)
+        lines = files.read_rest()
+        require_logs(files, record)
+        yield from lines
 
     def cancel(self, ref: JobRef, *, member: int | None = None, grace_s: float) -> CancelOutcome:
         """End a job: TERM, wait, KILL. What ended it is read from its state.
 
-        Raises: StoreError if the scheduler does not answer: then nothing is known to have ended.
+        Raises: ConfigError if there is no such member; StoreError if the scheduler does not answer: then
+            nothing is known to have ended.
         """
+        require_member(ref, member)
         if self._all_ended(ref, member):
             return CancelOutcome(statuses=self._members(ref, member), ended_by="it had ended")
         self.backend.stop(ref, member, grace_s=grace_s)
@@ -205,6 +194,10 @@ class Launcher:
         Raises: CheckRefused if the name belongs to another plan's job.
         """
         found = find_homes_of(root, plan.name)
+        named = Path(plan.home)
+        if has_plan(named) and named not in [home for home, _ in found]:
+            # output.dir may give a home any name.
+            found.insert(0, (named, read_plan(job_path_of(named))))
         same = [home for home, other in found if other.plan_hash == plan.plan_hash]
         if same:
             return same[0]
@@ -248,18 +241,40 @@ class Launcher:
                 )
             )
 
-    def _hand_over(self, plan: JobPlan) -> JobRef:
+    def _count_lives(self, ref: JobRef, plan: JobPlan) -> int:
+        """Return the first number that no attempt of a job has yet."""
+        found = [one for member in plan.members for one in self.read_attempts(ref, member.index)]
+        return max([one.number + 1 for one in found], default=plan.num_past)
+
+    def _fill_and_hand_over(
+        self, plan: JobPlan, request: JobRequest, *, is_resumed: bool = False
+    ) -> Submitted:
         job_path = job_path_of(plan.home)
+        if not is_resumed:
+            refuse_foreign_home(plan)
         try:
-            ref = self.backend.hand_over(plan)
-        except CheckRefused as error:
-            write_bytes_atomically(job_path / REFUSED_NAME, str(error).encode())
+            fill_home(plan, request, self._environ)
+        except StropError:
             remove_secrets(job_path)
             raise
+        try:
+            ref = self.backend.hand_over(plan)
+        except (CheckRefused, ConfigError) as error:
+            remove_secrets(job_path)
+            write_bytes_atomically(job_path / REFUSED_NAME, str(error).encode())
+            raise
+        return self._keep(ref, plan, is_new=True)
+
+    def _keep(self, ref: JobRef, plan: JobPlan, *, is_new: bool) -> Submitted:
+        """Note an accepted job."""
         write_ref(ref)
-        (job_path / REFUSED_NAME).unlink(missing_ok=True)
-        note_job(ref, self._environ)
-        return ref
+        (job_path_of(plan.home) / REFUSED_NAME).unlink(missing_ok=True)
+        try:
+            note_job(ref, self._environ)
+        except StoreError as error:
+            # It is submitted. The list only helps to find it from other folders.
+            return Submitted(ref=ref, plan=plan, is_new=is_new, notice=str(error))
+        return Submitted(ref=ref, plan=plan, is_new=is_new)
 
     def _judge(
         self,
@@ -270,27 +285,34 @@ class Launcher:
         silence: str,
     ) -> JobStatus:
         """Return where one member stands, and keep it as the last known state."""
+        answer = (answers or {}).get((ref.job_id, member))
         try:
             attempts = self.read_attempts(ref, member)
         except StoreError as error:
-            attempts, silence = [], silence or str(error)
-        answer = (answers or {}).get((ref.job_id, member))
-        attempts = [one for one in attempts if one.number >= plan.first_number]
-        found = judge(attempts, answer, max_requeue=plan.max_requeue, first_number=plan.first_number)
-        if found.state is JobState.UNKNOWN and silence:
-            return _recall(ref, member, silence)
+            if answer is None or answer.state is JobState.SUCCEEDED:
+                # Whether it is a success, only its record says.
+                return recall(ref, member, silence or str(error))
+            attempts = []
+        found = judge(attempts, answer, max_requeue=plan.max_requeue, num_past=plan.num_past)
+        if found.state is JobState.UNKNOWN and (silence or found.source is StatusSource.NOTHING):
+            return recall(ref, member, silence or self._explain_unknown(ref, member), is_asked=not silence)
+        split = find_split(attempts)
         status = JobStatus(
             ref=ref,
             member=member,
             state=found.state,
-            reason=_explain_unknown(found, self.backend, ref, member),
+            reason="; ".join(filter(None, [split, found.reason])),
             source=found.source,
             attempt=attempts[-1] if attempts else None,
             nodes=(answer.nodes if answer else "") or ",".join(attempts[-1].nodes if attempts else ()),
             since=answer.since if answer else None,
         )
-        _remember(status)
+        remember(status)
         return status
+
+    def _explain_unknown(self, ref: JobRef, member: int) -> str:
+        place = self.backend.open_record(ref, member).describe("attempts")
+        return f"the scheduler does not know it, and there is no record in {place}"
 
     def _is_over(self, ref: JobRef, member: int) -> bool:
         return self._members(ref, member)[0].state.is_terminal
@@ -313,16 +335,6 @@ def _may_live_again(state: JobState) -> bool:
     return state is JobState.UNKNOWN or (state.is_terminal and state is not JobState.SUCCEEDED)
 
 
-def _count_attempts(plan: JobPlan) -> int:
-    """Return the number that the next attempt gets: above those of all members."""
-    numbers = [
-        attempt.number
-        for member in plan.members
-        for attempt in read_attempts(DirectoryRecord(Path(member.path)))
-    ]
-    return max(numbers, default=-1) + 1
-
-
 def _check_disk(home: Path) -> list[Problem]:
     """Look for room where the job's home will be."""
     place = next((path for path in (home, *home.parents) if path.is_dir()), None)
@@ -340,44 +352,70 @@ def _check_disk(home: Path) -> list[Problem]:
     ]
 
 
-def _explain_unknown(found: Judgement, backend: Backend, ref: JobRef, member: int) -> str:
-    if found.state is not JobState.UNKNOWN or found.source is not StatusSource.NOTHING:
-        return found.reason
-    place = backend.open_record(ref, member).describe("attempts")
-    return f"the scheduler does not know it, and there is no record in {place}"
-
-
-def _remember(status: JobStatus) -> None:
-    """Keep a state for the day when nobody answers. It is a convenience: a full disk changes nothing."""
-    path = job_path_of(status.ref.home) / STATE_NAME
-    states = _read_states(path)
-    states[str(status.member)] = {"state": status.state.value, "reason": status.reason, "at": time.time()}
-    try:
-        write_bytes_atomically(path, json.dumps(states).encode())
-    except StoreError:
-        return
-
-
-def _recall(ref: JobRef, member: int, silence: str) -> JobStatus:
-    """Return the last known state with its age, where nobody answers."""
-    known = _read_states(job_path_of(ref.home) / STATE_NAME).get(str(member))
-    if known is None:
-        return JobStatus(
-            ref=ref, member=member, state=JobState.UNKNOWN, reason=silence, source=StatusSource.NOTHING
+def require_member(ref: JobRef, member: int | None) -> None:
+    """Refuse a member that a job does not have. None: all of them. Raises: ConfigError."""
+    num_members = len(read_plan(job_path_of(ref.home)).members)
+    if member is not None and not 0 <= member < num_members:
+        raise ConfigError(
+            explain_refusal(
+                f"job {ref.job_id} has no member {member}",
+                allowed=f"0 to {num_members - 1}",
+                next_step=f"`strop status {ref.job_id}` lists the members",
+            )
         )
-    return JobStatus(
-        ref=ref,
-        member=member,
-        state=JobState(known["state"]),
-        reason=silence,
-        source=StatusSource.LAST_KNOWN,
-        age_s=max(0.0, time.time() - float(known["at"])),
-    )
 
 
-def _read_states(path: Path) -> dict[str, dict[str, Any]]:
+def _lock_name(root: Path, name: str) -> FileLock:
+    """Return a lock, one at a time for each name: two submissions in one second would be two jobs."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, root) from error
+    return FileLock(root / f".{name}.submit.lock")
+
+
+def _move_to_free_home(request: JobRequest) -> JobRequest:
+    """Return the request for a home that no job has: another one may have been filled since it was named.
+
+    Raises: CheckRefused if the run file or a flag names a home that is taken.
+    """
+    home, spec = Path(request.home), request.resolved.spec
+    if not has_plan(home):
+        return request
+    if spec.output.dir is not None:
+        raise CheckRefused(
+            explain_refusal(
+                f"{home} is the home of another job",
+                allowed="a directory of its own for every job",
+                next_step="name another output.dir, or go on in it with --resume",
+            )
+        )
+    return move_plan(request, str(name_home(home.parent, spec.name, request.submitted_at)))
+
+
+def _refuse_other_run(plan: JobPlan, old: JobPlan) -> None:
+    """Refuse to go on in the home of another run, or from another site. Raises: CheckRefused."""
+    if plan.spec_digest != old.spec_digest or plan.command != old.command:
+        raise CheckRefused(
+            explain_refusal(
+                f"{old.home} is a run of another spec",
+                allowed="the run file that it was submitted with; only job, store and output may differ",
+                next_step="submit it as a new job, without --resume",
+            )
+        )
+    if (plan.site, plan.backend) != (old.site, old.backend):
+        raise CheckRefused(
+            explain_refusal(
+                f"{old.home} was submitted to {old.site}, and this is {plan.site}",
+                allowed="the same site: only there it can be seen whether the job still lives",
+                next_step=f"submit with --on {old.site}",
+            )
+        )
+    if [one.overrides for one in plan.members] != [one.overrides for one in old.members]:
+        raise CheckRefused(
+            explain_refusal(
+                f"{old.home} has {len(old.members)} members, and another sweep is asked for",
+                allowed="the same --sweep as at first",
+                next_step="repeat it, or submit a new job",
+            )
+        )

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from strop.errors import StoreError, explain_refusal
-from strop.launch.jobs.contract import LogLine, RecordFiles
+from strop.launch.jobs.contract import LogLine, LogSource, RecordFiles
 from strop.launch.jobs.home import ATTEMPTS_FOLDER
 
 POLL_S = 0.2
 _LOG = re.compile(rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?P<node>\d+)/(?P<role>[^/]+)\.log")
-_LIST_EVERY_S = 1.0
+_LIST_EVERY_S = 0.4
 """New roles and attempts are looked for this often; lines of known files at every poll."""
+_ASK_EVERY_S = 1.0
+_ASK_SHARE = 10.0
+"""Between two questions whether the job is over: this many times as long as the last one took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,42 @@ class LogFilter:
     """By name; `latest` for the newest one."""
     node: int | None = None
     role: str | None = None
+
+    def takes(self, *, attempt: str, node: str, role: str) -> bool:
+        """Whether a line is wanted. `latest` takes all: which attempt is the newest, only a list tells."""
+        return (
+            self.attempt in {None, "latest", attempt, attempt.rpartition("-")[2]}
+            and self.node in {None, int(node) if node.isdigit() else -1}
+            and self.role in {None, role}
+        )
+
+
+class FilteredLogs:
+    """The wanted lines of logs that are elsewhere than in files."""
+
+    def __init__(self, source: LogSource, wanted: LogFilter) -> None:
+        self._source = source
+        self._wanted = wanted
+        self.num_files = 0
+        """0 as long as there was no line."""
+
+    def read_new(self) -> list[LogLine]:
+        """Return the wanted lines since the last call. Raises: StoreError."""
+        found = self._source.read_new()
+        wanted = [
+            one for one in found if self._wanted.takes(attempt=one.attempt, node=one.node, role=one.role)
+        ]
+        self.num_files = self.num_files or len(wanted)
+        return wanted
+
+    def read_rest(self) -> list[LogLine]:
+        """Return all that is left. Raises: StoreError."""
+        rest: list[LogLine] = []
+        while lines := self._source.read_new():
+            wanted = self._wanted
+            rest += [one for one in lines if wanted.takes(attempt=one.attempt, node=one.node, role=one.role)]
+        self.num_files = self.num_files or len(rest)
+        return rest
 
 
 class FileLogs:
@@ -64,21 +103,14 @@ class FileLogs:
         if self._wanted.attempt == "latest" and found:
             newest = max((match["attempt"] for match, _ in found), key=_number_of)
             found = [(match, name) for match, name in found if match["attempt"] == newest]
-        return [name for match, name in found if self._is_wanted(match)]
-
-    def _is_wanted(self, match: re.Match[str]) -> bool:
-        wanted = self._wanted
-        return (
-            wanted.attempt in {None, "latest", match["attempt"], match["attempt"].rpartition("-")[2]}
-            and wanted.node in {None, int(match["node"])}
-            and wanted.role in {None, match["role"]}
-        )
+        # An attempt's logs stand together, and the tenth attempt comes after the ninth.
+        found.sort(key=lambda item: (_number_of(item[0]["attempt"]), item[1]))
+        return [name for match, name in found if self._wanted.takes(**match.groupdict())]
 
     def _read_file(self, name: str, *, is_end: bool) -> Iterator[LogLine]:
-        data = self._record.read_from(name, self._offsets.get(name, 0))
+        data = self._read_from(name, is_end=is_end)
         if not data and not is_end:
             return
-        self._offsets[name] = self._offsets.get(name, 0) + len(data)
         *lines, rest = (self._partial.pop(name, b"") + data).split(b"\n")
         if rest and is_end:
             lines.append(rest)
@@ -90,6 +122,16 @@ class FileLogs:
             text = line.decode(errors="replace").rstrip("\r")
             yield LogLine(text=text, attempt=match["attempt"], node=match["node"], role=match["role"])
 
+    def _read_from(self, name: str, *, is_end: bool) -> bytes:
+        """Return the next bytes of a file; at the end all of them."""
+        parts = []
+        while part := self._record.read_from(name, self._offsets.get(name, 0)):
+            self._offsets[name] = self._offsets.get(name, 0) + len(part)
+            parts.append(part)
+            if not is_end:
+                break
+        return b"".join(parts)
+
 
 def _number_of(attempt: str) -> int:
     """Return the number that an attempt's name ends in: 10 comes after 9."""
@@ -97,20 +139,25 @@ def _number_of(attempt: str) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def follow(source: FileLogs, *, is_over: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[LogLine]:
+def follow(
+    source: FileLogs | FilteredLogs, *, is_over: Callable[[], bool], poll_s: float = POLL_S
+) -> Iterator[LogLine]:
     """Yield lines as they are written, until the job is over and everything is said."""
-    asked_at, over = float("-inf"), False
+    ask_at, over = float("-inf"), False
     while not over:
         yield from source.read_new()
-        if time.monotonic() - asked_at > max(1.0, poll_s):
+        began = time.monotonic()
+        if began >= ask_at:
             # Before the last read: what was written until the end is still read.
-            over, asked_at = is_over(), time.monotonic()
+            over = is_over()
+            # A scheduler that is slow to answer is asked less often, so that lines do not wait for it.
+            ask_at = time.monotonic() + max(_ASK_EVERY_S, _ASK_SHARE * (time.monotonic() - began))
         if not over:
             time.sleep(poll_s)
     yield from source.read_rest()
 
 
-def require_logs(source: FileLogs, record: RecordFiles) -> None:
+def require_logs(source: FileLogs | FilteredLogs, record: RecordFiles) -> None:
     """Refuse where there is nothing to show. Raises: StoreError naming the place that was looked at."""
     if source.num_files == 0:
         raise StoreError(

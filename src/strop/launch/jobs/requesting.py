@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import getpass
 import itertools
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
-from strop.launch.jobs.contract import JobRequest, Resources, RolePlan
+from strop.launch.jobs.contract import CodeSnapshot, JobRequest, Resources, RolePlan
 from strop.launch.jobs.environment import EnvironmentFlags, gather_environment
 from strop.launch.jobs.filling import name_home
 from strop.launch.jobs.snapshot import take_snapshot
 from strop.spec import ResolvedSpec, load_spec
+from strop.spec.display import show_value
 from strop.spec.durations import parse_duration_s
 from strop.spec.flags import Flag
 from strop.spec.site import SageMakerSite, Site, SlurmSite
@@ -70,33 +72,36 @@ def read_request(
             )
         )
     resolved = load_spec(run_file, options.overrides, options.flags)
+    _check_command(options.command, resolved)
+    sweep = expand_sweep(options.sweep)
+    _check_members(run_file, options, sweep)
     site = find_site(options.site, project_path, environ)
-    root = Path(site.profile.run_root or resolved.spec.output.root).absolute()
+    root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
         site, project_path, options.variables, options.env_file, options.environment, environ
     )
     conflicts = (*map(str, resolved.conflicts), *conflicts)
     if options.is_strict:
         _refuse_conflicts(resolved)
-    excluded = [root, Path(resolved.spec.output.root)]
     home = resolved.spec.output.dir or str(name_home(root, resolved.spec.name, now))
     python = site.profile.python or sys.executable
     return JobRequest(
         resolved=resolved,
         site=site,
-        command=_check_command(options.command, resolved),
+        command=options.command,
         resources=_count_resources(resolved, site, options),
         roles=tuple(_list_roles(options.command, resolved, python)),
         environment=environment,
-        snapshot=take_snapshot(project_path, excluded=excluded) if options.has_snapshot else None,
+        snapshot=_take_code(project_path, root, resolved, options) if options.has_snapshot else None,
         project_path=project_path,
         home=home,
         python=python,
-        user=getpass.getuser(),
+        user=_find_user(),
         submitted_at=now,
-        sweep=expand_sweep(options.sweep),
+        sweep=sweep,
         options=options.backend,
         conflicts=conflicts,
+        env_file=options.env_file,
     )
 
 
@@ -108,8 +113,9 @@ def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     axes: dict[str, list[str]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
+        key = key.strip()
         listed = [value for value in split_values(values) if value]
-        if not equals or not key.strip() or not listed or key in axes:
+        if not equals or not key or not listed or key in axes:
             raise ConfigError(
                 explain_refusal(
                     f"--sweep {text!r} is not understood",
@@ -149,12 +155,74 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _check_command(command: str, resolved: ResolvedSpec) -> str:
+def _check_command(command: str, resolved: ResolvedSpec) -> None:
     from strop.launch.terms import require_sft
 
+    if command not in COMMANDS:
+        raise ConfigError(
+            explain_refusal(
+                f"--command {show_value(command)} is nothing that a job runs",
+                allowed=" or ".join(COMMANDS),
+                next_step="choose one of them",
+            )
+        )
     if command == "sft":
         require_sft(resolved)
-    return command
+
+
+def _check_members(run_file: str, options: SubmitOptions, sweep: Sequence[tuple[str, ...]]) -> None:
+    """Read the spec of every member once: a mistake shows before anything is made."""
+    fixed = [key for text in options.sweep if (key := text.partition("=")[0].strip()) and _is_of_job(key)]
+    if fixed:
+        raise ConfigError(
+            explain_refusal(
+                f"--sweep varies {', '.join(fixed)}, which all members share",
+                allowed="settings of what is trained; name, job, output and store are the whole job's",
+                next_step="submit a job for each value",
+            )
+        )
+    for overrides in sweep:
+        load_spec(run_file, [*options.overrides, *overrides], options.flags)
+
+
+def _is_of_job(key: str) -> bool:
+    return key.partition(".")[0] in {"name", "job", "output", "store"}
+
+
+def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
+    """Return the folder for runs. Raises: ConfigError if a profile names one that depends on where one is."""
+    given = site.profile.run_root
+    if given is None:
+        return Path(resolved.spec.output.root).absolute()
+    path = Path(given).expanduser()
+    if not path.is_absolute():
+        raise ConfigError(
+            explain_refusal(
+                f"run_root={show_value(given)} of site {site.name} is a relative path",
+                allowed="an absolute one: jobs start in other folders",
+                next_step="write it out in the site profile",
+            )
+        )
+    return path
+
+
+def _take_code(
+    project_path: Path, root: Path, resolved: ResolvedSpec, options: SubmitOptions
+) -> CodeSnapshot:
+    """Look at the project's code, without runs and files of secrets in it."""
+    excluded = [root, Path(resolved.spec.output.root)]
+    excluded += [Path(path) for path in (options.env_file, resolved.spec.output.dir) if path is not None]
+    # Where runs lie in the project itself, beside its code.
+    excluded += [found.parents[1] for found in project_path.glob("*/job/plan.json")]
+    return take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
+
+
+def _find_user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        # In a container the user may have a number alone.
+        return str(os.getuid())
 
 
 def _list_roles(command: str, resolved: ResolvedSpec, python: str) -> list[RolePlan]:

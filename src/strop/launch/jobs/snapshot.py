@@ -8,6 +8,7 @@ the shared tree, changes nothing for it. Without git all files count but hidden 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import stat
 import subprocess
@@ -17,11 +18,15 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
 from strop.launch.jobs.contract import CodeSnapshot
+from strop.spec.display import show_path
 from strop.store.atomic import explain_write_failure
 
 MAX_CODE_BYTES = 64 << 20
 NUM_LARGEST_NAMED = 5
 GIT_LIMIT_S = 60.0
+DOTENV_NAME = ".env"
+"""Never packed: its variables travel in a file that nobody else can read."""
+_NO_SECRETS = f":(exclude,top,glob)**/{DOTENV_NAME}"
 _UNFINISHED = ("MERGE_HEAD", "rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "REVERT_HEAD", "BISECT_LOG")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "build", "dist"})
 
@@ -37,21 +42,23 @@ def take_snapshot(
         is in the middle of a merge or rebase; StoreError if a file cannot be read.
     """
     root = project_path.resolve()
-    is_git = _git(root, "rev-parse", "--is-inside-work-tree") == "true"
+    # A folder that the repository around it ignores is a project of its own.
+    is_git = _is_git(root) and _git(root, "check-ignore", "-q", ".") is None
     if is_git:
         _refuse_unfinished(root)
     skipped = [path.resolve() for path in excluded]
     names = _list_git_files(root) if is_git else _list_all_files(root)
     files = tuple(sorted(name for name in names if _is_code(root, name, skipped)))
-    _refuse_large(root, files, max_bytes)
+    sizes = _measure(root, files)
+    _refuse_large(root, sizes, max_bytes)
     commit = _git(root, "rev-parse", "HEAD") if is_git else None
     return CodeSnapshot(
         project_path=root,
         files=files,
         sha256=hash_code(root, files),
-        size_bytes=sum((root / name).lstat().st_size for name in files),
+        size_bytes=sum(sizes.values()),
         commit=commit or None,
-        diffstat=_describe_difference(root, commit or None) if is_git else "no git: every file is sent",
+        diffstat=_describe_difference(root, commit, files) if is_git else "no git: every file is sent",
     )
 
 
@@ -59,7 +66,7 @@ def read_diff(snapshot: CodeSnapshot) -> str:
     """Return what differs from the commit as a patch, without the untracked files."""
     if snapshot.commit is None:
         return ""
-    return _git(snapshot.project_path, "diff", "--binary", "HEAD", "--", ".", is_raw=True) or ""
+    return _git(snapshot.project_path, "diff", "--binary", "HEAD", "--", ".", _NO_SECRETS, is_raw=True) or ""
 
 
 def pack_code(snapshot: CodeSnapshot, path: Path) -> None:
@@ -75,10 +82,13 @@ def pack_code(snapshot: CodeSnapshot, path: Path) -> None:
             tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive,
         ):
             for name in snapshot.files:
-                archive.add(snapshot.project_path / name, name, recursive=False, filter=_anonymous)
+                _add(archive, snapshot.project_path / name, name)
+        is_same = hash_code(snapshot.project_path, snapshot.files) == snapshot.sha256
+    except (_Changed, StoreError):
+        is_same = False
     except OSError as error:
         raise explain_write_failure(error, path) from error
-    if hash_code(snapshot.project_path, snapshot.files) != snapshot.sha256:
+    if not is_same:
         path.unlink(missing_ok=True)
         raise CheckRefused(
             explain_refusal(
@@ -87,6 +97,26 @@ def pack_code(snapshot: CodeSnapshot, path: Path) -> None:
                 next_step="submit again",
             )
         )
+
+
+class _Changed(Exception):
+    """Raised inside of packing where a file is not what it was."""
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    """Add one file or link, without who made it and when, so that equal trees give equal archives."""
+    member = tarfile.TarInfo(name)
+    try:
+        if path.is_symlink():
+            member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+            archive.addfile(member)
+            return
+        data = path.read_bytes()
+        member.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+    except OSError as error:
+        raise _Changed from error
+    member.size = len(data)
+    archive.addfile(member, io.BytesIO(data))
 
 
 def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
@@ -138,9 +168,9 @@ def hash_code(root: Path, files: Iterable[str]) -> str:
 
 
 def _is_code(root: Path, name: str, skipped: list[Path]) -> bool:
-    """Whether a listed name is there, no folder, and in none of the skipped ones."""
+    """Whether a listed name is there, no folder, in none of the skipped ones, and no file of secrets."""
     path = root / name
-    if any(path.is_relative_to(folder) for folder in skipped if folder != root):
+    if path.name == DOTENV_NAME or any(path.is_relative_to(folder) for folder in skipped if folder != root):
         return False
     if path.is_symlink():
         if not path.resolve().is_relative_to(root) or os.path.isabs(os.readlink(path)):
@@ -158,14 +188,25 @@ def _is_code(root: Path, name: str, skipped: list[Path]) -> bool:
 def _list_git_files(root: Path) -> list[str]:
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", is_raw=True)
     if listed is None:
-        raise StoreError(
-            explain_refusal(
-                f"git does not list the files of {root}",
-                allowed="a working tree that `git status` understands",
-                next_step="run `git status` there and mend what it says, or submit with --no-snapshot",
-            )
+        raise _unlisted(root)
+    found: dict[str, None] = {}
+    for name in filter(None, listed.split("\0")):
+        if (root / name).is_dir() and not (root / name).is_symlink():
+            # A submodule, or a clone inside of the tree: git stops there, and a job needs its files too.
+            found |= dict.fromkeys(f"{name.rstrip('/')}/{inner}" for inner in _list_git_files(root / name))
+        else:
+            found[name] = None
+    return list(found)
+
+
+def _unlisted(root: Path) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"git does not list the files of {root}",
+            allowed="a working tree that `git status` understands",
+            next_step="run `git status` there and mend what it says, or submit with --no-snapshot",
         )
-    return list(dict.fromkeys(filter(None, listed.split("\0"))))
+    )
 
 
 def _list_all_files(root: Path) -> Iterator[str]:
@@ -183,8 +224,20 @@ def _list_unpacked(root: Path) -> Iterator[str]:
             yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def _refuse_large(root: Path, files: tuple[str, ...], max_bytes: int) -> None:
-    sizes = {name: (root / name).lstat().st_size for name in files}
+def _measure(root: Path, files: tuple[str, ...]) -> dict[str, int]:
+    try:
+        return {name: (root / name).lstat().st_size for name in files}
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{root} changes while it is looked at ({error.strerror}: {error.filename})",
+                allowed="a working tree that stays as it is until the job is submitted",
+                next_step="submit again",
+            )
+        ) from error
+
+
+def _refuse_large(root: Path, sizes: dict[str, int], max_bytes: int) -> None:
     if sum(sizes.values()) <= max_bytes:
         return
     largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_LARGEST_NAMED]
@@ -211,9 +264,20 @@ def _refuse_unfinished(root: Path) -> None:
         )
 
 
-def _describe_difference(root: Path, commit: str | None) -> str:
-    changed = _git(root, "diff", "--stat=100", "HEAD", "--", ".") if commit else ""
-    untracked = (_git(root, "ls-files", "--others", "--exclude-standard") or "").splitlines()
+def _is_git(root: Path) -> bool:
+    """Whether git knows the tree. Raises: StoreError where there is a repository, and git does not say so."""
+    if _git(root, "rev-parse", "--is-inside-work-tree") == "true":
+        return True
+    if any((folder / ".git").exists() for folder in (root, *root.parents)):
+        raise _unlisted(root)
+    return False
+
+
+def _describe_difference(root: Path, commit: str | None, files: tuple[str, ...]) -> str:
+    changed = _git(root, "diff", "--stat=100", "HEAD", "--", ".", _NO_SECRETS) if commit else ""
+    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", is_raw=True) or ""
+    sent = set(files)
+    untracked = [show_path(name) for name in others.split("\0") if name in sent]
     lines = [changed] if changed else []
     if untracked:
         more = f" and {len(untracked) - 20} more" if len(untracked) > 20 else ""
@@ -238,15 +302,6 @@ def _git(root: Path, *words: str, is_raw: bool = False) -> str | None:
         return None
     text = os.fsdecode(done.stdout)
     return text if is_raw else text.rstrip("\n")
-
-
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out who made a file and when, so that equal trees give equal archives."""
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    member.mtime = 0
-    member.mode = 0o755 if member.mode & 0o100 else 0o644
-    return member
 
 
 def _another_code(path: Path, why: str) -> CheckRefused:

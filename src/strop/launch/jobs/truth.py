@@ -7,6 +7,7 @@ nobody says is `unknown`, and starts and ends nothing.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from strop.launch.jobs.exit_codes import describe_exit
 
 RECORD_LAG_S = 60.0
 """How long a shared file system may hide a record that was written."""
+CLOCK_SKEW_S = 30.0
+"""How far the clocks of two nodes may be apart."""
 _FAILURES = {EXIT_REFUSED: "preflight", EXIT_USAGE: "usage"}
 _WAITING = {JobState.QUEUED, JobState.PREEMPTED}
 _LIVING = {JobState.STARTING, JobState.RUNNING}
@@ -36,22 +39,22 @@ def judge(
     answer: Answer | None,
     *,
     max_requeue: int,
-    first_number: int = 0,
+    num_past: int = 0,
     now: float | None = None,
 ) -> Judgement:
-    """Return where a member stands.
+    """Return where a member stands. `answer` None: the scheduler does not know it, or does not answer.
 
-    `attempts`: those of this job, whose first one has `first_number`. `answer` None: the scheduler does not
-    know it, or does not answer.
+    `num_past`: attempts of earlier jobs in the same home have smaller numbers, and say nothing of this one.
     """
-    latest = max(attempts, key=lambda one: one.number, default=None)
+    mine = [one for one in attempts if one.number >= num_past]
+    latest = max(mine, key=lambda one: one.number, default=None)
     if answer is not None and answer.state is JobState.CANCELLED:
         # Even over an exit code: being stopped is no success, and a stopped job may well show 75.
         return _said(answer)
     is_over = latest is not None and latest.exit_code is not None
-    is_next = answer is not None and latest is not None and answer.num_restarts > latest.number - first_number
+    is_next = answer is not None and latest is not None and num_past + answer.num_restarts > latest.number
     if latest is not None and is_over and not is_next:
-        return _judge_ended(latest, answer, first_number + max_requeue)
+        return _judge_ended(latest, answer, num_past + max_requeue)
     if answer is None:
         return Judgement(state=JobState.UNKNOWN, reason="no source knows it", source=StatusSource.NOTHING)
     has_begun = latest is not None and latest.started_at is not None and not is_next
@@ -71,7 +74,7 @@ def _judge_answer(answer: Answer, *, has_begun: bool, now: float) -> Judgement:
 
 
 def _judge_ended(latest: AttemptRecord, answer: Answer | None, last_number: int) -> Judgement:
-    """Return what the record of an ended attempt means."""
+    """Return what the record of an ended attempt means. `last_number`: of the last attempt it may have."""
     code = latest.exit_code
     assert code is not None
     if code == EXIT_DONE:
@@ -93,7 +96,10 @@ def _judge_saved(latest: AttemptRecord, answer: Answer | None, last_number: int)
         return _said(answer)
     elif not latest.signal and latest.number >= last_number:
         state = JobState.FAILED
-        reason = f"requeue budget: attempt {latest.number} was the last that it may have"
+        reason = f"requeue budget: attempt {latest.number} was the last one that it may have"
+    elif answer is not None and answer.state is JobState.SUCCEEDED:
+        # Whatever a scheduler thinks of 75: what was stopped is no success.
+        state, reason = JobState.FAILED, f"{reason}, and the scheduler calls it {answer.raw}"
     elif answer is not None:
         return _said(answer)
     return Judgement(state=state, reason=reason, source=StatusSource.RECORD)
@@ -117,3 +123,23 @@ def _judge_unrecorded(answer: Answer, now: float) -> Judgement:
 def _said(answer: Answer, state: JobState | None = None) -> Judgement:
     reason = answer.reason or answer.raw
     return Judgement(state=state or answer.state, reason=reason, source=StatusSource.SCHEDULER)
+
+
+def find_split(attempts: Sequence[AttemptRecord]) -> str | None:
+    """Return a sentence where an attempt ended long after a later one had begun, else None.
+
+    A node that a scheduler had given up went on computing: two of them worked at one run.
+    """
+    ordered = sorted(attempts, key=lambda one: one.number)
+    for earlier, later in itertools.pairwise(ordered):
+        ended, began = earlier.ended_at, later.started_at
+        if ended is not None and began is not None and ended > began + CLOCK_SKEW_S:
+            return (
+                f"split_brain: attempt {earlier.name} on {_nodes_of(earlier)} went on for"
+                f" {ended - began:.0f} s beside attempt {later.name} on {_nodes_of(later)}"
+            )
+    return None
+
+
+def _nodes_of(attempt: AttemptRecord) -> str:
+    return ", ".join(attempt.nodes) or "an unknown node"

@@ -83,8 +83,8 @@ def supervise(job_path: Path, job_id: str) -> int:
 
 
 def _supervise_member(plan: JobPlan, member: MemberPlan, job_path: Path, job_id: str, orders: _Orders) -> int:
-    member_path, last = Path(member.path), plan.first_number + plan.max_requeue
-    for number in range(plan.first_number, last + 1):
+    member_path, last = Path(member.path), plan.num_past + plan.max_requeue
+    for number in range(plan.num_past, last + 1):
         attempt = f"{job_id}-{number}"
         life = _live(plan, member_path, job_path, attempt, number, orders)
         is_saved = life.exit_code == EXIT_INTERRUPTED or life.is_lost
@@ -120,7 +120,7 @@ def _live(
     write_verdict(
         attempt_path,
         number=number,
-        exit_code=None if is_lost and number < plan.first_number + plan.max_requeue else exit_code,
+        exit_code=None if is_lost and number < plan.num_past + plan.max_requeue else exit_code,
         signal=told,
         started_at=started_at,
         ended_at=time.time(),

@@ -1,0 +1,68 @@
+"""The last known state of every member, kept in `job/state.json` for the day when nobody answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from strop.errors import StoreError
+from strop.launch.jobs.contract import JobRef, JobState, JobStatus, StatusSource
+from strop.launch.jobs.home import STATE_NAME, job_path_of
+from strop.store.atomic import write_bytes_atomically
+
+
+def remember(status: JobStatus) -> None:
+    """Keep a state, if it says anything. It is a convenience: a full disk changes nothing."""
+    if status.state is JobState.UNKNOWN:
+        return
+    path = job_path_of(status.ref.home) / STATE_NAME
+    states = _read_states(path)
+    states[str(status.member)] = {
+        "job_id": status.ref.job_id,
+        "state": status.state.value,
+        "reason": status.reason,
+        "at": time.time(),
+    }
+    try:
+        write_bytes_atomically(path, json.dumps(states, indent=1).encode())
+    except StoreError:
+        return
+
+
+def recall(ref: JobRef, member: int, why: str, *, is_asked: bool = False) -> JobStatus:
+    """Return the last known state with its age, or `unknown`.
+
+    `is_asked`: the scheduler did answer, and knows nothing of the job. Then only an end that was seen still
+    holds; that it once ran does not mean that it runs.
+    """
+    known = _read_states(job_path_of(ref.home) / STATE_NAME).get(str(member), {})
+    try:
+        state, at = JobState(known["state"]), float(known["at"])
+    except (KeyError, ValueError, TypeError):
+        state, at = JobState.UNKNOWN, 0.0
+    is_of_this_job = known.get("job_id") == ref.job_id
+    if not is_of_this_job or state is JobState.UNKNOWN or (is_asked and not state.is_terminal):
+        return JobStatus(
+            ref=ref, member=member, state=JobState.UNKNOWN, reason=why, source=StatusSource.NOTHING
+        )
+    seen = known.get("reason")
+    return JobStatus(
+        ref=ref,
+        member=member,
+        state=state,
+        reason=f"{seen}; {why}" if seen else why,
+        source=StatusSource.LAST_KNOWN,
+        age_s=max(0.0, time.time() - at),
+    )
+
+
+def _read_states(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {key: value for key, value in content.items() if isinstance(value, dict)}
