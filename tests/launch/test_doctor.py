@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from strop.hardware import read_calibration
+from strop.cli import main
+from strop.hardware import read_calibration, take_lease
+from strop.hardware.fake_nvidia_smi import install_fake_nvidia_smi
+from strop.hardware.leases import FOLDER_VARIABLE, LeaseState
 from strop.kernels import kernel_status
-from strop.launch.doctor import EXTRAS, diagnose
+from strop.launch.doctor import EXTRAS, diagnose, find_device_uses, find_holdings
+from tests.fixtures.devices import GIB, divided, whole
+from tests.fixtures.dying_runs import prolific_run
 
 
 @pytest.mark.slow
@@ -26,3 +34,64 @@ def test_the_doctor_measures_keeps_it_and_looks_around(
     assert {f"extra {name}" for name in EXTRAS} <= set(checks)
     # Looking made no folder for runs.
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_doctor_says_who_has_the_gpus_and_ends_only_leftovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    mark = f"doctor-{os.getpid()}"
+    (tmp_path / mark).mkdir()
+    with (
+        subprocess.Popen(["sleep", "64"]) as stranger,
+        prolific_run(mark, tmp_path / mark) as (dead, dead_id),
+        take_lease("living", "2", gpus=["MIG-a"]),
+    ):
+        gpus = [whole(0, 60), divided(1, "MIG-a")]
+        install_fake_nvidia_smi(tmp_path / "bin", gpus, [("GPU-0", stranger.pid, GIB)])
+        used, held = find_device_uses()
+        assert (used.device.uuid, used.holder) == ("GPU-0", None)
+        assert used.users == (f"process {stranger.pid} (of {Path('/proc/self').owner()}: sleep 64)",)
+        assert (held.device.uuid, held.users) == ("MIG-a", ())
+        assert held.holder == f"run living, attempt 2, process {os.getpid()}"
+        dead.kill()
+        dead.wait()
+        states = {one.lease.run: (one.state, bool(one.processes)) for one in find_holdings()}
+        assert states["living"] == (LeaseState.ALIVE, False)
+        assert states["prolific"][0] is LeaseState.DEAD
+        assert main(["doctor", "--clean", "--json"]) == 0
+        (cleared,) = json.loads(capsys.readouterr().out)
+        assert cleared["lease"]["lease_id"] == dead_id
+        assert main(["doctor", "--clean"]) == 0
+        assert capsys.readouterr().out == "dead runs have left nothing\n"
+        assert [one.lease.run for one in find_holdings()] == ["living"]
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+@pytest.mark.slow
+def test_the_doctors_tables_name_what_is_there(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    install_fake_nvidia_smi(tmp_path / "bin", [whole(0, 60), divided(1, "MIG-a")])
+    mark = f"tables-{os.getpid()}"
+    (tmp_path / mark).mkdir()
+    with prolific_run(mark, tmp_path / mark) as (dead, dead_id), take_lease("living", "2", gpus=["MIG-a"]):
+        dead.kill()
+        dead.wait()
+        assert main(["doctor"]) == 0
+        said = capsys.readouterr()
+    rows = [[word.strip() for word in line.split("  ") if word.strip()] for line in said.out.splitlines()]
+    # 60 GiB = 64.4 GB, 80 GiB = 85.9 GB.
+    assert ["GPU-0", "0", "Test", "64.4 GB", "85.9 GB", "nobody"] in rows
+    assert ["MIG-a", "1, a MIG slice", "Test", "unknown", "10.0 GB"] in [row[:5] for row in rows]
+    assert any(row[:4] == [dead_id, "prolific", "1", "dead"] for row in rows)
+    assert any(row[1:5] == ["living", "2", "alive", "MIG-a"] for row in rows)
+    assert any(row and row[0] == str(tmp_path / "runs") for row in rows)
+    assert "dead runs have left something; `strop doctor --clean` ends exactly that" in said.err

@@ -17,11 +17,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from strop.hardware import fake_answers
 from strop.hardware.gpus import NVIDIA_SMI, Gpu
 from strop.store.atomic import write_bytes_atomically
 
 STATE_NAME = "fake-gpus.json"
-_WRONG_QUESTION = 6
 
 
 class Fault(StrEnum):
@@ -53,7 +53,7 @@ def install_fake_nvidia_smi(
     state = folder / STATE_NAME
     write_bytes_atomically(state, json.dumps(_to_state(gpus, users, faults or {}), indent=1).encode())
     program = folder / NVIDIA_SMI
-    words = [sys.executable, "-m", __name__, str(state)]
+    words = [sys.executable, "-I", "-S", fake_answers.__file__, str(state)]
     write_bytes_atomically(program, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'.encode())
     program.chmod(0o755)
     return program
@@ -98,40 +98,5 @@ def _to_state(
     }
 
 
-def main(words: Sequence[str]) -> int:
-    """Answer one question about the GPUs of a state file, named first; return the exit code."""
-    path, *question = words
-    state = json.loads(Path(path).read_text())
-    if question == ["-L"]:
-        sys.stdout.writelines(_list_all(state["gpus"]))
-        return 0
-    kinds = {"--query-gpu=": "gpus", "--query-compute-apps=": "users"}
-    for prefix, key in kinds.items():
-        if question[1:] != ["--format=csv,noheader,nounits"] or not question[0].startswith(prefix):
-            continue
-        names = question[0].removeprefix(prefix).split(",")
-        if all(name in row for row in state[key] for name in names):
-            for row in state[key]:
-                sys.stdout.write(", ".join(row[name] for name in names) + "\n")
-            return 0
-    sys.stderr.write(f"Invalid combination of input arguments: {shlex.join(question)}\n")
-    return _WRONG_QUESTION
-
-
-def _list_all(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = []
-    for gpu in gpus:
-        lines.append(f"GPU {gpu['index']}: {gpu['name']} (UUID: {gpu['uuid']})\n")
-        lines += [
-            f"  MIG {profile:<15} Device {number:>2}: (UUID: {uuid})\n"
-            for number, (profile, uuid) in enumerate(gpu["slices"])
-        ]
-    return lines
-
-
 def _mebibytes(num_bytes: int | None) -> str:
     return "[N/A]" if num_bytes is None else str(num_bytes >> 20)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""The answers of the fake nvidia-smi, as a program that needs nothing but Python: it is asked often.
+
+python -I -S fake_answers.py STATE -L
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_WRONG_QUESTION = 6
+
+
+def main(words: Sequence[str]) -> int:
+    """Answer one question about the GPUs of a state file, named first; return the exit code."""
+    path, *question = words
+    state = json.loads(Path(path).read_text())
+    if question == ["-L"]:
+        sys.stdout.writelines(_list_all(state["gpus"]))
+        return 0
+    kinds = {"--query-gpu=": "gpus", "--query-compute-apps=": "users"}
+    for prefix, key in kinds.items():
+        if question[1:] != ["--format=csv,noheader,nounits"] or not question[0].startswith(prefix):
+            continue
+        names = question[0].removeprefix(prefix).split(",")
+        if all(name in row for row in state[key] for name in names):
+            for row in state[key]:
+                sys.stdout.write(", ".join(row[name] for name in names) + "\n")
+            return 0
+    sys.stderr.write(f"Invalid combination of input arguments: {shlex.join(question)}\n")
+    return _WRONG_QUESTION
+
+
+def _list_all(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for gpu in gpus:
+        lines.append(f"GPU {gpu['index']}: {gpu['name']} (UUID: {gpu['uuid']})\n")
+        lines += [
+            f"  MIG {profile:<15} Device {number:>2}: (UUID: {uuid})\n"
+            for number, (profile, uuid) in enumerate(gpu["slices"])
+        ]
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
