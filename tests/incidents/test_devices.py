@@ -262,6 +262,47 @@ def test_lau_10_a_node_with_a_bad_gpu_is_refused_with_the_cause(tool: Path, tmp_
     assert caught.value.exit_code == 76
 
 
+# A node whose torch was built for another CUDA than its driver runs; importing that torch would fail.
+NODE = """
+import sys
+from pathlib import Path
+from strop.errors import StropError
+from strop.hardware.allocation import GpuRequest, allocate_gpus
+from strop.hardware.inventory import read_inventory
+from strop.hardware.preflight import PreflightRequest, require_ready
+allocation = allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited="0"), read_inventory())
+try:
+    require_ready(PreflightRequest(run_path=Path(sys.argv[1]), allocation=allocation, node="n7"))
+except StropError as refusal:
+    print(refusal)
+    sys.exit(refusal.exit_code)
+"""
+
+
+def test_lau_10_a_library_that_does_not_fit_the_driver_is_refused(tool: Path, tmp_path: Path) -> None:
+    """Incident: libraries of the image and of the wheels were of different versions."""
+    tool.mkdir()
+    (tool / "nvidia-smi").write_text(
+        '#!/bin/sh\n[ "${1#--query-gpu}" = "$1" ] || echo \'0, GPU-0, Test, 81920, 80000, [N/A], 535.54.03\'\n'
+    )
+    (tool / "nvidia-smi").chmod(0o755)
+    (tmp_path / "wheels" / "torch").mkdir(parents=True)
+    (tmp_path / "wheels" / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13')")
+    (tmp_path / "wheels" / "torch" / "version.py").write_text("__version__ = '2.13.0'\ncuda = '13.0'\n")
+    path = os.pathsep.join([str(tmp_path / "wheels"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", NODE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 76, done.stderr
+    assert done.stdout.startswith(
+        "driver_version: driver 535.54.03 is older than 580.0, which CUDA 13.0 of torch needs. Allowed: "
+    )
+
+
 def test_lau_10_a_missing_interface_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
     """Incident: a hard-coded network interface that a node did not have."""
     names = [name for _, name in socket.if_nameindex()]
