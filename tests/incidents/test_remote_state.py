@@ -55,7 +55,7 @@ mirror_every_s = 0.1
 """
 # In the order in which a run comes by: before, in the middle of and after its checkpoints.
 DEATHS = (
-    r"open .*/rollouts/step-000003\.parquet",
+    r"open .*/rollouts/step-000004\.parquet",
     r"os\.rename .*/checkpoints/step-000004\.partial-[^/]*/COMPLETE",
     r"os\.rename .*/eval/reverse-text-step-000005\.json",
     r"open .*/\.mirror/flush",  # all is trained, and nothing was waited for
@@ -66,7 +66,9 @@ def describe_run(model_dir: Path) -> str:
     return RUN_FILE.format(model=model_dir, steps=NUM_STEPS)
 
 
-@pytest.mark.parametrize(("fault", "expected"), [("403", "the right to write objects is missing"), ("503", "")])
+@pytest.mark.parametrize(
+    ("fault", "expected"), [("403", "the right to write objects is missing"), ("503", "")]
+)
 def test_ckp_6_a_store_that_cannot_be_written_is_refused_before_anything_else(
     fault: str, expected: str, proxy: SpoilingProxy, s3_root: str, tmp_path: Path
 ) -> None:
@@ -76,7 +78,9 @@ def test_ckp_6_a_store_that_cannot_be_written_is_refused_before_anything_else(
     # The model does not exist either: the refusal comes before it is looked for.
     run_file.write_text(describe_run(tmp_path / "absent"))
     resolved = load_spec(run_file, [f"store.uri={s3_root}", f"output.root={tmp_path / 'runs'}"])
-    with pytest.raises(CheckRefused, match=f"runs cannot be mirrored to s3://.*/checkpoints: .*{expected}") as caught:
+    with pytest.raises(
+        CheckRefused, match=f"runs cannot be mirrored to s3://.*/checkpoints: .*{expected}"
+    ) as caught:
         train_here(resolved, SilentObserver(), on_run=lambda run_dir: None)
     assert caught.value.exit_code == 76
     assert "store.mirror=false" in str(caught.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from strop.record.mirror.__main__ import main
 from strop.record.mirror.claim import read_latest
 from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri
 from strop.record.mirror.restore import find_remote_run, restore_run
 from strop.record.mirror.uploader import EXIT_FENCED
 from strop.store.record_store import RecordStore
+from tests.fixtures.attempts import fork
 from tests.fixtures.mirrored import PlayedRun
 from tests.fixtures.object_store import Exchange, SpoilingProxy, make_objects
 from tests.record.test_mirror_restore import require_sound
@@ -39,27 +40,53 @@ class Process:
         }
         order = MirrorOrder(**{**values, **changes})  # type: ignore[arg-type]
         self.log_path = played.run.path.parent / f"{order.owner}.log"
-        with self.log_path.open("ab") as log:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "strop.record.mirror", order.to_json()],
-                stdout=log,
-                stderr=log,
-                env=dict(os.environ),
-            )
+        self._process = fork(upload, order.to_json(), str(self.log_path))
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
-    def wait(self) -> int:
-        return self.popen.wait(LIMIT_S)
+    def wait(self, limit_s: float = LIMIT_S) -> int | None:
+        """Return how it ended; None: it has not."""
+        self._process.join(limit_s)
+        return self._process.exitcode
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def wait_for(self, text: str) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while text not in self.log_path.read_text():
-            assert self.popen.poll() is None, self.log_path.read_text()
+        while not (self.log_path.exists() and text in self.log_path.read_text()):
+            assert self._process.is_alive(), self.log_path.read_text()
             assert time.monotonic() < deadline, self.log_path.read_text()
             time.sleep(0.02)
 
     def close(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
+        self._process.kill()
+        self._process.join()
+
+
+def upload(order: str, log_path: str) -> None:
+    """Mirror, with the output in a file."""
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.exit(main([order]))
+
+
+class Killer:
+    """Ends the next uploader at its n-th request from then on, which arrives or does not."""
+
+    def __init__(self, num_before: int, *, arrives: bool) -> None:
+        self.process: Process | None = None
+        self._num_left = num_before
+        self._fate = "lost-reply" if arrives else "dropped"
+
+    def __call__(self, exchange: Exchange) -> str | None:
+        self._num_left -= 1
+        if self.process is None or self._num_left >= 0:
+            return None
+        self.process.send(signal.SIGKILL)
+        # What it had under way beside this one may arrive or not as well.
+        return self._fate
 
 
 @pytest.fixture
@@ -75,6 +102,7 @@ def test_thirty_kills_at_random_points_leave_thirty_states_to_go_on_from(
     """A kill -9 at a random request, which arrives or does not, while training goes on and prunes."""
     stream = random.Random(7)
     uri = mirror_uri(s3_root, played.run.path.name)
+    flush_path(played.run.path).parent.mkdir()
     played.train(1, 2)
     assert played.uploader(s3_root, make_objects(), owner="process").look(is_flush=False)
     steps, num_killed, step = [], 0, 2
@@ -82,27 +110,13 @@ def test_thirty_kills_at_random_points_leave_thirty_states_to_go_on_from(
         played.train(step + 1, step + 2)
         played.run.keep_checkpoints(2)
         step += 2
-        num_left, fate = stream.randrange(35), stream.choice(["dropped", "lost-reply"])
-        process: Process | None = None
-
-        def spoil(exchange: Exchange) -> str | None:
-            nonlocal num_left
-            num_left -= 1
-            if process is None or num_left >= 0:
-                return None
-            process.popen.kill()
-            return fate if num_left == -1 else "dropped"
-
-        proxy.spoil = spoil
-        process = Process(played, s3_root)
-        if num_killed % 2:  # A look that finds all sent ends by itself where nothing else would.
+        killer = Killer(stream.randrange(35), arrives=stream.random() < 0.5)
+        proxy.spoil = killer
+        if num_killed % 2:
             flush_path(played.run.path).touch()
-        try:
-            code = process.popen.wait(8.0)
-            num_killed += code == -signal.SIGKILL
-        except subprocess.TimeoutExpired:
-            process.popen.kill()  # Between two looks: a kill as good as any.
-            num_killed += 1
+        killer.process = process = Process(played, s3_root)
+        # One that has nothing left to ask for is killed between two looks, or has ended by itself.
+        num_killed += process.wait(3.0) != 0
         process.close()
         proxy.spoil = lambda exchange: None
         flush_path(played.run.path).unlink(missing_ok=True)
@@ -130,11 +144,11 @@ def test_an_attempt_that_slept_and_wakes_up_ends(played: PlayedRun, s3_root: str
     process = Process(played, s3_root, owner="old")
     try:
         process.wait_for("_step2: ")
-        process.popen.send_signal(signal.SIGSTOP)
+        process.send(signal.SIGSTOP)
         newer = played.uploader(s3_root, make_objects(), owner="new", attempt=2)
         assert newer.look(is_flush=False)
         played.train(3, 4)
-        process.popen.send_signal(signal.SIGCONT)
+        process.send(signal.SIGCONT)
         assert process.wait() == EXIT_FENCED
     finally:
         process.close()
@@ -154,9 +168,10 @@ def test_signals_for_the_trainer_do_not_end_the_uploader(played: PlayedRun, s3_r
     try:
         process.wait_for("claimed")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-            process.popen.send_signal(number)
-        assert os.getpriority(os.PRIO_PROCESS, process.popen.pid) >= 10
+            process.send(number)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
         played.train(1, 2)
+        flush_path(played.run.path).parent.mkdir(exist_ok=True)
         flush_path(played.run.path).touch()
         assert process.wait() == 0
     finally:

@@ -7,15 +7,17 @@ meanwhile ends the transfer, and the next look begins with what is there then.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from strop.errors import StoreError
 from strop.record.mirror.layout import MIRROR_FOLDER, RUN_FOLDER
-from strop.record.run_dir import RunDir, step_of
+from strop.record.run_dir import STATE_NAME, RunDir, step_of
 from strop.store.atomic import (
     MANIFEST_NAME,
     FileRecord,
@@ -28,7 +30,7 @@ from strop.store.record_store import describe_directory, describe_files
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _PIN_FOLDER = "pinned"
-_WHOLE_FILES = ("run.json", "spec.toml", "env.txt")
+_WHOLE_FILES = ("spec.toml", "env.txt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +115,10 @@ def _link_files(source: Path, target: Path, names: Sequence[str]) -> bool:
 
 def _write_curve(run: RunDir, step: int, folder: Path) -> dict[str, Path]:
     """Copy what the run recorded up to a step; return the copies by their names in the record."""
+    state: dict[str, Any] = json.loads((run.path / STATE_NAME).read_bytes())
     contents = {
+        # A run is finished for those elsewhere when its model is in the store as well.
+        STATE_NAME: json.dumps({**state, "finished_at": None}, indent=1).encode(),
         "metrics.jsonl": run.metrics.read_until(step),
         "events.jsonl": run.events.read_until(step),
         **{name: (run.path / name).read_bytes() for name in _WHOLE_FILES if (run.path / name).is_file()},

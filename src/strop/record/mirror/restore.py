@@ -180,7 +180,8 @@ def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Pat
         except (CorruptRecord, RemoteMissing) as error:
             failures.append(str(error))
             continue
-        return _build_run(found, name, record_path, incoming / "directory")
+        finished_at = _find_end(store, found, name)
+        return _build_run(found, name, record_path, incoming / "directory", finished_at)
     raise CorruptRecord(
         explain_refusal(
             f"none of {len(failures)} checkpoints at {found.uri} is sound: {failures[0]}",
@@ -190,7 +191,19 @@ def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Pat
     )
 
 
-def _build_run(found: RemoteRun, name: RecordName, record_path: Path, run_path: Path) -> Path:
+def _find_end(store: RecordStore, found: RemoteRun, name: RecordName) -> float | None:
+    """Return when the run finished, if it did so with this checkpoint and all of it was sent."""
+    final = store.find_manifest(join_uri(found.uri, f"{found.latest.run.name}_final"))
+    state = store.read_versioned(join_uri(found.uri, TRACES, STATE_NAME))
+    if final is None or state is None or final.facts.get("step") != name.step:
+        return None
+    finished_at: float | None = json.loads(state[0])["finished_at"]
+    return finished_at
+
+
+def _build_run(
+    found: RemoteRun, name: RecordName, record_path: Path, run_path: Path, finished_at: float | None
+) -> Path:
     shutil.rmtree(run_path, ignore_errors=True)
     for folder in ("attempts", "rollouts", "eval", "checkpoints"):
         (run_path / folder).mkdir(parents=True)
@@ -208,6 +221,7 @@ def _build_run(found: RemoteRun, name: RecordName, record_path: Path, run_path: 
     state: dict[str, Any] = json.loads((run_path / STATE_NAME).read_bytes())
     # The next attempt is the one after all that were ever begun: their logs are here.
     state["num_attempts"] = max(int(state["num_attempts"]), found.latest.attempt)
+    state["finished_at"] = finished_at
     write_bytes_atomically(run_path / STATE_NAME, json.dumps(state, indent=1).encode())
     return run_path
 
