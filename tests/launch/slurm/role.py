@@ -1,8 +1,8 @@
 """A role of a job in tests: it counts steps, saves at TERM and ends with 75, as a trainer does.
 
-    role.py RUN [--steps N] [--codes C,C,..] [--special PLACE=C,C,..] [--ignore-signals]
+    role.py RUN [--steps N[,N]] [--codes C,C,..] [--special PLACE=C,C,..] [--ignore-signals]
 
-Steps take 0.1 s. `--codes`: exit code of attempt 0, 1, ...; the last one for all further ones.
+Steps take 0.1 s; a second number is for attempts after the first. `--codes`: exit code of attempt 0, 1, ...; the last one for all further ones.
 `--special`: other codes on one node, or for one member of a sweep. It says what it sees as JSON in `RUN/seen-<attempt>-<node>.json`.
 """
 
@@ -15,7 +15,8 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
+
+from strop.train.signals import StopFlag
 
 SHOWN = (
     *("CUDA_VISIBLE_DEVICES", "TMPDIR", "XDG_CACHE_HOME", "STROP_NODE_ADDRESS", "MASTER_ADDR", "RANK"),
@@ -26,35 +27,43 @@ SHOWN = (
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--steps", default="0")
     parser.add_argument("--codes", default="0")
     parser.add_argument("--special", default="")
     parser.add_argument("--ignore-signals", action="store_true")
     given = parser.parse_args()
     attempt, node = os.environ["STROP_ATTEMPT"], os.environ["STROP_NODE"]
     number = int(attempt.rpartition("-")[2])
-    told: list[int] = []
-
-    def hear(received: int, _frame: FrameType | None) -> None:
-        told.append(received)
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if given.ignore_signals else hear)
+    told = StopFlag()
+    if given.ignore_signals:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        told.__enter__()
     saved_path = given.run / "saved"
     begin = int(saved_path.read_text()) if saved_path.exists() else 0
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SBATCH_"))}
-    seen = {name: os.environ.get(name) for name in SHOWN} | {"begin": begin, "slurm": slurm, "cwd": os.getcwd()}
+    seen = {name: os.environ.get(name) for name in SHOWN} | {
+        "begin": begin,
+        "slurm": slurm,
+        "cwd": os.getcwd(),
+    }
     (given.run / f"seen-{attempt}-{node}.json").write_text(json.dumps(seen))
     print(f"attempt {attempt} node {node} begins at step {begin}", flush=True)
-    for step in range(begin, given.steps):
+    for step in range(begin, pick(given.steps, number)):
         time.sleep(0.1)
-        if told:
+        if told.cause:
             saved_path.write_text(str(step))
             print(f"saved at step {step}", flush=True)
             return 75
     place, _, special = given.special.partition("=")
     is_there = place and place in {os.environ.get("SLURMD_NODENAME"), given.run.name}
-    codes = [int(code) for code in (special if is_there else given.codes).split(",")]
-    return codes[min(number, len(codes) - 1)]
+    return pick(special if is_there else given.codes, number)
+
+
+def pick(texts: str, number: int) -> int:
+    """Return what is written for an attempt: the last one counts for all further ones."""
+    values = [int(text) for text in texts.split(",")]
+    return values[min(number, len(values) - 1)]
 
 
 if __name__ == "__main__":

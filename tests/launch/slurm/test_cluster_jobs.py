@@ -174,13 +174,15 @@ def test_a_job_from_inside_another_one_inherits_nothing_of_it(
 def test_a_secret_reaches_its_role_and_nothing_else(
     desk: Desk, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    value = 'k3y, "with" $HOME `x` \'y\''
+    value = "k3y, \"with\" $HOME `x` 'y'"
     monkeypatch.setenv("API_KEY", value)
     launcher = Launcher(desk.backend, environ={**desk.launcher._environ, "API_KEY": value})
     environment = JobEnvironment(variables={"MODE": "a,b 'c' $d"}, secrets=("API_KEY",))
     ref = launcher.submit(desk.request(a_role("--steps", "20"), environment=environment)).ref
     desk.wait_for(ref, JobState.RUNNING)
-    shown = cluster.run("scontrol", "show", "job", ref.job_id) + cluster.run("scontrol", "write", "batch_script", ref.job_id, "-")
+    shown = cluster.run("scontrol", "show", "job", ref.job_id) + cluster.run(
+        "scontrol", "write", "batch_script", ref.job_id, "-"
+    )
     assert "k3y" not in shown
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     path = next(Path(ref.home).glob("seen-*.json"))
@@ -221,6 +223,8 @@ def test_steps_run_in_an_image_where_one_is_asked_for(
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked[:2] == ["run", "--rm"]
-    assert {f"--volume={ref.home}:{ref.home}", "--volume=/data:/data:ro", "--volume=/models:/models"} <= set(asked)
+    assert {f"--volume={ref.home}:{ref.home}", "--volume=/data:/data:ro", "--volume=/models:/models"} <= set(
+        asked
+    )
     assert "--device=nvidia.com/gpu=all" not in asked
     assert "image image:1 by podman" in slurm_log(ref)

@@ -75,7 +75,7 @@ def test_a_preflight_that_fails_twice_ends_the_job(desk: Desk) -> None:
 
 @pytest.mark.parametrize("words", [(), ("--ignore-signals",)], ids=["saves", "ignores signals"])
 def test_a_preempted_job_makes_room_and_lives_again(desk: Desk, words: tuple[str, ...]) -> None:
-    role = a_role("--steps", "80", gpus=4, *words)
+    role = a_role("--steps", "400,40", *words, gpus=4)
     low = desk.submit(role, name="low", resources=gpus(4), options={"nodelist": "n1"})
     desk.wait_for(low, JobState.RUNNING)
     time.sleep(1.0)
@@ -90,7 +90,7 @@ def test_a_preempted_job_makes_room_and_lives_again(desk: Desk, words: tuple[str
     status = desk.wait_for(low, *ALL_ENDS, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(low)
     begin = seen(low, f"{low.job_id}-1")["begin"]
-    assert begin == 0 if words else 0 < begin < 80
+    assert begin == 0 if words else begin > 0
 
 
 def test_a_failed_job_is_requeued_from_outside_and_a_completed_or_running_one_is_not(desk: Desk) -> None:
@@ -145,6 +145,8 @@ def test_a_held_job_and_a_broken_dependency_say_so(desk: Desk, cluster: Cluster)
     held = desk.submit(a_role(gpus=4), name="held", resources=gpus(4, nodes=2))
     cluster.run("scontrol", "hold", held.job_id)
     status = desk.wait_for(held, JobState.QUEUED)
-    desk.wait_until(lambda: desk.status(held).reason == "held: JobHeldAdmin" or "held" in desk.status(held).reason)
+    desk.wait_until(
+        lambda: desk.status(held).reason == "held: JobHeldAdmin" or "held" in desk.status(held).reason
+    )
     assert status.state is JobState.QUEUED
     desk.launcher.cancel(blocker, grace_s=10.0)
