@@ -77,7 +77,11 @@ def test_flags_and_base_state_together(names: tuple[str, ...], state: JobState) 
     ("seen", "state", "reason"),
     [
         (SeenState(names=("PENDING",), reason="Resources"), Q, "Resources"),
-        (SeenState(names=("PENDING",), reason="DependencyNeverSatisfied"), F, "dependency: DependencyNeverSatisfied"),
+        (
+            SeenState(names=("PENDING",), reason="DependencyNeverSatisfied"),
+            F,
+            "dependency: DependencyNeverSatisfied",
+        ),
         (SeenState(names=("PENDING",), reason="JobHeldUser"), Q, "held: JobHeldUser"),
         (SeenState(names=("PENDING",), reason="JobHeldAdmin", num_restarts=1), Q, "held: JobHeldAdmin"),
         (SeenState(names=("PENDING",), reason="BeginTime", num_restarts=1), P, "BeginTime"),
@@ -85,7 +89,11 @@ def test_flags_and_base_state_together(names: tuple[str, ...], state: JobState) 
         (SeenState(names=("FAILED",), exit_code=75), F, "exit 75: saved, and not started again"),
         (SeenState(names=("FAILED",), exit_code=76), F, "exit 76: preflight"),
         (SeenState(names=("FAILED",), exit_code=143), F, "signal 15"),
-        (SeenState(names=("FAILED",), exit_code=0, exit_signal=15, reason="JobLaunchFailure"), F, "signal 15"),
+        (
+            SeenState(names=("FAILED",), exit_code=0, exit_signal=15, reason="JobLaunchFailure"),
+            F,
+            "signal 15",
+        ),
         (
             SeenState(names=("FAILED",), exit_code=0, exit_signal=53, reason="JobLaunchFailure"),
             F,
@@ -93,13 +101,21 @@ def test_flags_and_base_state_together(names: tuple[str, ...], state: JobState) 
         ),
         (SeenState(names=("FAILED",), reason="NonZeroExitCode"), F, "NonZeroExitCode"),
         (SeenState(names=("NODE_FAIL",), nodes="n7"), F, "a node was lost on n7"),
-        (SeenState(names=("OUT_OF_MEMORY",), reason="OutOfMemory", nodes="n7"), F, "out of memory (OutOfMemory) on n7"),
+        (
+            SeenState(names=("OUT_OF_MEMORY",), reason="OutOfMemory", nodes="n7"),
+            F,
+            "out of memory (OutOfMemory) on n7",
+        ),
         # A cancelled job can show any exit code.
         (SeenState(names=("CANCELLED by 1000",), exit_code=75), C, ""),
         (SeenState(names=("TIMEOUT",), exit_code=0, exit_signal=9), T, "its time limit ended it"),
         (SeenState(names=("PREEMPTED",), may_requeue=False), F, "preempted, and not started again"),
         (SeenState(names=("PREEMPTED",), may_requeue=True, ended_ago_s=3.0), P, ""),
-        (SeenState(names=("PREEMPTED",), may_requeue=True, ended_ago_s=300.0), F, "preempted, and not started again"),
+        (
+            SeenState(names=("PREEMPTED",), may_requeue=True, ended_ago_s=300.0),
+            F,
+            "preempted, and not started again",
+        ),
     ],
 )
 def test_reasons_are_slurms_own_or_say_more(seen: SeenState, state: JobState, reason: str) -> None:
