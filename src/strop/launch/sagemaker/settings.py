@@ -18,7 +18,7 @@ OPTIONS = frozenset(
     {
         *("image", "image_tag", "instance_type", "instance_count", "job_name", "name_prefix", "description"),
         *("spot", "max_wait", "max_runtime", "volume_gb", "keep_alive_s", "network_isolation", "subnets"),
-        *("security_groups", "entrypoint", "config", "run_key", "parent", "assets", "session", "wait"),
+        *("security_groups", "entrypoint", "config", "run_key", "parent", "assets", "container_image"),
     }
 )
 """What `JobRequest.options` may say to this backend; the names of its flags."""
@@ -61,7 +61,7 @@ class SageMakerSettings:
     @property
     def image(self) -> str:
         """The image as the request names it before its digest is known."""
-        given = self.option("image")
+        given = self.option("image") or self.option("container_image")
         if given:
             return str(given)
         if self.profile.repository is None:
@@ -153,7 +153,7 @@ def _split_roles(arns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tup
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    unknown = sorted(set(options) - OPTIONS)
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in OPTIONS)
     if unknown:
         raise ConfigError(
             explain_refusal(

@@ -1,0 +1,113 @@
+"""A submitted job whose instances are contract runners: everything is real but the platform."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from strop.launch.jobs.contract import JobEnvironment, RolePlan
+from strop.launch.jobs.filling import fill_home
+from strop.launch.jobs.planning import make_plan
+from strop.launch.jobs.snapshot import take_snapshot
+from strop.launch.sagemaker.backend import SageMakerBackend
+from strop.launch.sagemaker.client import AwsClients
+from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
+from strop.launch.sagemaker.fake import FakeSageMaker
+from strop.launch.sagemaker.folder_objects import FolderObjects
+from strop.spec.site import SageMakerSite
+from strop.store.contract import Objects
+from tests.launch.sagemaker.building import NOON, PROFILE, make_request
+from tests.launch.sagemaker.trainee import advance
+
+SOURCE = Path(__file__).parents[3] / "src"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass
+class Rehearsal:
+    """One project, one store in a folder, and starts of its job."""
+
+    root: Path
+    objects: Objects | None = None
+    runners: list[ContractRunner] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.project = self.root / "project"
+        self.project.mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name("trainee.py"), self.project / "program.py")
+        self.folder = FolderObjects(self.root / "s3")
+        self.objects = self.objects or self.folder
+
+    def submit(self, *, roles: tuple[RolePlan, ...] = (), **changes: Any) -> dict[str, Any]:
+        """Submit and return the request that arrived."""
+        numbers = {f"TRAINEE_{key}": str(value) for key, value in changes.pop("trainee", {}).items()}
+        profile = SageMakerSite(**{**PROFILE, **changes.pop("profile", {})})
+        fake = FakeSageMaker(now=NOON)
+        clients = AwsClients(profile=profile, given={"sagemaker": fake})
+        backend = SageMakerBackend(profile, clients=clients, objects=self.objects)
+        request = make_request(
+            project=self.project,
+            profile=profile.model_dump(exclude_defaults=True),
+            environment=JobEnvironment(variables={**numbers, **changes.pop("variables", {})}),
+            **{"image": "elsewhere.example/strop:1", **changes},
+        )
+        request = replace(request, snapshot=take_snapshot(self.project, excluded=[self.project / "runs"]))
+        home = f"{request.home}{'' if request.options.get('job_name') is None else '-2'}"
+        request = replace(request, roles=roles or request.roles, home=home)
+        plan = make_plan(request, backend)
+        fill_home(plan, request, {})
+        backend.hand_over(plan)
+        return fake.sent("create_training_job")[0]
+
+    def start(self, request: dict[str, Any], **settings: Any) -> ContractRunner:
+        """Start the instances of a job once more, as the platform would."""
+        environment = {"PYTHONPATH": str(SOURCE), "STROP_CACHE": str(self.root / "cache")}
+        given = {"stop_window_s": 10.0, "sync_every_s": 0.2, "port": free_port(), **settings}
+        given["environment"] = {**environment, **given.get("environment", {})}
+        # The record goes beside the checkpoints: these jobs reach no S3.
+        given["environment"].setdefault("STROP_STORE_URI", "")
+        runner = ContractRunner(
+            self.root / f"start-{len(self.runners)}", self.objects or self.folder, RunnerSettings(**given)
+        )
+        self.runners.append(runner)
+        runner.start(request)
+        return runner
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.kill()
+
+    def states(self, request: dict[str, Any]) -> list[str]:
+        """Return the complete states in the store, oldest first."""
+        assert self.objects is not None
+        root = request["CheckpointConfig"]["S3Uri"].rstrip("/")
+        names = [stored.uri[len(root) + 1 :] for stored in self.objects.list(root)]
+        return sorted({name.split("/")[1] for name in names if name.endswith("/COMPLETE")})
+
+    def read_record(self, request: dict[str, Any], name: str) -> Any:
+        assert self.objects is not None
+        root = request["CheckpointConfig"]["S3Uri"].rstrip("/")
+        return json.loads(self.objects.read(f"{root}/record/{name}"))
+
+    def metrics(self, request: dict[str, Any], host: str) -> list[dict[str, int]]:
+        assert self.objects is not None
+        root = request["CheckpointConfig"]["S3Uri"].rstrip("/")
+        text = self.objects.read(f"{root}/{host}/run/metrics.jsonl").decode()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def expected_metrics(num_steps: int) -> list[dict[str, int]]:
+    """Return what an undisturbed training writes."""
+    found, state = [], 1
+    for step in range(1, num_steps + 1):
+        state = advance(state, step)
+        found.append({"step": step, "state": state})
+    return found

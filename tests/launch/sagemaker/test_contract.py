@@ -1,0 +1,361 @@
+"""The container's contract, with real processes: codes, signals, files, state, hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.launch.jobs.contract import RolePlan
+from strop.launch.sagemaker.contract_runner import ContractRunner
+from tests.launch.sagemaker.building import PROGRAM
+from tests.launch.sagemaker.rehearsal import Rehearsal, expected_metrics
+
+pytestmark = pytest.mark.slow
+HOST = "127.0.1.1"
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
+    found = Rehearsal(tmp_path)
+    yield found
+    found.close()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def wait_for_state(rehearsal: Rehearsal, request: dict[str, Any], number: int = 1) -> None:
+    wait_until(lambda: len(rehearsal.states(request)) >= number, "no state came")
+
+
+def end_of(runner: ContractRunner) -> int | None:
+    code = runner.wait(LIMIT_S)
+    assert runner.check_end() == [], runner.log_of(HOST)
+    return code
+
+
+def test_success(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    runner = rehearsal.start(request)
+    assert end_of(runner) == 0, runner.log_of(HOST)
+    assert rehearsal.states(request)[-1] == "step-000006"
+    assert rehearsal.metrics(request, HOST) == expected_metrics(6)
+    verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-0/verdict.json")
+    assert (verdict["exit_code"], verdict["number"]) == (0, 0)
+    assert "train| begin at step 0" in runner.log_of(HOST)
+    assert runner.failure() == ""
+
+
+def test_an_exception_is_a_cause_at_the_front_of_the_failure_file(rehearsal: Rehearsal) -> None:
+    runner = rehearsal.start(rehearsal.submit(trainee={"FAIL_AT": 2}))
+    assert end_of(runner) == 1
+    failure = runner.failure()
+    assert failure.startswith(
+        f"exit code 1: failed on {HOST}; rank 3; RuntimeError: rank 3: the loss is not finite; at program.py:"
+    )
+    assert len(failure) <= 1024
+
+
+def test_lau_2_term_during_a_step_saves_and_a_second_start_goes_on_exactly(rehearsal: Rehearsal) -> None:
+    """LAU-2: the first process forwards SIGTERM; a newer complete state and code 75 follow."""
+    request = rehearsal.submit(trainee={"STEPS": 12, "STEP_S": 0.3})
+    first = rehearsal.start(request)
+    wait_for_state(rehearsal, request, 2)
+    before = rehearsal.states(request)[-1]
+    assert first.stop() == 75, first.log_of(HOST)
+    assert first.check_end() == []
+    assert first.failure().startswith(f"requeue: exit code 75: interrupted, its state saved on {HOST}")
+    assert rehearsal.states(request)[-1] >= before
+    second = rehearsal.start(request)
+    assert end_of(second) == 0
+    assert "begin at step 0" not in second.log_of(HOST)
+    # No step is skipped or repeated, and every state is the undisturbed one.
+    assert rehearsal.metrics(request, HOST) == expected_metrics(12)
+    verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-1/verdict.json")
+    assert verdict["number"] == 1
+
+
+def test_term_during_a_save(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 8, "STEP_S": 0.0, "SAVE_S": 0.5})
+    first = rehearsal.start(request)
+    wait_for_state(rehearsal, request)
+    assert first.stop() == 75
+    assert end_of(rehearsal.start(request)) == 0
+    assert rehearsal.metrics(request, HOST) == expected_metrics(8)
+
+
+def test_term_before_step_0(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    runner = rehearsal.start(request)
+    wait_until((runner.root / HOST / "entry.log").exists, "no log")
+    time.sleep(0.4)
+    code = runner.stop()
+    assert code == 75, runner.log_of(HOST)
+    assert runner.failure().startswith("requeue:")
+    assert runner.find_leftovers() == []
+
+
+def test_kill_without_warning_loses_what_was_not_copied_and_no_more(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 10, "STEP_S": 0.3})
+    first = rehearsal.start(request)
+    wait_for_state(rehearsal, request, 2)
+    first.kill()
+    assert first.find_leftovers() == []
+    assert end_of(rehearsal.start(request)) == 0
+    assert rehearsal.metrics(request, HOST) == expected_metrics(10)
+
+
+def test_a_state_without_its_marker_or_with_damage_is_passed_over(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 4})
+    assert end_of(rehearsal.start(request)) == 0
+    root = rehearsal.folder.path_of(request["CheckpointConfig"]["S3Uri"]) / HOST
+    newest, older = root / "step-000004", root / "step-000003"
+    (newest / "weights.bin").write_bytes(b"half")
+    (root / "step-000009").mkdir()
+    (root / "step-000009" / "state.json").write_text("{}")
+    second = rehearsal.start(request)
+    assert end_of(second) == 0
+    assert "begin at step 3" in second.log_of(HOST)
+    resume = rehearsal.read_record(request, "attempts/job-20261121-120000-1/resume.json")
+    assert resume["step"] == 3
+    assert "step-000009 has no COMPLETE" in resume["reason"]
+    assert older.exists()
+
+
+def test_states_are_pruned_two_at_least_stay(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 6, "STEP_S": 1.2})
+    assert end_of(rehearsal.start(request)) == 0
+    assert rehearsal.states(request) == ["step-000005", "step-000006"]
+
+
+def test_a_new_job_of_the_same_run_goes_on(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 3})
+    assert end_of(rehearsal.start(request)) == 0
+    key = request["HyperParameters"]["strop_run"]
+    later = rehearsal.submit(trainee={"STEPS": 5}, run_key=key, job_name="another-name")
+    runner = rehearsal.start(later)
+    assert end_of(runner) == 0
+    assert "begin at step 3" in runner.log_of(HOST)
+    assert rehearsal.metrics(later, HOST) == expected_metrics(5)
+
+
+def test_hyperparameters_arrive_unchanged(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 1})
+    strange = {"a.b": "quote ' \" \\ $HOME `x`", "größe": "ü" * 256, "empty": ""}
+    request["HyperParameters"] |= strange
+    runner = rehearsal.start(request)
+    assert end_of(runner) == 0
+    from strop.launch.sagemaker.opt_ml import OptMl
+
+    found = OptMl(root=runner.tree_of(HOST)).read_parameters()
+    assert {name: found[name] for name in strange} == strange
+
+
+def test_code_that_was_changed_on_its_way_is_refused(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    uri = request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"]
+    path = rehearsal.folder.path_of(uri) / "code.tar.zst"
+    path.write_bytes(path.read_bytes()[:-10])
+    runner = rehearsal.start(request)
+    assert end_of(runner) not in {0, 75, None}
+    assert HOST in runner.failure()
+
+
+def test_a_config_of_another_job_is_refused(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    request["HyperParameters"]["strop_plan"] = "another"
+    runner = rehearsal.start(request)
+    assert end_of(runner) == 76
+    assert runner.failure().startswith(
+        f"preflight: exit code 76: refused by a check before it began on {HOST}"
+    )
+
+
+@pytest.mark.parametrize("num_children", [1, 3])
+def test_no_grandchild_outlives_the_entry(rehearsal: Rehearsal, num_children: int) -> None:
+    (rehearsal.project / "program.py").write_text(
+        "import subprocess, sys, time\n"
+        f"for _ in range({num_children}):\n"
+        "    words = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "    subprocess.Popen(words, start_new_session=True)\n"
+        "time.sleep(600)\n"
+    )
+    runner = rehearsal.start(rehearsal.submit())
+    wait_until(lambda: len(runner.find_leftovers()) >= num_children + 2, "the children did not start")
+    code = runner.stop()
+    assert code == 75, runner.log_of(HOST)
+    assert runner.find_leftovers() == []
+
+
+def test_a_program_that_ignores_term_is_killed_within_the_window(rehearsal: Rehearsal) -> None:
+    (rehearsal.project / "program.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('deaf', flush=True)\ntime.sleep(600)\n"
+    )
+    runner = rehearsal.start(rehearsal.submit(), stop_window_s=4.0)
+    wait_until(lambda: "deaf" in runner.log_of(HOST), "it did not start")
+    started_at = time.monotonic()
+    code = runner.stop()
+    assert code == 128 + signal.SIGKILL
+    assert time.monotonic() - started_at < 6.0
+    assert "did not end within the grace" in runner.failure()
+    assert runner.find_leftovers() == []
+
+
+def test_sec_4_a_secret_reaches_its_role_alone(rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEC-4: a value fetched by ARN is in no file that stays, no log and no failure file."""
+    import subprocess
+    import sys
+
+    arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
+    request = rehearsal.submit(
+        profile={"secret_arns": {"TOKEN:train": arn}},
+        trainee={"STEPS": 1, "SECRET_PROBE": 1},
+        roles=(
+            RolePlan(name="train", argv=PROGRAM),
+            RolePlan(
+                name="companion",
+                argv=("python3", "-c", "import os, time; print(os.environ.get('TOKEN')); time.sleep(60)"),
+                must_succeed=False,
+            ),
+        ),
+    )
+    assert arn not in json.dumps(request)
+    runner = rehearsal.start(request, python=_with_secret(rehearsal, arn, "canary-value-1"))
+    assert runner.wait(LIMIT_S) == 0, runner.log_of(HOST)
+    log = runner.log_of(HOST)
+    assert "train| secret is here" in log
+    assert "train| the value is <redacted>" in log
+    assert "companion| None" in log
+    found = subprocess.run(
+        ["grep", "-rl", "canary-value-1", str(runner.root), str(rehearsal.root / "s3")],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    # The role's own log file, in the scratch of the container, is where it printed it itself.
+    assert [path for path in found if "/scratch/" not in path and "/0/train.log" not in path] == []
+    del sys
+
+
+def _with_secret(rehearsal: Rehearsal, arn: str, value: str) -> str:
+    """Return a program that is python3 with a Secrets Manager that knows one secret."""
+    import sys
+
+    folder = rehearsal.root / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(
+        "import strop.launch.sagemaker.client as client\n"
+        "def call(self, service, operation, *, resource='', **arguments):\n"
+        f"    assert arguments == {{'SecretId': {arn!r}}}\n"
+        f"    return {{'SecretString': {json.dumps({'TOKEN': value})!r}}}\n"
+        "client.AwsClients.call = call\n"
+    )
+    program = folder / "python3"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_secret_that_may_not_be_fetched_is_a_refusal_that_names_it(rehearsal: Rehearsal) -> None:
+    arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
+    request = rehearsal.submit(profile={"secret_arns": {"TOKEN": arn}})
+    # Without credentials, and without anybody to ask for some.
+    runner = rehearsal.start(request, environment={"AWS_EC2_METADATA_DISABLED": "true"})
+    assert end_of(runner) == 76
+    assert f"secretsmanager:GetSecretValue on {arn}" in runner.failure()
+
+
+def test_a_job_without_network_gets_a_store_of_its_channels(rehearsal: Rehearsal) -> None:
+    rehearsal.folder.write("s3://strop-test/strop/models/Org/Name/config.json", b"{}")
+    (rehearsal.project / "program.py").write_text(
+        "import os, pathlib\n"
+        "root = pathlib.Path(os.environ['STROP_STORE_URI'])\n"
+        "print('model', (root / 'models/Org/Name/config.json').read_text(), flush=True)\n"
+    )
+    request = rehearsal.submit(network_isolation=True, overrides=("model.uri=Org/Name",))
+    runner = rehearsal.start(
+        request, environment={"STROP_STORE_URI": request["Environment"]["STROP_STORE_URI"]}
+    )
+    assert end_of(runner) == 0, runner.log_of(HOST)
+    assert "train| model {}" in runner.log_of(HOST)
+
+
+# Several hosts.
+
+
+def roles_on_all() -> tuple[RolePlan, ...]:
+    return (RolePlan(name="train", argv=PROGRAM, nodes="all"),)
+
+
+def test_two_hosts_end_together(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(instance_count=2, trainee={"STEPS": 3})
+    runner = rehearsal.start(request)
+    assert runner.wait(LIMIT_S) == 0, runner.log_of(HOST) + runner.log_of("127.0.1.2")
+    assert runner.codes == {"127.0.1.1": 0, "127.0.1.2": 0}
+    assert runner.check_end() == []
+
+
+def test_an_exception_on_host_2_ends_all_and_names_host_and_rank(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(
+        instance_count=2, roles=roles_on_all(), trainee={"STEPS": 200, "FAIL_AT": 3, "FAIL_NODE": 1}
+    )
+    runner = rehearsal.start(request)
+    assert runner.wait(LIMIT_S) == 1, runner.log_of(HOST) + runner.log_of("127.0.1.2")
+    assert set(runner.codes.values()) == {1}
+    assert "on 127.0.1.2; rank 3; RuntimeError: rank 3: the loss is not finite" in runner.failure()
+    assert runner.check_end() == []
+
+
+def test_a_host_that_never_comes_is_named(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(instance_count=2)
+    runner = rehearsal.start(request, join_limit_s=3.0)
+    # The second host dies before it has joined.
+    lost = runner._hosts["127.0.1.2"]
+    lost.send(signal.SIGKILL)
+    assert runner.wait(LIMIT_S) not in {0, None}
+    assert runner.codes["127.0.1.1"] == 76
+    assert "host 127.0.1.2 did not join within 3 s" in runner.failure()
+
+
+def test_a_host_that_is_lost_later_ends_the_others(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(instance_count=2, roles=roles_on_all(), trainee={"STEPS": 500})
+    runner = rehearsal.start(request)
+    wait_until(lambda: "train| begin" in runner.log_of("127.0.1.2"), "it did not start")
+    started_at = time.monotonic()
+    runner._hosts["127.0.1.2"].send(signal.SIGKILL)
+    assert runner.wait(LIMIT_S) == 1
+    assert time.monotonic() - started_at < 30
+    assert "host 127.0.1.2 was lost" in runner.failure()
+    assert runner.find_leftovers() == []
+
+
+def test_stop_of_two_hosts(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(instance_count=2, roles=roles_on_all(), trainee={"STEPS": 200, "STEP_S": 0.2})
+    runner = rehearsal.start(request)
+    wait_for_state(rehearsal, request)
+    assert runner.stop() == 75, runner.log_of(HOST)
+    assert set(runner.codes.values()) == {75}
+    assert runner.check_end() == []
+
+
+def test_the_environment_of_the_test_is_not_the_jobs(rehearsal: Rehearsal) -> None:
+    (rehearsal.project / "program.py").write_text(
+        "import os\nprint('PYTEST' in ' '.join(os.environ), os.environ['TRAINEE_X'], flush=True)\n"
+    )
+    assert "PYTEST_CURRENT_TEST" in os.environ
+    runner = rehearsal.start(rehearsal.submit(trainee={"X": 7}))
+    assert end_of(runner) == 0
+    assert "train| False 7" in runner.log_of(HOST)
