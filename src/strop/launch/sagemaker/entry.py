@@ -120,7 +120,7 @@ def _read_start(tree: OptMl, hosts: Hosts, settings: EntrySettings) -> _Start:
         home = settings.scratch / hosts.current / name
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    number = count_start(tree.checkpoint_path, hosts.current, name)
+    number = int(plan.get("first_number", 0)) + count_start(tree.checkpoint_path, hosts.current, name)
     return _Start(tree=tree, hosts=hosts, plan=plan, job=job, home=home, job_name=name, number=number)
 
 
