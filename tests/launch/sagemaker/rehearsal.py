@@ -18,8 +18,8 @@ from strop.launch.sagemaker.client import AwsClients
 from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
 from strop.launch.sagemaker.fake import FakeSageMaker
 from strop.launch.sagemaker.folder_objects import FolderObjects
+from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec.site import SageMakerSite
-from strop.store.contract import Objects
 from tests.launch.sagemaker.building import NOON, PROFILE, make_request
 from tests.launch.sagemaker.trainee import advance
 
@@ -36,7 +36,7 @@ class Rehearsal:
     """One project, one store in a folder, and starts of its job."""
 
     root: Path
-    objects: Objects | None = None
+    objects: JobObjects | None = None
     runners: list[ContractRunner] = field(default_factory=list)
 
     def __post_init__(self) -> None:

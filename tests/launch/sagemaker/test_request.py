@@ -72,7 +72,9 @@ GOLDEN = {
 
 
 def test_the_request_byte_by_byte() -> None:
-    assert json.dumps(request_of(plan_of(image_tag="tag-1")), indent=1) == json.dumps(GOLDEN, indent=1)
+    plan = plan_of(image_tag="tag-1")
+    assert json.dumps(request_of(plan), indent=1) == json.dumps(GOLDEN, indent=1)
+    assert plan.files == {"request.json": json.dumps(GOLDEN, indent=1)}
 
 
 def test_equal_requests_give_equal_plans() -> None:

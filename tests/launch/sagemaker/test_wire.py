@@ -12,13 +12,13 @@ import pytest
 from botocore.exceptions import ClientError
 
 from strop.errors import CheckRefused, ConfigError, RemoteDenied, RemoteMissing, RemoteUnreachable
+from strop.launch.container.engine import Engine
 from strop.launch.jobs.contract import JobPlan, Severity
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients, action_of
 from strop.launch.sagemaker.ecr import (
     ensure_repository,
     find_digest,
-    find_engine,
     parse_reference,
     push_image,
     require_repository_name,
@@ -359,7 +359,7 @@ def test_no_right_to_make_a_repository_is_said(site: Site) -> None:
         ensure_repository(site.clients, "never-made")
 
 
-def make_engine(folder: Path, *, fails: str = "") -> str:
+def make_engine(folder: Path, *, fails: str = "") -> Engine:
     """Write a program that notes its words and its standard input, and fails at one command."""
     program = folder / "engine"
     program.write_text(
@@ -369,7 +369,7 @@ def make_engine(folder: Path, *, fails: str = "") -> str:
         f'if [ "$1" = "{fails}" ]; then cat {folder}/stdin 1>&2; echo " no space left" 1>&2; exit 1; fi\n'
     )
     program.chmod(0o755)
-    return str(program)
+    return Engine(kind="podman", program=str(program), version="0")
 
 
 def test_a_push_logs_in_by_standard_input_and_gives_the_digest(site: Site, tmp_path: Path) -> None:
@@ -391,11 +391,6 @@ def test_a_push_that_fails_says_why_without_the_password(site: Site, tmp_path: P
     with pytest.raises(CheckRefused) as caught:
         push_image(site.clients, make_engine(tmp_path, fails="login"), "localhost/a", "strop", "tag-push")
     assert (tmp_path / "stdin").read_text() not in str(caught.value)
-
-
-def test_an_engine_that_is_missing() -> None:
-    with pytest.raises(ConfigError, match="engine=nothing-here: no such program"):
-        find_engine("nothing-here")
 
 
 def test_json_of_a_plan_can_be_written(site: Site) -> None:

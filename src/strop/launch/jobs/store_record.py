@@ -7,20 +7,31 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Protocol
 
 from strop.errors import RemoteMissing
-from strop.store.contract import Objects
+from strop.store.contract import StoredObject
 from strop.store.uris import join_uri
 
 TRACES = "traces"
 _CHECKPOINT = re.compile(r"checkpoints/step-(?P<step>\d+)(?P<rest>/.*)?")
 
 
+class ReadableObjects(Protocol):
+    """As much of a store's `Objects` as a record is read with."""
+
+    def read(self, uri: str) -> bytes:
+        """Return a small object. Raises: RemoteMissing."""
+
+    def list(self, uri: str) -> Iterator[StoredObject]:
+        """Yield all objects below a URI, by name."""
+
+
 class StoreRecord:
     """`RecordFiles` over the objects of a store. Every read asks the store anew."""
 
-    def __init__(self, objects: Objects, root: str, *, run: str, traces: str = TRACES) -> None:
+    def __init__(self, objects: ReadableObjects, root: str, *, run: str, traces: str = TRACES) -> None:
         self._objects, self._root, self._run, self._traces = objects, root.rstrip("/"), run, traces
 
     def read(self, name: str) -> bytes | None:
@@ -38,7 +49,7 @@ class StoreRecord:
         """Return the names of the files below a folder, sorted. Raises: StoreError as `read`."""
         place = self.describe(prefix.rstrip("/")) if prefix else join_uri(self._root, self._traces)
         folder = prefix.rstrip("/")
-        found: list[Any] = list(self._objects.list(place))
+        found = self._objects.list(place)
         return sorted("/".join(filter(None, [folder, stored.uri[len(place) + 1 :]])) for stored in found)
 
     def describe(self, name: str) -> str:

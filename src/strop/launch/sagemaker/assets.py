@@ -11,9 +11,9 @@ from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.launch.jobs.contract import Problem, Severity
+from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec import RunSpec
 from strop.spec.display import dotted, walk_values
-from strop.store.contract import Objects
 from strop.store.models import HUB_PATTERN
 
 _MODEL_KEYS = ("uri",)
@@ -65,7 +65,7 @@ def refuse_local(assets: list[NamedAsset]) -> None:
 
 
 def find_unstaged(
-    assets: list[Mapping[str, Any]], store: str, objects: Objects, *, offline: bool
+    assets: list[Mapping[str, Any]], store: str, objects: JobObjects, *, offline: bool
 ) -> list[Problem]:
     """Say what the store lacks. An error where the job may ask nobody else.
 

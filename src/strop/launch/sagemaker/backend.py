@@ -32,6 +32,7 @@ from strop.launch.jobs.store_record import StoreRecord
 from strop.launch.sagemaker.client import AwsClients, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
 from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
+from strop.launch.sagemaker.job_objects import JobObjects
 from strop.launch.sagemaker.logs import CloudWatchLogs
 from strop.launch.sagemaker.names import suffixed_name
 from strop.launch.sagemaker.places import MEMBER_TAG, PLAN_TAG, RUN_TAG
@@ -40,7 +41,6 @@ from strop.launch.sagemaker.request import complete_plan
 from strop.launch.sagemaker.site_objects import SiteObjects
 from strop.launch.sagemaker.states import read_answer
 from strop.spec.site import SageMakerSite
-from strop.store.contract import Objects
 
 LOOK_BACK_S = 30 * 86_400.0
 """How far back jobs are looked for by their tags."""
@@ -55,7 +55,7 @@ class SageMakerBackend:
     name = "sagemaker"
 
     def __init__(
-        self, profile: SageMakerSite, *, clients: AwsClients | None = None, objects: Objects | None = None
+        self, profile: SageMakerSite, *, clients: AwsClients | None = None, objects: JobObjects | None = None
     ) -> None:
         self._profile = profile
         self._clients = clients or AwsClients(profile=profile)
@@ -64,7 +64,7 @@ class SageMakerBackend:
         """Job to its last change, and what was said of it then."""
 
     @property
-    def _objects(self) -> Objects:
+    def _objects(self) -> JobObjects:
         # Made late: a plan needs neither boto3 nor credentials.
         if self._given_objects is None:
             self._given_objects = SiteObjects(self._profile)
@@ -95,6 +95,12 @@ class SageMakerBackend:
         ref = self._to_ref(plan, accepted, image)
         warnings = [self._log_job(plan, job, image) for job in accepted]
         return replace(ref, details={**ref.details, "warnings": [text for text in warnings if text]})
+
+    def send_locally(self, plan: JobPlan) -> None:
+        """Send and create the first member as `hand_over` does, for a rehearsal: no digest, no job log."""
+        job = plan.details["jobs"][0]
+        self._upload(plan, job)
+        self._create(plan, job, plan.details["image"])
 
     def find_accepted(self, plan: JobPlan) -> JobRef | None:
         """Find the jobs of this very plan and home by their tags: their names may have another time."""

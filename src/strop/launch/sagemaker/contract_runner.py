@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strop.errors import CheckRefused, explain_refusal
+from strop.launch.container.engine import Engine
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.fake import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
+from strop.launch.sagemaker.job_objects import JobObjects
 from strop.launch.sagemaker.platform_tree import CheckpointSync, build_tree, checkpoint_path
-from strop.store.contract import Objects
 
 MARK = "STROP_CONTRACT"
 """Variable in every process of one start: how leftovers are found."""
@@ -41,10 +42,8 @@ _CONTRACT_FOLDERS = ("checkpoints", "input", "model", "output")
 class RunnerSettings:
     """How a request is started here."""
 
-    engine: str | None = None
-    """podman or docker; None: plain processes."""
-    engine_options: tuple[str, ...] = ()
-    """Words before the engine's command, such as --runtime runc."""
+    engine: Engine | None = None
+    """podman or docker, proven to start containers; None: plain processes."""
     image: str | None = None
     rootfs: Path | None = None
     """Instead of an image: an unpacked root, to which nothing is written back."""
@@ -58,6 +57,8 @@ class RunnerSettings:
     """Indices or UUIDs."""
     memory: str = "4g"
     num_pids: int = 1024
+    mounts: tuple[str, ...] = ()
+    """Folders that containers are shown besides: SOURCE:TARGET:ro."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Beside the request's: credentials of a rehearsal, a PYTHONPATH."""
     hosts: tuple[str, ...] | None = None
@@ -75,7 +76,7 @@ class _Host(Protocol):
 class ContractRunner:
     """The instances of one start of a job, on this machine. An `Instance` of the fake."""
 
-    def __init__(self, root: Path, objects: Objects, settings: RunnerSettings | None = None) -> None:
+    def __init__(self, root: Path, objects: JobObjects, settings: RunnerSettings | None = None) -> None:
         self.root = root
         self._objects = objects
         self._settings = settings or RunnerSettings()
@@ -103,6 +104,11 @@ class ContractRunner:
                 self._syncs.append(sync)
         for name in names:
             self._hosts[name] = self._start_host(request, name, names)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts that were started."""
+        return tuple(self._hosts)
 
     def tree_of(self, host: str) -> Path:
         """Return what is /opt/ml on a host."""
@@ -271,11 +277,12 @@ class _ContainerHost:
         *,
         mark: str,
     ) -> None:
-        self._engine = [str(settings.engine), *settings.engine_options]
+        assert settings.engine is not None
+        self._engine = settings.engine
         self._name = f"strop-contract-{mark}-{name}"
-        argv = [*self._engine, "run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml"]
+        argv = self._engine.argv("run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml")
         argv += ["--memory", settings.memory, "--pids-limit", str(settings.num_pids)]
-        argv += ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
+        argv += [word for mount in settings.mounts for word in ("--volume", mount)]
         argv += ["--entrypoint", entry[0]] if settings.rootfs is None else []
         argv += _network(names)
         # Names alone: values would stand in the process list.
@@ -284,7 +291,7 @@ class _ContainerHost:
         if settings.rootfs is not None:
             argv += ["--rootfs", f"{settings.rootfs}:O", *entry]
         else:
-            argv += [settings.image or "", *entry[1:]]
+            argv += [str(settings.image), *entry[1:]]
         with (host_path / "entry.log").open("ab") as log:
             self._client = subprocess.Popen(
                 argv,
@@ -311,7 +318,9 @@ class _ContainerHost:
 
     def _run(self, *words: str) -> None:
         with suppress(subprocess.TimeoutExpired):
-            subprocess.run([*self._engine, *words], capture_output=True, check=False, timeout=_ENGINE_LIMIT_S)
+            subprocess.run(
+                self._engine.argv(*words), capture_output=True, check=False, timeout=_ENGINE_LIMIT_S
+            )
 
 
 def _require_image(settings: RunnerSettings) -> None:
@@ -328,7 +337,7 @@ def _require_image(settings: RunnerSettings) -> None:
 def _gpu_options(settings: RunnerSettings) -> list[str]:
     if not settings.gpus:
         return []
-    if Path(str(settings.engine)).name == "docker":
+    if settings.engine is not None and settings.engine.kind == "docker":
         return ["--gpus", f"device={','.join(settings.gpus)}"]
     return [word for gpu in settings.gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]
 

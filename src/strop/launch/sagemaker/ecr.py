@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import CheckRefused, ConfigError, RemoteMissing, explain_refusal
+from strop.launch.container.engine import Engine
 from strop.launch.sagemaker.client import AwsClients
 
 MAX_REFERENCE_CHARACTERS = 255
@@ -105,21 +105,7 @@ def find_digest(clients: AwsClients, image: ImageReference) -> str:
     return str(found["imageDetails"][0]["imageDigest"])
 
 
-def find_engine(engine: str = "auto") -> str:
-    """Return podman or docker, whichever is there. Raises: ConfigError if neither is."""
-    for program in ("podman", "docker") if engine == "auto" else (engine,):
-        if shutil.which(program):
-            return program
-    raise ConfigError(
-        explain_refusal(
-            f"engine={engine}: no such program",
-            allowed="podman or docker, to build and push images",
-            next_step="install podman, or push the image elsewhere and name it by its digest",
-        )
-    )
-
-
-def log_in(clients: AwsClients, engine: str) -> str:
+def log_in(clients: AwsClients, engine: Engine) -> str:
     """Log an engine in to the account's registry; return the registry's host.
 
     Raises: RemoteDenied; CheckRefused with the program's words.
@@ -127,19 +113,19 @@ def log_in(clients: AwsClients, engine: str) -> str:
     answer = clients.call("ecr", "get_authorization_token")["authorizationData"][0]
     user, _, password = base64.b64decode(answer["authorizationToken"]).decode().partition(":")
     host = str(answer["proxyEndpoint"]).partition("://")[2].rstrip("/")
-    _run([engine, "login", "--username", user, "--password-stdin", host], LOGIN_LIMIT_S, password)
+    _run(engine.argv("login", "--username", user, "--password-stdin", host), LOGIN_LIMIT_S, password)
     return host
 
 
-def push_image(clients: AwsClients, engine: str, local_image: str, name: str, tag: str) -> str:
+def push_image(clients: AwsClients, engine: Engine, local_image: str, name: str, tag: str) -> str:
     """Push an image under a tag; return it by digest: `repositoryUri@sha256:...`.
 
     Raises: RemoteDenied naming the missing right; CheckRefused with the program's words.
     """
     uri = ensure_repository(clients, name)
     log_in(clients, engine)
-    _run([engine, "tag", local_image, f"{uri}:{tag}"], LOGIN_LIMIT_S)
-    _run([engine, "push", f"{uri}:{tag}"], PUSH_LIMIT_S)
+    _run(engine.argv("tag", local_image, f"{uri}:{tag}"), LOGIN_LIMIT_S)
+    _run(engine.argv("push", f"{uri}:{tag}"), PUSH_LIMIT_S)
     # What the registry has, not what the program here believes.
     return f"{uri}@{find_digest(clients, ImageReference(name=name, tag=tag))}"
 

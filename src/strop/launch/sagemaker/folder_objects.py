@@ -13,7 +13,7 @@ from strop.store.uris import parse_s3
 
 
 class FolderObjects:
-    """`Objects` of buckets below a folder."""
+    """`JobObjects` of buckets below a folder."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()

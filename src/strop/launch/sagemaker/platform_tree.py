@@ -15,11 +15,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from strop.launch.sagemaker import places
-from strop.store.contract import Objects
+from strop.launch.sagemaker.job_objects import JobObjects
 
 
 def build_tree(
-    root: Path, request: Mapping[str, Any], objects: Objects, *, hosts: Sequence[str], host: str
+    root: Path, request: Mapping[str, Any], objects: JobObjects, *, hosts: Sequence[str], host: str
 ) -> None:
     """Make the tree of one host, channels and earlier checkpoints copied in. Raises: StoreError; OSError."""
     shutil.rmtree(root, ignore_errors=True)
@@ -48,7 +48,7 @@ def checkpoint_path(root: Path, request: Mapping[str, Any]) -> Path:
     return root / PurePosixPath(local).relative_to(places.OPT_ML)
 
 
-def fetch_all(objects: Objects, uri: str, folder: Path) -> None:
+def fetch_all(objects: JobObjects, uri: str, folder: Path) -> None:
     """Copy everything below a URI into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     root = uri.rstrip("/")
@@ -61,7 +61,7 @@ def fetch_all(objects: Objects, uri: str, folder: Path) -> None:
 class CheckpointSync:
     """The platform's copying of one host's checkpoint directory."""
 
-    def __init__(self, folder: Path, uri: str, objects: Objects, *, every_s: float) -> None:
+    def __init__(self, folder: Path, uri: str, objects: JobObjects, *, every_s: float) -> None:
         self._folder, self._uri, self._objects, self._every_s = folder, uri.rstrip("/"), objects, every_s
         self._seen: dict[str, tuple[int, int]] = {}
         self._stopped = threading.Event()

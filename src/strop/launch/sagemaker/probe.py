@@ -15,9 +15,9 @@ from strop.launch.jobs.contract import JobPlan, Problem, Severity
 from strop.launch.sagemaker.assets import find_unstaged
 from strop.launch.sagemaker.client import AwsClients, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
+from strop.launch.sagemaker.job_objects import JobObjects
 from strop.launch.sagemaker.policy import actions_of, submitter_policy
 from strop.spec.site import SageMakerSite
-from strop.store.contract import Objects
 
 _SERVICE = "sagemaker.amazonaws.com"
 _POLICY_HINT = "`strop sagemaker policy` prints the rights that are needed"
@@ -25,7 +25,9 @@ _MAX_ACTIONS = 50
 """Actions of one question to the simulator. Source: no limit is documented; one answer has 100 results."""
 
 
-def probe_site(plan: JobPlan, profile: SageMakerSite, clients: AwsClients, objects: Objects) -> list[Problem]:
+def probe_site(
+    plan: JobPlan, profile: SageMakerSite, clients: AwsClients, objects: JobObjects
+) -> list[Problem]:
     """Ask everything; the credentials first, because without them nothing else has an answer."""
     found = list(_ask("credentials", lambda: _check_identity(clients)))
     if any(problem.severity is Severity.ERROR for problem in found):
@@ -193,7 +195,7 @@ def _check_vpc(request: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _check_assets(plan: JobPlan, request: Mapping[str, Any], objects: Objects) -> Iterator[Problem]:
+def _check_assets(plan: JobPlan, request: Mapping[str, Any], objects: JobObjects) -> Iterator[Problem]:
     offline = request["EnableNetworkIsolation"] or request["Environment"].get("STROP_OFFLINE") == "1"
     yield from find_unstaged(
         plan.details["named_assets"], plan.details["store"], objects, offline=bool(offline)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from strop.errors import StoreError
 from strop.launch.jobs.store_record import TRACES
-from strop.store.contract import Objects
+from strop.launch.sagemaker.job_objects import JobObjects
 
 EVERY_S = 10.0
 _RUN_FILES = ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl")
@@ -31,7 +31,7 @@ class Sink(Protocol):
 class StoreSink:
     """The run's folder in a store."""
 
-    def __init__(self, objects: Objects, record_uri: str) -> None:
+    def __init__(self, objects: JobObjects, record_uri: str) -> None:
         self._objects, self._root = objects, f"{record_uri}/{TRACES}"
 
     def put(self, path: Path, name: str) -> None:

@@ -6,6 +6,7 @@ channel `config` alone. Secrets are ARNs here, never values.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from strop.store.models import HUB_PATTERN
 from strop.store.policy import URI_VARIABLE
 
 ENTRY_PYTHON = "python3"
+REQUEST_FILE = "request.json"
 _OFFLINE_VARIABLES = {"STROP_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 _SLOW_SAVE_NOTICE = "the platform kills 120 s after it says stop: a save must take less than 80 s"
 
@@ -61,7 +63,9 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
         "assets": _asset_places(request, settings),
         "named_assets": [{"key": asset.key, "value": asset.value, "place": asset.place} for asset in assets],
     }
-    return replace(plan, details=details, notices=notices)
+    # The exact words, for a dry run and for the job's home.
+    shown = json.dumps([job["request"] for job in jobs] if len(jobs) > 1 else jobs[0]["request"], indent=1)
+    return replace(plan, details=details, notices=notices, files={**plan.files, REQUEST_FILE: shown})
 
 
 def describe_problems(problems: list[Problem]) -> ConfigError:

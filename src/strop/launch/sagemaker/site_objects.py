@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec.site import SageMakerSite
-from strop.store.contract import Objects, StoredObject
+from strop.store.contract import StoredObject
 
 if TYPE_CHECKING:
     from strop.store.s3_client import S3Settings
@@ -45,13 +46,13 @@ def site_variables(profile: SageMakerSite) -> Iterator[None]:
 
 
 class SiteObjects:
-    """`Objects` of a site's S3."""
+    """`JobObjects` of a site's S3."""
 
     def __init__(self, profile: SageMakerSite, settings: S3Settings | None = None) -> None:
         from strop.store.s3_objects import S3Objects
 
         self._profile = profile
-        self._inner: Objects = S3Objects(settings)
+        self._inner: JobObjects = S3Objects(settings)
 
     def find(self, uri: str) -> StoredObject | None:
         """Return what is known about one object, or None."""

@@ -1,0 +1,103 @@
+"""`--local`: the job of a plan on this machine, by the contract runner, without talking to AWS.
+
+The same entry, the same files, the same channels. Its buckets are folders in the job's home, `local/s3`;
+what a run fetches itself, models and data, comes from where the run file and STROP_STORE_URI here say.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from strop.errors import EXIT_INTERRUPTED
+from strop.launch.container.engine import Engine
+from strop.launch.jobs.contract import JobPlan
+from strop.launch.jobs.home import job_path_of
+from strop.launch.sagemaker.backend import SageMakerBackend
+from strop.launch.sagemaker.client import AwsClients
+from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
+from strop.launch.sagemaker.fake import FakeSageMaker
+from strop.launch.sagemaker.folder_objects import FolderObjects
+from strop.spec.site import SageMakerSite
+from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
+
+_POLL_S = 0.2
+_KEPT = (
+    *(URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH"),
+    *("AWS_PROFILE", "AWS_REGION", "AWS_ENDPOINT_URL"),
+)
+"""Of this shell's variables, what a run on this machine needs to find its inputs."""
+
+
+def run_here(
+    plan: JobPlan,
+    profile: SageMakerSite,
+    *,
+    gpus: Sequence[str] = (),
+    engine: Engine | None = None,
+    image: str | None = None,
+    say: Callable[[str], None] = lambda _line: None,
+) -> int:
+    """Run the first member of a plan whose home is filled; return its exit code. Ctrl-C is a stop.
+
+    Raises: CheckRefused; StoreError; ConfigError as a submission.
+    """
+    folder = job_path_of(plan.home).parent / "local"
+    objects = FolderObjects(folder / "s3")
+    request = _hand_over(plan, profile, objects)
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    # Not the bucket of the plan: a rehearsal reaches no AWS that the user did not name.
+    environment.setdefault(URI_VARIABLE, "")
+    settings = RunnerSettings(
+        engine=engine,
+        image=image,
+        gpus=tuple(gpus),
+        python=None if engine is not None else sys.executable,
+        stop_window_s=plan.grace_s,
+        environment=environment,
+    )
+    what = (
+        f"a container of {image}" if engine is not None else "plain processes on this machine, no container"
+    )
+    say(f"local: {what}; its buckets are in {folder / 's3'}")
+    runner = ContractRunner(folder / "hosts", objects, settings)
+    runner.start(request)
+    try:
+        code = _follow(runner, say)
+    except KeyboardInterrupt:
+        say("stopping: SIGTERM, then the window")
+        code = runner.stop() or EXIT_INTERRUPTED
+    finally:
+        runner.kill()
+    for sentence in runner.check_end():
+        say(f"contract: {sentence}")
+    if failure := runner.failure():
+        say(f"failure file: {failure}")
+    return code
+
+
+def _hand_over(plan: JobPlan, profile: SageMakerSite, objects: FolderObjects) -> Mapping[str, Any]:
+    """Submit to a fake in this process, and return what arrived. The image is named as it is."""
+    fake = FakeSageMaker(now=time.time())
+    clients = AwsClients(profile=profile, given={"sagemaker": fake})
+    backend = SageMakerBackend(profile, clients=clients, objects=objects)
+    backend.send_locally(plan)
+    return fake.sent("create_training_job")[0]
+
+
+def _follow(runner: ContractRunner, say: Callable[[str], None]) -> int:
+    shown = dict.fromkeys(runner.hosts, 0)
+    while True:
+        code = runner.poll()
+        for host in runner.hosts:
+            text = runner.log_of(host)[shown[host] :]
+            whole = text if code is not None else text[: text.rfind("\n") + 1]
+            shown[host] += len(whole)
+            for line in whole.splitlines():
+                say(f"{host}: {line}")
+        if code is not None:
+            return code
+        time.sleep(_POLL_S)

@@ -1,0 +1,111 @@
+"""The container's contract with a real first process: podman, this machine's root shown and never written."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.launch.container.engine import Engine, locate_engine, prove_engine
+from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
+from strop.launch.sagemaker.folder_objects import FolderObjects
+from tests.conftest import require_system_part
+from tests.launch.sagemaker.rehearsal import Rehearsal, expected_metrics
+from tests.launch.sagemaker.test_contract import LIMIT_S, end_of, wait_for_state, wait_until
+
+pytestmark = pytest.mark.slow
+HOST = "algo-1"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    try:
+        return prove_engine(locate_engine("podman"))
+    except CheckRefused as error:
+        require_system_part(f"podman ({error})", found=False)
+        raise
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
+    found = Rehearsal(tmp_path)
+    yield found
+    found.close()
+
+
+def start(rehearsal: Rehearsal, request: dict[str, Any], engine: Engine, **settings: Any) -> ContractRunner:
+    return rehearsal.start(request, engine=engine, rootfs=Path("/"), python=sys.executable, **settings)
+
+
+def test_without_an_image_nothing_is_started(tmp_path: Path, engine: Engine) -> None:
+    runner = ContractRunner(tmp_path, FolderObjects(tmp_path / "s3"), RunnerSettings(engine=engine))
+    with pytest.raises(CheckRefused, match="a container without an image"):
+        runner.start({})
+
+
+def test_success_without_any_network(rehearsal: Rehearsal, engine: Engine) -> None:
+    request = rehearsal.submit()
+    runner = start(rehearsal, request, engine)
+    assert end_of(runner) == 0, runner.log_of(HOST)
+    assert rehearsal.metrics(request, HOST) == expected_metrics(6)
+
+
+@pytest.mark.parametrize("num_children", [1, 3])
+def test_lau_2_the_first_process_forwards_term(
+    rehearsal: Rehearsal, engine: Engine, num_children: int
+) -> None:
+    """LAU-2: rows 1 and 2 of the table of first processes, with one child and with several."""
+    if num_children > 1:
+        path = rehearsal.project / "program.py"
+        begin = "import subprocess, sys\nfor _ in range(2):\n    subprocess.Popen(['sleep', '600'])\n"
+        path.write_text(path.read_text().replace("def main()", f"{begin}\n\ndef main()", 1))
+    request = rehearsal.submit(trainee={"STEPS": 50, "STEP_S": 0.3})
+    first = start(rehearsal, request, engine)
+    wait_for_state(rehearsal, request, 2)
+    started_at = time.monotonic()
+    assert first.stop() == 75, first.log_of(HOST)
+    assert time.monotonic() - started_at < 10.0
+    assert first.check_end() == []
+    assert first.failure().startswith("requeue:")
+    assert f"on {HOST}" in first.failure()
+
+
+def test_term_in_the_first_moments_is_not_ignored(rehearsal: Rehearsal, engine: Engine) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 500})
+    runner = start(rehearsal, request, engine)
+    # Its log appears at once, the container some tenths of a second later.
+    time.sleep(1.0)
+    code = runner.stop()
+    assert code == 75, (code, runner.log_of(HOST))
+
+
+def test_kill_and_resume(rehearsal: Rehearsal, engine: Engine) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 9, "STEP_S": 0.3})
+    first = start(rehearsal, request, engine)
+    wait_for_state(rehearsal, request, 2)
+    first.kill()
+    assert end_of(start(rehearsal, request, engine)) == 0
+    assert rehearsal.metrics(request, HOST) == expected_metrics(9)
+
+
+def test_two_hosts_find_each_other_by_name(rehearsal: Rehearsal, engine: Engine) -> None:
+    request = rehearsal.submit(instance_count=2, trainee={"STEPS": 2})
+    runner = start(rehearsal, request, engine)
+    assert runner.wait(LIMIT_S) == 0, runner.log_of(HOST) + runner.log_of("algo-2")
+    assert runner.codes == {"algo-1": 0, "algo-2": 0}
+    assert runner.check_end() == []
+
+
+def test_no_value_stands_in_the_process_list(rehearsal: Rehearsal, engine: Engine) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 30, "STEP_S": 0.2}, variables={"CANARY": "canary-value-2"})
+    runner = start(rehearsal, request, engine)
+    wait_until(lambda: "train| begin" in runner.log_of(HOST), "it did not start")
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert any(b"strop-contract-" in line for line in lines)
+    assert not any(b"canary-value-2" in line for line in lines)
+    runner.kill()
