@@ -12,7 +12,6 @@ Tried with podman 4.3.1 and runc 1.1.5 as root.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,7 +53,6 @@ from strop.launch.container.engine import (
 from strop.launch.container.image import Variant, environment_mounts, find_image, list_images, plan_image
 from strop.launch.container.probing import probe_plan
 from strop.launch.container.watch import start_watcher
-from strop.launch.jobs.attempts import read_attempts
 from strop.launch.jobs.contract import (
     Answer,
     JobPlan,
@@ -108,7 +106,6 @@ class ContainerBackend:
             "image": image_name,
             "image_id": image_id,
             "devices": list(devices),
-            "num_restarts": _count_lives(plan),
             "started_at": time.time(),
         }
         for stale in (END_NAME, STOP_NAME):
@@ -120,7 +117,7 @@ class ContainerBackend:
             engine.ask("rm", "--volumes", name)
             raise _refuse_start(plan, engine, quote_words(done))
         self._wait_for_start(engine, plan, before)
-        start_watcher(job_path, sys.executable)
+        start_watcher(job_path)
         return self._refer_to(plan, details)
 
     def find_accepted(self, plan: JobPlan) -> JobRef | None:
@@ -133,7 +130,7 @@ class ContainerBackend:
         facts = inspect_containers(engine_from_json(start["engine"]), [name]).get(name)
         if facts is None and read_identity(job_path) is None:
             return None
-        start_watcher(job_path, sys.executable)
+        start_watcher(job_path)
         return self._refer_to(plan, start)
 
     def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
@@ -365,12 +362,6 @@ def user_words(engine: Engine) -> list[str]:
         return []
     user = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp"]
     return [*(["--userns", "keep-id"] if engine.is_rootless else []), *user]
-
-
-def _count_lives(plan: JobPlan) -> int:
-    """Return how often the members lived before: at most, since one is asked about at a time."""
-    counts = [len(read_attempts(DirectoryRecord(Path(member.path)))) for member in plan.members]
-    return max(counts, default=0)
 
 
 def _refuse_start(plan: JobPlan, engine: Engine, words: str) -> CheckRefused:

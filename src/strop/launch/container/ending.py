@@ -25,6 +25,7 @@ from strop.launch.jobs.exit_codes import SIGNAL_BASE, describe_exit
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import ATTEMPTS_FOLDER, read_plan
 from strop.launch.jobs.secrets import redact, remove_secrets, secret_values
+from strop.launch.local.identity import read_identity
 from strop.store import write_bytes_atomically
 
 START_NAME = "container.json"
@@ -108,11 +109,9 @@ def answer_for(job_path: Path, facts: Mapping[str, Any] | None) -> Answer | None
     if word in _ENDED:
         return _answer_ended(job_path, read_end(facts), word)
     since = _parse_time(facts["State"].get("StartedAt"))
-    start = read_container_file(job_path, START_NAME) or {}
     return Answer(
         state=_LIVING.get(word, JobState.UNKNOWN),
         raw=word,
-        num_restarts=int(start.get("num_restarts", 0)),
         nodes=socket.gethostname(),
         since=since or None,
     )
@@ -207,13 +206,15 @@ def _recall_end(job_path: Path) -> Answer | None:
 
 
 def _answer_ended(job_path: Path, end: ContainerEnd, word: str) -> Answer:
-    stop = read_container_file(job_path, STOP_NAME)
+    stop, supervisor = read_container_file(job_path, STOP_NAME), read_identity(job_path)
     state, reason = JobState.FAILED, end.reason
     if end.exit_code == EXIT_DONE:
         state, reason = JobState.SUCCEEDED, ""
     elif stop is not None:
         state = JobState(stop["state"])
         reason = "its time limit ended it" if state is JobState.TIMEOUT else "cancelled"
+    elif supervisor is not None and supervisor.cancelled_by:
+        state, reason = JobState.CANCELLED, f"cancelled by {supervisor.cancelled_by}"
     return Answer(state=state, raw=word, reason=reason, nodes=socket.gethostname(), since=end.ended_at)
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import strop
 from strop.errors import StoreError
+from strop.hardware.detached import start_detached
+from strop.hardware.leases import LEASE_VARIABLE
 from strop.launch.container.ending import START_NAME, note_stop, read_container_file, settle
 from strop.launch.container.engine import Engine, engine_from_json
 from strop.launch.jobs.contract import JobState
@@ -58,24 +60,19 @@ def watch(job_path: Path) -> int:
         time.sleep(RETRY_S)
 
 
-def start_watcher(job_path: Path, python: str) -> None:
-    """Start the watcher of a job, apart from this process and its terminal. Raises: StoreError."""
+def start_watcher(job_path: Path) -> None:
+    """Start the watcher of a job, apart from this process and its terminal.
+
+    Raises: CheckRefused if this machine has no room for one more process; StoreError if the disk fails.
+    """
     # A checkout that was found by a relative path would not be found from another folder.
     package_folder = str(Path(strop.__file__).absolute().parent.parent)
     found = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH", "")]))
-    try:
-        with (job_path / "watch.log").open("ab") as log:
-            subprocess.Popen(
-                [python, "-m", "strop.launch.container.watch", "--job", str(job_path)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**clean_inherited(os.environ), "PYTHONPATH": found},
-                cwd="/",
-                start_new_session=True,
-            )
-    except OSError as error:
-        raise StoreError(f"the watcher of {job_path} did not start: {error.strerror}") from error
+    environ = {**clean_inherited(os.environ), "PYTHONPATH": found}
+    # Started from inside a run, it would otherwise be ended with that run's leftovers.
+    environ.pop(LEASE_VARIABLE, None)
+    argv = [sys.executable, "-m", "strop.launch.container.watch", "--job", str(job_path)]
+    start_detached(argv, job_path / "watch.log", environ, cwd=Path("/"))
 
 
 def _wait(engine: Engine, name: str, limit_s: float) -> bool:
