@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from strop.launch.backends import open_backend
+from strop.launch.container.probing import probe_plan
+from strop.launch.jobs.contract import Problem, Severity
+from strop.launch.jobs.planning import make_plan
+from strop.spec.site import ContainerSite
+from tests.fixtures.containers import write_sites
+from tests.fixtures.jobs import make_request, project, saver
+from tests.launch.container.test_engine import install
+
+__all__ = ["project"]
+
+
+def probe(
+    project: Path, *overrides: str, lines: tuple[str, ...] = (), image: str = "some/image:1"
+) -> list[Problem]:
+    write_sites(project, image, *lines)
+    request = make_request(project, [saver(1)], *overrides, site="box")
+    plan = make_plan(request, open_backend(request.site))
+    assert isinstance(request.site.profile, ContainerSite)
+    return probe_plan(plan, request.site.profile)
+
+
+@pytest.fixture
+def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engine in words: it has one image, starts everything, and has room."""
+    folder = tmp_path / "bin"
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin:/bin")
+    install(folder, "podman", answers())
+    return folder
+
+
+def answers(*, inspect: str = '[{"Id": "abc", "Size": 1}]', run: str = "exit 0", root: str = "/") -> str:
+    return (
+        f"case \"$1\" in version) echo 4.3.1;; image) echo '{inspect}';; run) {run};;"
+        f" info) echo {root};; images) echo localhost/strop:1;; *) {run};; esac"
+    )
+
+
+def test_a_site_that_has_everything_has_no_problems(project: Path, podman: Path) -> None:
+    assert probe(project) == []
+
+
+def test_a_missing_image_is_named_with_those_that_there_are(project: Path, podman: Path) -> None:
+    install(podman, "podman", answers(inspect="[]"))
+    (problem,) = probe(project)
+    assert (problem.code, problem.severity) == ("image", Severity.ERROR)
+    assert problem.given == "podman has no image 'some/image:1'"
+    assert "localhost/strop:1" in problem.allowed
+
+
+def test_an_image_without_our_interpreter_is_found_before_the_start(project: Path, podman: Path) -> None:
+    fails = 'case "$*" in *"-c import strop"*) echo "No module named strop" >&2; exit 1;; esac'
+    install(podman, "podman", answers(run=fails))
+    (problem,) = probe(project)
+    assert problem.given == "python of image 'some/image:1' cannot be the supervisor: No module named strop"
+
+
+def test_an_engine_that_starts_nothing_says_so_in_its_own_words(project: Path, podman: Path) -> None:
+    install(podman, "podman", answers(run='echo "no cgroups today" >&2; exit 126'))
+    (problem,) = probe(project)
+    assert problem.severity is Severity.ERROR
+    assert problem.given == "podman 4.3.1 starts no container: no cgroups today"
+    assert str(problem).count("Allowed:") == 1
+
+
+def test_an_engine_that_does_not_answer_is_no_success(project: Path, podman: Path) -> None:
+    install(podman, "podman", answers(inspect="").replace("echo ''", 'echo "database is locked" >&2'))
+    (problem,) = probe(project)
+    assert (problem.code, problem.severity) == ("engine", Severity.UNKNOWN)
+    assert problem.given == "podman image did not answer: database is locked"
+
+
+def test_no_engine_at_all(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request_path = os.environ["PATH"]
+    write_sites(project, "some/image:1")
+    request = make_request(project, [saver(1)], site="box")
+    plan = make_plan(request, open_backend(request.site))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    profile = request.site.profile
+    assert isinstance(profile, ContainerSite)
+    (problem,) = probe_plan(plan, profile)
+    assert problem.given == "no container engine answers: podman: not on PATH; docker: not on PATH"
+    monkeypatch.setenv("PATH", request_path)
+
+
+def test_room_for_containers_is_asked_for(project: Path, podman: Path) -> None:
+    # A file system without any room, on every Linux.
+    install(podman, "podman", answers(root="/proc"))
+    (problem,) = probe(project)
+    assert (problem.code, problem.given) == ("storage", "the storage of podman has 0.00 GB free")
+    install(podman, "podman", answers(root="/no/such/folder/at/all"))
+    assert {one.severity for one in probe(project)} <= {Severity.UNKNOWN}
+
+
+def test_folders_that_are_missing_or_not_shown_are_named(project: Path, podman: Path, tmp_path: Path) -> None:
+    lines = ('mounts = ["/no/such/folder:/data:ro"]', 'hf_home = "/no/cache"')
+    problems = probe(project, f'model.uri="{tmp_path}"', lines=lines)
+    found = {problem.given: problem.severity for problem in problems}
+    assert found == {
+        "/no/such/folder is not there, and was to be shown as /data": Severity.ERROR,
+        "/no/cache is not there, and was to be shown as /no/cache": Severity.WARNING,
+        f"the run file names {tmp_path}, which the container will not see": Severity.WARNING,
+    }
+    shown = probe(project, f'model.uri="{tmp_path}"', lines=(f'mounts = ["{tmp_path}:{tmp_path}"]',))
+    assert shown == []
+
+
+def test_more_than_this_machine_has_is_refused_before_the_engine_does(project: Path, podman: Path) -> None:
+    problems = probe(project, "job.cpus=1000", 'job.memory="900T"')
+    assert [problem.code for problem in problems] == ["cpus", "memory"]
+    (problem,) = [one for one in probe(project, "job.gpus=8") if one.code == "gpus"]
+    assert problem.given.startswith("8 GPUs are asked for, and this machine has ")
+
+
+def test_the_projects_own_image_is_looked_for_by_its_content(project: Path, podman: Path) -> None:
+    install(podman, "podman", answers(inspect="[]"))
+    write_sites(project, "x")
+    request = make_request(project, [saver(1)], site="box")
+    plan = make_plan(request, open_backend(request.site))
+    profile = request.site.profile
+    assert isinstance(profile, ContainerSite)
+    (problem,) = probe_plan(plan, profile.model_copy(update={"image": None}))
+    assert problem.given.startswith("podman has no image 'localhost/strop:")
+    assert "build it" in problem.next_step
