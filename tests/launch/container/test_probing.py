@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.launch.backends import open_backend
+from strop.launch.container.backend import ContainerBackend
 from strop.launch.container.probing import probe_plan
 from strop.launch.jobs.contract import Problem, Severity
 from strop.launch.jobs.planning import make_plan
@@ -123,9 +125,14 @@ def test_the_projects_own_image_is_looked_for_by_its_content(project: Path, podm
     install(podman, "podman", answers(inspect="[]"))
     write_sites(project, "x")
     request = make_request(project, [saver(1)], site="box")
-    plan = make_plan(request, open_backend(request.site))
     profile = request.site.profile
     assert isinstance(profile, ContainerSite)
-    (problem,) = probe_plan(plan, profile.model_copy(update={"image": None}))
-    assert problem.given.startswith("podman has no image 'localhost/strop:")
-    assert "build it" in problem.next_step
+    for environment, variant in (("image", "full"), ("mounted", "base")):
+        own = profile.model_copy(update={"image": None, "environment": environment})
+        plan = make_plan(request, ContainerBackend(own))
+        (problem,) = probe_plan(plan, own)
+        assert problem.given.startswith("podman has no image 'localhost/strop:")
+        assert problem.next_step == f"build it: python -m strop.launch.container --variant {variant}"
+    named = replace(request, options={"container_image": "another:2"})
+    (problem,) = probe_plan(make_plan(named, ContainerBackend(profile)), profile)
+    assert problem.given == "podman has no image 'another:2'"

@@ -95,7 +95,7 @@ class ContainerBackend:
         located = locate_engine(self._profile.engine)
         remove_leftovers(located)
         self._clear_name(located, plan)
-        image_name = resolve_image(self._profile)
+        image_name = str(plan.details["image"]) or own_image(self._profile)
         image_id = require_image(located, image_name)
         engine = prove_engine(located, image_id)
         devices = self._choose_devices(engine, plan)
@@ -295,10 +295,8 @@ class ContainerBackend:
         )
 
 
-def resolve_image(profile: ContainerSite) -> str:
-    """Return the name of the image that a profile means: the one it names, or the project's own."""
-    if profile.image is not None:
-        return profile.image
+def own_image(profile: ContainerSite) -> str:
+    """Return the name of the project's own image, as it would be built from this environment now."""
     variant = Variant.BASE if profile.environment == "mounted" else Variant.FULL
     return plan_image(variant, base_image=profile.base_image).name
 
@@ -312,7 +310,7 @@ def require_image(engine: Engine, name: str) -> str:
         explain_refusal(
             f"{engine.kind} has no image {name!r}",
             allowed=f"an image that it has; of this project: {', '.join(list_images(engine)) or 'none yet'}",
-            next_step="build it (docs/container.md), or correct `image` in the site profile",
+            next_step="build it: python -m strop.launch.container, or correct `image` in the site profile",
         )
     )
 

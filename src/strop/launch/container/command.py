@@ -78,9 +78,9 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
     details = {
         **plan.details,
         "container": name_container(plan),
-        "image": profile.image or "",
+        "image": str(request.options.get("container_image") or profile.image or ""),
         "mounts": [[mount.source, mount.target, mount.is_read_only, mount.is_optional] for mount in mounts],
-        "devices": [str(device) for device in request.options.get("devices", ())],
+        "devices": _split_devices(request.options.get("devices")),
         "paths": list(_find_paths(request, plan)),
     }
     return replace(plan, argv=argv, details=details)
@@ -180,6 +180,12 @@ def mounts_of(details: Mapping[str, Any]) -> list[Mount]:
         Mount(source=source, target=target, is_read_only=is_read_only, is_optional=is_optional)
         for source, target, is_read_only, is_optional in details["mounts"]
     ]
+
+
+def _split_devices(given: object) -> list[str]:
+    """Return devices that are asked for as '0,1' or as a list."""
+    words = given.split(",") if isinstance(given, str) else list(given or ())  # type: ignore[call-overload]
+    return [str(word).strip() for word in words if str(word).strip()]
 
 
 def _with_python(role: RolePlan, outside: str, inside: str) -> RolePlan:

@@ -36,8 +36,8 @@ def probe_plan(plan: JobPlan, profile: ContainerSite) -> list[Problem]:
 def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Problem]:
     engine = locate_engine(profile.engine)
     variant = Variant.BASE if profile.environment == "mounted" else Variant.FULL
-    own = None if profile.image else plan_image(variant, base_image=profile.base_image)
-    name = profile.image or (own.name if own else "")
+    named = str(plan.details["image"])
+    name = named or plan_image(variant, base_image=profile.base_image).name
     image = find_image(engine, name)
     if image is None:
         prove_engine(engine)
@@ -46,9 +46,9 @@ def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Problem]:
             code="image",
             given=f"{engine.kind} has no image {name!r}",
             allowed=f"an image that it has; of this project: {shown}",
-            next_step="build it (docs/container.md)"
-            if own
-            else "correct `image` in the site profile, or remove it",
+            next_step="correct `image` in the site profile, or remove it"
+            if named
+            else f"build it: python -m strop.launch.container --variant {variant}",
         )
         return
     proven = prove_engine(engine, image[0])
