@@ -143,20 +143,24 @@ class RunDir:
         run = cls(path, state, FileLock(path / LOCK_NAME))
         if not run._lock.try_acquire():
             raise run._in_use()
-        if (path / STATE_NAME).exists():
-            # Somebody was faster, and has ended since.
-            run.state = _read_state(path)
-            return run
+        is_made = False
         try:
+            if (path / STATE_NAME).exists():
+                # Somebody was faster, and has ended since.
+                run.state, is_made = _read_state(path), True
+                return run
             for folder in _FOLDERS:
                 (path / folder).mkdir(exist_ok=True)
             write_bytes_atomically(path / "spec.toml", spec_text.encode())
             write_bytes_atomically(path / "env.txt", describe_environment().encode())
             # Last: a folder without it is no run yet.
             write_bytes_atomically(path / STATE_NAME, _state_to_bytes(state))
-        except BaseException:
-            run.release()
-            raise
+            is_made = True
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+        finally:
+            if not is_made:
+                run.release()
         return run
 
     @classmethod

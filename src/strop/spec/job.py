@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from strop.spec.base import Section, SpecConflict
-from strop.spec.durations import DURATION_HELP, DURATION_PATTERN
+from strop.spec.durations import DURATION_HELP, parse_duration_s
 
 GPU_SPLIT = ("gpus", "train_gpus", "infer_gpus", "single_gpu")
 """One group: once a flag gives one of them, all of them come from flags and defaults."""
@@ -45,7 +46,7 @@ class JobSpec(Section):
     )
     time_limit: str | None = Field(
         default=None,
-        pattern=DURATION_PATTERN,
+        min_length=1,
         description=f"Wall time: {DURATION_HELP}. none = the site's.",
     )
     max_requeue: int = Field(
@@ -114,6 +115,30 @@ class JobSpec(Section):
                 "nodes and their command belong together",
                 allowed="both or neither",
                 next_step="set the other one too",
+            )
+        try:
+            shlex.split(self.cpu_command or "")
+        except ValueError as error:
+            raise SpecConflict(
+                {"job.cpu_command": self.cpu_command},
+                f"it cannot be split into words ({error})",
+                allowed="words, quoted as for a shell",
+                next_step="close the quotation",
+            ) from error
+        return self
+
+    @model_validator(mode="after")
+    def _check_time_limit(self) -> JobSpec:
+        try:
+            is_some = self.time_limit is None or parse_duration_s(self.time_limit) > 0.0
+        except ValueError:
+            is_some = False
+        if not is_some:
+            raise SpecConflict(
+                {"job.time_limit": self.time_limit},
+                "it is no length of time that a job could have",
+                allowed=f"a limit above 0: {DURATION_HELP}",
+                next_step="correct it, or remove it for the site's",
             )
         return self
 

@@ -14,6 +14,8 @@ from pydantic import Field
 from strop.spec.base import Section
 from strop.spec.durations import DURATION_HELP, DURATION_PATTERN
 
+_KIND = "What kind of site it is."
+
 
 class SiteSection(Section):
     """What every kind of site has."""
@@ -52,13 +54,13 @@ class SiteSection(Section):
 class LocalSite(SiteSection):
     """This machine: the job goes on when the terminal closes."""
 
-    backend: Literal["local"] = Field(default="local", description="The kind of site.")
+    backend: Literal["local"] = Field(default="local", description=_KIND)
 
 
 class ContainerSite(SiteSection):
     """A container on this machine, by podman or docker."""
 
-    backend: Literal["container"] = Field(default="container", description="The kind of site.")
+    backend: Literal["container"] = Field(default="container", description=_KIND)
     image: str | None = Field(
         default=None,
         min_length=1,
@@ -68,7 +70,7 @@ class ContainerSite(SiteSection):
     base_image: str | None = Field(
         default=None,
         min_length=1,
-        description="What the project's own image is built from, for example 'python:3.11-slim'. none = a Debian"
+        description="What our own image is built from, for example 'python:3.11-slim'. none = a Debian"
         " base made on the spot, with this machine's interpreter and packages: no registry is needed.",
     )
     environment: Literal["image", "mounted"] = Field(
@@ -93,7 +95,7 @@ class ContainerSite(SiteSection):
 class SlurmSite(SiteSection):
     """A SLURM cluster whose login node this is."""
 
-    backend: Literal["slurm"] = Field(default="slurm", description="The kind of site.")
+    backend: Literal["slurm"] = Field(default="slurm", description=_KIND)
     partition: str | None = Field(default=None, min_length=1, description="Partition of the main part.")
     cpu_partition: str | None = Field(default=None, min_length=1, description="Partition of the CPU part.")
     account: str | None = Field(
@@ -142,7 +144,7 @@ class SlurmSite(SiteSection):
 class SageMakerSite(SiteSection):
     """SageMaker training jobs of one AWS account."""
 
-    backend: Literal["sagemaker"] = Field(default="sagemaker", description="The kind of site.")
+    backend: Literal["sagemaker"] = Field(default="sagemaker", description=_KIND)
     region: str | None = Field(default=None, min_length=1, description="AWS region.")
     aws_profile: str | None = Field(
         default=None, min_length=1, description="Named profile of AWS credentials."

@@ -1,0 +1,93 @@
+"""What a job may ask for, and how its GPUs are shared out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.spec import load_spec
+from strop.spec.flags import Flag
+from strop.spec.job import JobSpec
+
+SMALL = 'name = "x"\ntask.name = "arithmetic"\n'
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "roles"),
+    [
+        ({}, {}),
+        ({"gpus": 0}, {}),
+        ({"gpus": 8}, {"train": 8}),
+        ({"train_gpus": 2}, {"infer": 1, "train": 2}),
+        ({"infer_gpus": 7}, {"infer": 7, "train": 1}),
+        ({"train_gpus": 4, "infer_gpus": 4}, {"infer": 4, "train": 4}),
+        ({"single_gpu": True}, {"train": 1}),
+        ({"single_gpu": True, "train_gpus": 1, "infer_gpus": 1}, {"train": 1}),
+    ],
+)
+def test_the_gpus_of_a_node_are_shared_out(given: dict[str, int], roles: dict[str, int]) -> None:
+    job = JobSpec.model_validate(given)
+    assert job.gpu_roles == roles
+    assert job.gpus_per_node == sum(roles.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["job.gpus=2", "job.train_gpus=1"], "the GPUs are shared out in two ways"),
+        (["job.gpus=1", "job.single_gpu=true"], "the GPUs are shared out in two ways"),
+        (["job.single_gpu=true", "job.infer_gpus=2"], "one GPU cannot be several"),
+        (["job.train_gpus=4", "job.infer_gpus=7"], "together they are 11 GPUs of one node"),
+        (["job.gpus=9"], "job.gpus=9 (override) is not allowed"),
+        (["job.train_gpus=5"], "job.train_gpus=5 (override)"),
+        (["job.infer_gpus=8"], "job.infer_gpus=8 (override)"),
+        (["job.cpus_per_gpu=33"], "job.cpus_per_gpu=33 (override)"),
+        (["job.cpu_nodes=1"], "nodes and their command belong together"),
+        (["job.cpu_command='true'"], "nodes and their command belong together"),
+        (["job.memory='64 GB'"], "job.memory='64 GB' (override)"),
+        (["job.memory=64"], "write job.memory as a text"),
+        (["job.time_limit='10'"], "job.time_limit='10' (override): it is no length of time"),
+        (["job.time_limit='2h; rm'"], "90s, 30m, 2h, 5d, HH:MM:SS or D-HH:MM:SS"),
+        (["job.time_limit='0s'"], "a limit above 0"),
+        (["job.grace_s=0"], "job.grace_s=0 (override)"),
+        (["job.max_requeue=-1"], "job.max_requeue=-1 (override)"),
+        (["job.max_silence_s=0"], "job.max_silence_s=0 (override)"),
+        (["job.preflight='all'"], "'none', 'quick', 'compute'"),
+        (["job.gpu=1"], "did you mean job.gpus"),
+    ],
+)
+def test_what_no_job_can_ask_for_is_refused_with_its_origin(
+    run_file: str, overrides: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_spec(run_file, overrides)
+    assert words in str(caught.value)
+
+
+def test_a_companion_needs_a_command_that_a_shell_could_split(run_file: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_spec(run_file, ["job.cpu_nodes=1", "job.cpu_command=serve 'unclosed"])
+    assert "No closing quotation" in str(caught.value)
+
+
+def test_a_flag_is_named_where_it_asks_for_too_much(run_file: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_spec(run_file, [], [Flag(key="job.gpus", value=9, name="--gpus")])
+    assert "job.gpus=9 (--gpus)" in str(caught.value)
+
+
+def test_the_job_is_no_part_of_what_was_asked_for(run_file: str) -> None:
+    from strop.spec import spec_digest
+
+    small = load_spec(run_file)
+    large = load_spec(run_file, ["job.nodes=4", "job.gpus=8"])
+    assert spec_digest(small.spec) == spec_digest(large.spec)
