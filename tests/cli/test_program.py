@@ -104,8 +104,9 @@ def test_help_names_every_command(run: Run) -> None:
     assert ended.code == 0
     listed = ended.out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [
-        "train", "sft", "eval", "rescore", "sample", "plan", "check", "stage", "submit", "status", "logs", "cancel",
-        "fetch", "drill", "explain", "ls", "view", "compare", "audit", "doctor", "model", "tasks", "slurm",
+        "train", "sft", "eval", "rescore", "sample", "plan", "check", "stage", "submit", "status", "logs",
+        "cancel", "fetch", "drill", "explain", "ls", "view", "compare", "audit", "doctor", "model", "tasks",
+        "slurm",
     ]  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_the_budget_of_lives_is_kept(project: Path, launcher: Launcher) -> None:
     ref = launcher.submit(make_request(project, [stopper], "job.max_requeue=2")).ref
     status = wait_for_end(launcher, ref)
     assert status.state is JobState.FAILED
-    assert status.reason == "requeue budget: attempt 2 was the last that it may have"
+    assert status.reason == "requeue budget: attempt 2 was the last one that it may have"
     assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75, 75, 75]
 
 
