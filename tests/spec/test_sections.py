@@ -15,7 +15,7 @@ from strop.spec.schema import settings
 
 
 def all_sections() -> list[type[Section]]:
-    found = list(Section.__subclasses__())
+    found = [one for one in Section.__subclasses__() if one.__module__.startswith("strop.spec")]
     for section in found:
         found += section.__subclasses__()
     return found
