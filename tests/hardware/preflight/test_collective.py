@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop.errors import CheckRefused, Interrupted
 from strop.hardware.fake_nvidia_smi import Fault, install_fake_nvidia_smi
 from strop.hardware.findings import Finding
-from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, run_preflight
+from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready, run_preflight
 from strop.hardware.preflight.collective import judge_collective
 from tests.fixtures.devices import whole
 
@@ -71,11 +73,11 @@ def test_two_nodes_that_sum_rightly_and_fast_are_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_node_is_named_by_the_first_one(tmp_path: Path) -> None:
+def test_a_slow_node_is_named_by_all_and_itself(tmp_path: Path) -> None:
     # A node that lingers for a second takes 2 * 8 MiB in more than that: below 17 MB/s.
-    first, *others = collect(tmp_path, ("n0", "n1", "n2"), {"n2": Fault.SLOW}, wait_limit_s=60.0)
-    assert [(code, where) for code, where, _ in first] == [("bandwidth", "n2")]
-    assert others == [[], []]
+    answers = collect(tmp_path, ("n0", "n1", "n2"), {"n2": Fault.SLOW}, wait_limit_s=60.0)
+    for answer in answers:
+        assert [(code, where) for code, where, _ in answer] == [("bandwidth", "n2")]
 
 
 @pytest.mark.slow
@@ -110,6 +112,29 @@ def test_an_interface_that_is_missing_is_named(tmp_path: Path) -> None:
     assert (finding.code, finding.where) == ("rendezvous", "n0")
     assert "interface 'eno7' has no IPv4 address here" in finding.given
     assert "lo" in finding.allowed
+
+
+def test_where_all_are_slow_with_the_first_one_it_is_that(tmp_path: Path) -> None:
+    group = NodeGroup(names=("n0", "n1", "n2"), index=1, attempt_path=tmp_path, attempt=1)
+    found = list(judge_collective(group, {"is_exact": True, "pairs": {"n1": 4e6, "n2": 5e6}}))
+    assert [(one.code, one.where) for one in found] == [("bandwidth", "n0")] * 2
+    # Of two nodes nobody can tell; the other one is named.
+    pair = NodeGroup(names=("n0", "n1"), index=0, attempt_path=tmp_path, attempt=1)
+    (finding,) = judge_collective(pair, {"is_exact": True, "pairs": {"n1": 4e6}})
+    assert finding.where == "n1"
+
+
+def test_a_node_that_is_not_at_fault_is_not_excluded(tmp_path: Path) -> None:
+    """75 lets the job start again; 76 leaves out the node that says it."""
+    group = NodeGroup(names=("n0", "n1"), index=1, attempt_path=tmp_path, attempt=1, wait_limit_s=0.1)
+    request = PreflightRequest(run_path=tmp_path, node="n1", levels=(Level.COLLECT,), group=group)
+    with pytest.raises(Interrupted, match="rendezvous: n0: node n0 has not said within") as caught:
+        require_ready(request)
+    assert caught.value.exit_code == 75
+    own = replace(request, group=replace(group, index=0, interface="eno7"))
+    with pytest.raises(CheckRefused, match="rendezvous: n0: interface 'eno7' has no IPv4 address") as refused:
+        require_ready(own)
+    assert refused.value.exit_code == 76
 
 
 def test_one_node_has_nobody_to_meet(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Whether this node can do what a run asks of it, looked at before anything is started.
 
 Level a reads (under a second), b multiplies on each GPU (about ten), c reduces over all nodes, d asks the
-site's own tools. `run_preflight` returns what is wrong; `require_ready` refuses. Every level works with the
-fake nvidia-smi too: its GPUs compute on the CPU, and have the faults that its state file gives them.
+site's own tools. `run_preflight` returns what is wrong; `require_ready` refuses with 76, or with 75 where
+only another node is at fault, so that exactly the bad ones are excluded. Every level works with the fake
+nvidia-smi too: its GPUs compute on the CPU, and have the faults that its state file gives them.
 """
 
 from strop.hardware.findings import Finding, Severity

@@ -126,14 +126,21 @@ def judge_collective(group: NodeGroup, answer: dict[str, Any] | None) -> Iterato
         given = f"the sum over {len(group.names)} nodes is wrong on {group.name}"
         yield _blame(group.name, "collective", given, "the sum of known numbers, which is exact in float32")
     else:
-        for name, speed in answer["pairs"].items():
-            if speed < group.min_bytes_per_s:
-                yield _blame(
-                    name,
-                    "bandwidth",
-                    f"{name} and {first} exchange {speed / 1e6:.1f} MB/s",
-                    f"{group.min_bytes_per_s / 1e6:.1f} MB/s at least",
-                )
+        yield from _name_slow(group, answer["pairs"])
+
+
+def _name_slow(group: NodeGroup, pairs: Mapping[str, float]) -> Iterator[Finding]:
+    """Blame each node that is slow with the first one; where all of several are, the first one."""
+    first = group.names[0]
+    slow = {name: speed for name, speed in pairs.items() if speed < group.min_bytes_per_s}
+    is_first = len(pairs) > 1 and len(slow) == len(pairs)
+    for name, speed in slow.items():
+        yield _blame(
+            first if is_first else name,
+            "bandwidth",
+            f"{name} and {first} exchange {speed / 1e6:.1f} MB/s",
+            f"{group.min_bytes_per_s / 1e6:.1f} MB/s at least",
+        )
 
 
 def _name_missing(group: NodeGroup, answer: dict[str, Any]) -> Iterator[Finding]:

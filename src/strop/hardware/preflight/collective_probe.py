@@ -225,6 +225,10 @@ def _compute(given: argparse.Namespace, meeting: Meeting, store: TCPStore) -> di
     meeting.announce("sum")
     pairs = _exchange(given, numbers)
     meeting.announce("pair")
+    # All judge by the same speeds, so that the slow node knows itself.
+    if given.rank == 0:
+        store.set("pairs", json.dumps(pairs))
+    pairs = json.loads(store.get("pairs"))
     return {"is_exact": is_exact, "sum_s": sum_s, "pairs": pairs}
 
 

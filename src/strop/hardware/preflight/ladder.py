@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from strop.errors import Interrupted
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.hardware.preflight.collective import check_collective
 from strop.hardware.preflight.compute import check_compute
@@ -32,6 +33,12 @@ def run_preflight(request: PreflightRequest) -> list[Finding]:
 def require_ready(request: PreflightRequest) -> list[Finding]:
     """Return what is worth knowing of a node that can start.
 
-    Raises: CheckRefused (exit code 76) naming everything that forbids it, each with its code.
+    Raises: CheckRefused (exit code 76) naming everything that forbids it, each with its code; Interrupted
+        (75) if only other nodes are at fault: this one need not be excluded, and the job can start again.
     """
-    return require_none(run_preflight(request))
+    found = run_preflight(request)
+    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    others = set() if request.group is None else {*request.group.names} - {request.group.name}
+    if errors and all(finding.where in others for finding in errors):
+        raise Interrupted("\n".join(f"{finding.code}: {finding}" for finding in errors))
+    return require_none(found)
