@@ -20,6 +20,9 @@ from strop.hardware.preflight import PreflightRequest, run_preflight
 from strop.hardware.torch_build import read_torch_build
 from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
 
+_ROLE = "training"
+"""Learner and engine together."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
@@ -31,10 +34,11 @@ class Claim:
 
 
 @contextmanager
-def claim_machine(run_path: Path, attempt: str) -> Iterator[Claim]:
+def claim_machine(run_path: Path, attempt: str, *, need_bytes: int) -> Iterator[Claim]:
     """Clear what dead runs of this user left, and hold a GPU for a training, if it uses one.
 
-    Every process that is started meanwhile carries the lease's id, and sees that GPU alone.
+    `need_bytes` is what must be free on it. Every process that is started meanwhile carries the lease's id,
+    and sees that GPU alone.
     Raises: CheckRefused naming the run or the processes that have the GPUs; ConfigError if
         CUDA_VISIBLE_DEVICES cannot be read; StoreError if leases cannot be kept.
     """
@@ -44,13 +48,20 @@ def claim_machine(run_path: Path, attempt: str) -> Iterator[Claim]:
     cleared = [f"a dead run had left something: {one}" for one in clear_leftovers()]
     inherited = os.environ.get(VISIBLE_DEVICES)
     # Learner and engine share the first GPU that torch sees.
-    request = GpuRequest(wanted={"training": 1 if _uses_gpu(inherited) else 0}, inherited=inherited)
+    request = GpuRequest(
+        wanted={_ROLE: 1 if _uses_gpu(inherited) else 0},
+        inherited=inherited,
+        need_bytes={_ROLE: need_bytes},
+    )
     held, allocation = lease_gpus(run_path.name, attempt, request)
     with held, held.applied():
         warnings: list[str] = []
         if allocation.uuids:
             wanted = PreflightRequest(
-                run_path=run_path, allocation=allocation, own_lease_id=held.lease.lease_id
+                run_path=run_path,
+                allocation=allocation,
+                gpu_need_bytes={_ROLE: need_bytes},
+                own_lease_id=held.lease.lease_id,
             )
             found = [_judge(finding, inherited) for finding in run_preflight(wanted)]
             warnings = [str(finding) for finding in require_none(found)]
@@ -87,7 +98,7 @@ def _seen(allocation: Allocation) -> Iterator[None]:
 
     CUDA reads the variable when it is first used, which is later.
     """
-    variables = allocation.roles["training"].variables if allocation.uuids else {}
+    variables = allocation.roles[_ROLE].variables if allocation.uuids else {}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -32,7 +32,9 @@ from strop.evaluate import (
 from strop.hardware import describe_machine, keep_freed_memory, require_writable
 from strop.kernels import kernel_status
 from strop.launch.claim import claim_machine
+from strop.launch.estimate import split_memory
 from strop.launch.mirroring import Mirroring, probe_mirror
+from strop.policy.footprint import read_model_size
 from strop.record import Event, EventKind, RunDir, find_resumable
 from strop.record.run_dir import STATE_NAME
 from strop.rollout import Sampling, Split
@@ -113,7 +115,7 @@ def _train_resolved(
         on_run(run_dir)
         attempt = str(run_dir.state.num_attempts + 1)
         with (
-            claim_machine(run_dir.path, attempt) as claim,
+            claim_machine(run_dir.path, attempt, need_bytes=_estimate_need(spec, task, model)) as claim,
             Mirroring(spec.store, run_dir, observer) as mirroring,
         ):
             with _NotedAttempt(run_dir, mirroring, claim.devices):
@@ -126,6 +128,12 @@ def _train_resolved(
                 outcome = asyncio.run(_train(spec, task, demonstrations, model, run_dir, mirroring))
             on_trained(outcome)
             return outcome
+
+
+def _estimate_need(spec: RunSpec, task: Task, model: ModelHandle) -> int:
+    """Return the bytes that learner and engine hold at their peak, as the plan counts them."""
+    parts = split_memory(spec, read_model_size(model.path), task.limits.max_reply_tokens)
+    return int(sum(part.amount for part in parts))
 
 
 class _NotedAttempt:
