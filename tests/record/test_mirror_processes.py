@@ -110,13 +110,17 @@ def test_thirty_kills_at_random_points_leave_thirty_states_to_go_on_from(
         played.train(step + 1, step + 2)
         played.run.keep_checkpoints(2)
         step += 2
-        killer = Killer(stream.randrange(35), arrives=stream.random() < 0.5)
-        proxy.spoil = killer
-        if num_killed % 2:
+        # While training goes on: early enough in the first look that there is so much to ask for. Or at the
+        # end: an uploader that has sent all by then ends by itself.
+        is_flush = num_killed % 2 == 1
+        if is_flush:
             flush_path(played.run.path).touch()
+        killer = Killer(stream.randrange(45 if is_flush else 12), arrives=stream.random() < 0.5)
+        proxy.spoil = killer
         killer.process = process = Process(played, s3_root)
-        # One that has nothing left to ask for is killed between two looks, or has ended by itself.
-        num_killed += process.wait(3.0) != 0
+        code = process.wait()
+        assert code in ({0, -signal.SIGKILL} if is_flush else {-signal.SIGKILL}), process.log_path.read_text()
+        num_killed += code != 0
         process.close()
         proxy.spoil = lambda exchange: None
         flush_path(played.run.path).unlink(missing_ok=True)

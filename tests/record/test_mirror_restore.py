@@ -76,7 +76,8 @@ class Death(BaseException):
     """The end of a process, as far as one process can play it."""
 
 
-def test_every_state_between_two_requests_can_be_gone_on_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_flush", [True, False], ids=["at the end", "under way"])
+def test_every_state_between_two_requests_can_be_gone_on_from(is_flush: bool, tmp_path: Path) -> None:
     """An uploader dies before each change that it makes to the store, one after the other."""
     num_changes = 0
     seen_steps = set()
@@ -94,9 +95,10 @@ def test_every_state_between_two_requests_can_be_gone_on_from(tmp_path: Path) ->
                     raise Death
                 num_left -= 1
 
-        uploader = played.uploader(root, cast(Objects, WatchedObjects(before)), keep_last=1)
+        objects = cast(Objects, WatchedObjects(before))
+        uploader = played.uploader(root, objects, keep_last=1)
         try:
-            uploader.look(is_flush=True)
+            uploader.look(is_flush=is_flush)
             is_dead = False
         except Death:
             is_dead = True

@@ -151,6 +151,16 @@ class RecordStore:
             uri=uri, manifest=manifest, moved=tuple(self._names_to_send(uri, manifest, list(paths)))
         )
 
+    def get_object(self, uri: str, path: Path) -> bool:
+        """Fetch a single object, as it is now, over what is here; return whether it moved.
+
+        Raises: StoreError if it changes meanwhile; RemoteMissing if it is not there.
+        """
+        stored = self._objects.find(uri)
+        if stored is None:
+            raise self._not_there(uri)
+        return bool(self._get_object(stored, path, replace=True).moved)
+
     def find_manifest(self, uri: str) -> Manifest | None:
         """Return the manifest of a complete record, or None.
 
@@ -205,7 +215,7 @@ class RecordStore:
         names = tuple(
             name for name, record in sorted(manifest.files.items()) if not _is_kept(incoming / name, record)
         )
-        _side_by_side(
+        side_by_side(
             lambda name: self._fetch_file(join_uri(uri, name), incoming / name, manifest.files[name]), names
         )
         return names
@@ -282,9 +292,7 @@ class RecordStore:
             # A file is about to change, or is damaged: until all is well again, this is no record.
             self._objects.remove(join_uri(uri, MANIFEST_NAME))
             is_told = False
-        _side_by_side(
-            lambda name: self._upload(paths[name], join_uri(uri, name), manifest.files[name]), names
-        )
+        side_by_side(lambda name: self._upload(paths[name], join_uri(uri, name), manifest.files[name]), names)
         if not is_told:
             before_complete()
             self._objects.write(join_uri(uri, MANIFEST_NAME), manifest.to_bytes())
@@ -297,7 +305,7 @@ class RecordStore:
         candidates = {name: join_uri(root, name) for name in sorted(names)}
         promised = manifest.files
         there = [name for name, one in candidates.items() if sizes.get(one) == promised[name].size_bytes]
-        found = _side_by_side(lambda name: self._objects.digest(candidates[name]), there)
+        found = side_by_side(lambda name: self._objects.digest(candidates[name]), there)
         digests = dict(zip(there, found, strict=True))
         return tuple(name for name in candidates if digests.get(name) != promised[name].sha256)
 
@@ -424,7 +432,7 @@ def _remove_others(incoming: Path, manifest: Manifest) -> None:
             shutil.rmtree(entry)
 
 
-def _side_by_side(action: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
+def side_by_side(action: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
     """Do one thing for every name, a few at a time; the first failure ends it."""
     with ThreadPoolExecutor(NUM_FILES_AT_ONCE, thread_name_prefix="strop-store") as pool:
         futures = [pool.submit(action, name) for name in names]

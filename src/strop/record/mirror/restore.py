@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,9 @@ from strop.store.atomic import (
     verify_directory,
     write_bytes_atomically,
 )
-from strop.store.contract import StoredObject
 from strop.store.lock import FileLock
 from strop.store.opening import open_record_store
-from strop.store.record_store import INCOMING_SUFFIX, RecordStore
+from strop.store.record_store import INCOMING_SUFFIX, RecordStore, side_by_side
 from strop.store.s3_client import S3Settings
 from strop.store.uris import join_uri, normalize_uri
 
@@ -121,7 +120,8 @@ def fetch_run(
         with _working_in(incoming):
             write_bytes_atomically(incoming / _FETCHED_NAME, uri.encode())
             if TRACES in only:
-                moved += [target / TRACES / name for name in _fetch_traces(store, uri, incoming / TRACES)]
+                names = _fetch_objects(store, _list_traces(store, uri), incoming / TRACES)
+                moved += [target / TRACES / name for name in names]
             for record_uri in filter(None, dict.fromkeys(records)):
                 name = record_uri.rpartition("/")[2]
                 if store.find_manifest(record_uri) is None and record_uri.endswith("_final"):
@@ -235,33 +235,34 @@ def _restore_traces(store: RecordStore, uri: str, run_path: Path) -> None:
         found_step = step_of(Path(name))
         return name not in _CURVE_FILES and (found_step is None or found_step <= step)
 
-    for name, stored in _list_traces(store, uri):
-        if is_wanted(name) and not (run_path / name).exists():
-            _fetch_object(store, stored, run_path / name)
+    uris = {name: place for name, place in _list_traces(store, uri).items() if is_wanted(name)}
+    _fetch_objects(store, uris, run_path)
 
 
-def _fetch_traces(store: RecordStore, uri: str, folder: Path) -> Iterator[str]:
-    """Bring what is not here with its digest; yield the names that moved."""
-    for name, stored in _list_traces(store, uri):
-        if _fetch_object(store, stored, folder / name):
-            yield name
+def _fetch_objects(store: RecordStore, uris: Mapping[str, str], folder: Path) -> list[str]:
+    """Bring what is not here with its digest; return the names that moved."""
+    are_moved = side_by_side(lambda name: _fetch_object(store, uris[name], folder / name), uris)
+    return [name for name, is_moved in zip(uris, are_moved, strict=True) if is_moved]
 
 
-def _list_traces(store: RecordStore, uri: str) -> Iterator[tuple[str, StoredObject]]:
+def _list_traces(store: RecordStore, uri: str) -> dict[str, str]:
+    """Return the URIs of all traces by their names in the run directory."""
+    found = {}
     root = normalize_uri(join_uri(uri, TRACES))
     for stored in store.list(root):
         name = stored.uri.removeprefix(f"{root}/")
         # A store may be written to by others: no name leads out of the directory.
         if is_inner_name(name):
-            yield name, stored
+            found[name] = stored.uri
+    return found
 
 
-def _fetch_object(store: RecordStore, stored: StoredObject, path: Path) -> bool:
+def _fetch_object(store: RecordStore, uri: str, path: Path) -> bool:
     """Fetch one object, again where its writer replaced it meanwhile; return whether it moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for attempt_index in range(NUM_OBJECT_ATTEMPTS):
         try:
-            return bool(store.get(stored.uri, path, replace=True).moved)
+            return store.get_object(uri, path)
         except RemoteMissing:
             raise
         except StoreError:

@@ -41,7 +41,8 @@ class TraceSender:
         self._store = store
         self._uri = join_uri(uri, TRACES)
         self._sent: dict[str, Signature] = {}
-        self._has_compared = False
+        self.has_compared = False
+        """Whether it knows what earlier uploaders sent, which takes a request for each file."""
 
     def send(self, *, is_whole: bool, should_yield: Callable[[], bool]) -> bool:
         """Send what is new. `is_whole`: however little it has grown.
@@ -70,13 +71,13 @@ class TraceSender:
 
     def _drop_known(self, names: list[str]) -> list[str]:
         """Leave out what an earlier uploader sent: asked of the store once, by digests."""
-        if self._has_compared:
+        if self.has_compared:
             return names
         fixed = {name: self._run_path / name for name in names if Path(name).suffix not in _GROWING}
         missing = set(self._store.plan_put(fixed, self._uri).moved)
         for name in fixed.keys() - missing:
             self._sent[name] = sign(self._run_path / name)
-        self._has_compared = True
+        self.has_compared = True
         return [name for name in names if name not in fixed or name in missing]
 
     def _is_due(self, name: str, *, is_whole: bool) -> bool:

@@ -124,7 +124,9 @@ class Uploader:
         """
         if self._is_pausing(self._whole, is_flush=is_flush):
             return False
-        parts = self._last_parts if is_flush else self._parts
+        # Also right after a start: there may be much to compare before anything recorded is sent.
+        is_checkpoint_first = is_flush or not self._traces.has_compared
+        parts = self._last_parts if is_checkpoint_first else self._parts
         try:
             self._begin()
             are_done = [self._do(part, is_flush=is_flush) for part in parts]
@@ -284,7 +286,7 @@ class Uploader:
 
     def _send_final(self, is_flush: bool) -> bool:
         """Send the model of a run whose every step is trained."""
-        if not RunDir.open(self._run.path).is_finished:
+        if not is_flush or not RunDir.open(self._run.path).is_finished:
             return True
         step = self._newest_step()
         pinned = None if step is None else pin_checkpoint(self._run, step)
