@@ -71,11 +71,13 @@ system-deps:
 	command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 \
 		|| missing="$$missing chromium fonts-dejavu-core"; \
 	command -v bwrap >/dev/null 2>&1 || missing="$$missing bubblewrap"; \
+	command -v sbatch >/dev/null 2>&1 || missing="$$missing slurm-wlm"; \
 	if [ -z "$$missing" ]; then \
 		echo "system parts: all here"; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
-		echo "system parts: missing:$$missing; tests of the rendered report (chromium) and of"; \
-		echo "sandboxes (bubblewrap) will be skipped, and model-written code has no isolated place to run."; \
+		echo "system parts: missing:$$missing; tests of the rendered report (chromium), of"; \
+		echo "jobs (slurm-wlm) and of sandboxes (bubblewrap) will be skipped; without bubblewrap, model-written"; \
+		echo "code has no isolated place to run."; \
 		echo "Next: as root on Debian or Ubuntu, run make system-deps; elsewhere, install them."; \
 	else \
 		export DEBIAN_FRONTEND=noninteractive; \

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import strop
+from strop.launch.jobs.contract import JobRef, Resources
 from strop.launch.jobs.launcher import Launcher
 from strop.launch.slurm import SlurmBackend
 from strop.spec.site import SlurmSite
 from tests.conftest import require_system_part
-from tests.launch.slurm.plans import Desk
+from tests.launch.slurm.plans import Desk, a_role
 from tools.slurm_cluster import Cluster, ClusterOptions, is_installed, slurm_cluster
 
 # All nodes are one machine here. What is a folder of each machine is one of each node.
@@ -26,11 +28,45 @@ exec {python} "$@"
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limited:
+    """A cluster whose jobs run into their limit of one minute while other tests run."""
+
+    cluster: Cluster
+    root: Path
+    refs: dict[str, JobRef]
+
+
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A running cluster. Tests that stop parts of it use one of their own."""
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
+    """Jobs that are submitted before any other, and looked at after all others."""
     require_system_part("slurm-wlm", is_installed())
+    minute = Resources(time_limit_s=60.0)
+    root = tmp_path_factory.mktemp("limited-desk")
+    with slurm_cluster(tmp_path_factory.mktemp("limited")) as cluster, pytest.MonkeyPatch.context() as patch:
+        desk = open_desk(cluster, root, patch)
+        # Told 30 s before, give or take a minute: Slurm looks at limits that often.
+        told = desk.submit(
+            a_role("--steps", "300"), name="told", resources=minute, grace_s=30.0, max_requeue=20
+        )
+        deaf = desk.submit(a_role("--steps", "3000", "--ignore-signals"), name="deaf", resources=minute)
+        patch.undo()
+        yield Limited(cluster=cluster, root=root, refs={"told": told, "deaf": deaf})
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, limited: Limited) -> Iterator[Cluster]:
+    """A running cluster. Tests that stop parts of it use one of their own."""
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def frail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose parts are stopped: it soon gives a node up, and soon forgets a job."""
+    require_system_part("slurm-wlm", is_installed())
+    options = ClusterOptions(slurmd_timeout_s=10, min_job_age_s=2)
+    with slurm_cluster(tmp_path_factory.mktemp("frail"), options) as cluster:
         yield cluster
 
 
@@ -52,6 +88,3 @@ def desk(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     """A login node of the cluster that all tests share."""
     yield open_desk(cluster, tmp_path / "desk", monkeypatch)
     cluster.clear()
-
-
-__all__ = ["ClusterOptions", "open_desk"]
