@@ -92,7 +92,7 @@ def read_request(
         resources=_count_resources(resolved, site, options),
         roles=tuple(_list_roles(options.command, resolved, python)),
         environment=environment,
-        snapshot=_take_code(project_path, root, resolved, options) if options.has_snapshot else None,
+        snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
         project_path=project_path,
         home=home,
         python=python,
@@ -206,14 +206,23 @@ def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
     return path
 
 
+def _job_log_files(site: Site, project_path: Path) -> list[Path]:
+    """Return what a submission writes into the project: as code it would make every plan a new one."""
+    if not isinstance(site.profile, SageMakerSite):
+        return []
+    path = project_path / site.profile.job_log
+    return [path, path.with_suffix(".jsonl"), path.with_suffix(".lock")]
+
+
 def _take_code(
-    project_path: Path, root: Path, resolved: ResolvedSpec, options: SubmitOptions
+    project_path: Path, root: Path, resolved: ResolvedSpec, options: SubmitOptions, site: Site
 ) -> CodeSnapshot:
     """Look at the project's code, without runs and files of secrets in it."""
     excluded = [root, Path(resolved.spec.output.root)]
     excluded += [Path(path) for path in (options.env_file, resolved.spec.output.dir) if path is not None]
     # Where runs lie in the project itself, beside its code.
     excluded += [found.parents[1] for found in project_path.glob("*/job/plan.json")]
+    excluded += _job_log_files(site, project_path)
     return take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
 
 

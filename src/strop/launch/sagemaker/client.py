@@ -79,6 +79,7 @@ class AwsClients:
             RemoteMissing; RemoteUnreachable; CheckRefused with the service's own words.
         """
         from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
 
         method = getattr(self.client(service), operation)
 
@@ -87,7 +88,12 @@ class AwsClients:
                 return None
             return self.explain(failure, service, operation, resource)
 
-        return retry(lambda: method(**arguments), self.retries, (BotoCoreError, ClientError), explain)
+        return retry(
+            lambda: method(**arguments),
+            self.retries,
+            (BotoCoreError, ClientError, ResponseParserError),
+            explain,
+        )
 
     def explain(self, failure: Exception, service: str, operation: str, resource: str) -> StropError:
         """Return what a failure means to a person."""
@@ -201,8 +207,10 @@ def may_pass(failure: Exception) -> bool:
     """Whether another attempt may go better."""
     from botocore.exceptions import ConnectionError as NoConnection
     from botocore.exceptions import HTTPClientError
+    from botocore.parsers import ResponseParserError
 
-    if isinstance(failure, (NoConnection, HTTPClientError)):
+    # The last one is what a proxy's page of HTML gives.
+    if isinstance(failure, (NoConnection, HTTPClientError, ResponseParserError)):
         return True
     return error_code(failure) in _PASSING_CODES or _status_of(failure) in _PASSING_STATUS
 

@@ -122,8 +122,7 @@ class JobLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise explain_write_failure(error, self.path) from error
-        lock_path = self.path.with_name(f".{self.path.name}.lock")
-        with FileLock(lock_path, wait_limit_s=LOCK_WAIT_S):
+        with FileLock(self.path.with_suffix(".lock"), wait_limit_s=LOCK_WAIT_S):
             imported = [] if self.twin_path.exists() else _read_table(self.path)
             _append_lines(self.twin_path, [*imported, *records])
             lines = [TITLE, f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
