@@ -38,7 +38,8 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     """
     settings = read_settings(request)
     assets = list_assets(request.resolved.spec)
-    refuse_local(assets)
+    if not request.options.get("is_local"):
+        refuse_local(assets)
     _refuse_impossible(plan, request, settings)
     plan = replace(plan, environment=_with_variables(plan, settings))
     base = settings.option("job_name") or base_name(settings.option("name_prefix"), plan.submitted_at)
@@ -106,7 +107,7 @@ def build_request(
 ) -> dict[str, Any]:
     """Return the request for one member. Pure; equal plans give equal requests."""
     profile = settings.profile
-    entry = settings.option("entrypoint") or [profile.python or ENTRY_PYTHON, "-m", places.ENTRY_MODULE]
+    entry = settings.option("entrypoint") or [_entry_python(request, settings), "-m", places.ENTRY_MODULE]
     output: dict[str, Any] = {"S3OutputPath": f"{settings.root}/output", "CompressionType": "GZIP"}
     if profile.kms_key:
         output["KmsKeyId"] = profile.kms_key
@@ -143,6 +144,13 @@ def build_request(
     if settings.instance_count > 1:
         built["InfraCheckConfig"] = {"EnableInfraCheck": True}
     return built
+
+
+def _entry_python(request: JobRequest, settings: SageMakerSettings) -> str:
+    """Return the interpreter in the image: of our own, made from this environment, the very path here."""
+    profile = settings.profile
+    is_own = profile.base_image is None and not settings.option("image")
+    return profile.python or (request.python if is_own else ENTRY_PYTHON)
 
 
 def _channels(

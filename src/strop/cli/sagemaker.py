@@ -1,0 +1,316 @@
+"""`strop sagemaker submit RUN.toml [key=value ...]`, `strop sagemaker policy`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strop.cli.arguments import Json, NewRun, Overrides, RunFile
+from strop.cli.options import takes
+from strop.cli.output import Output
+from strop.cli.submit import SubmitArguments, submit_request, to_options
+
+if TYPE_CHECKING:
+    from strop.launch.container.engine import Engine
+    from strop.launch.jobs.contract import JobRequest
+    from strop.spec.site import SageMakerSite
+
+Text = str | None
+Site = Annotated[
+    str, typer.Option("--on", metavar="SITE", help="A site of strop-sites.toml whose backend is sagemaker.")
+]
+WAIT_EVERY_S = 15.0
+"""AWS throttles who asks more often."""
+sagemaker_commands = typer.Typer(help="Training jobs of SageMaker.", no_args_is_help=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SageMakerArguments:
+    """What `strop sagemaker submit` takes."""
+
+    run_file: RunFile
+    overrides: Overrides = None
+    on: Site = "sagemaker"
+    command: Annotated[str, typer.Option(help="What runs there: train or sft.")] = "train"
+    build: Annotated[bool, typer.Option("--build", help="Build the image from this environment.")] = False
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="With --build: everything again.")] = False
+    push: Annotated[bool, typer.Option("--push", help="Push the image; the job gets it by digest.")] = False
+    local: Annotated[
+        bool, typer.Option("--local", help="Run the job here, as the platform would, and submit nothing.")
+    ] = False
+    gpus: Annotated[Text, typer.Option(metavar="0,1,2", help="With --local: GPUs, by index or UUID.")] = None
+    instance_type: Annotated[Text, typer.Option(help="Instance type.")] = None
+    instance_count: Annotated[int | None, typer.Option(min=1, help="Instances.")] = None
+    image: Annotated[Text, typer.Option(help="Image instead of ours.")] = None
+    image_tag: Annotated[Text, typer.Option(help="Tag in the site's repository.")] = None
+    job_name: Annotated[Text, typer.Option(help="Name of the training job; none: prefix and time.")] = None
+    name_prefix: Annotated[Text, typer.Option(help="First part of the name; neutral.")] = None
+    description: Annotated[Text, typer.Option(help="Words for the job log; AWS never sees them.")] = None
+    spot: Annotated[bool | None, typer.Option(help="Spot instances.")] = None
+    max_wait: Annotated[Text, typer.Option(help="Wall time and waiting for spot instances: 3d.")] = None
+    max_runtime: Annotated[Text, typer.Option(help="Wall time: 12h, 5d.")] = None
+    volume_gb: Annotated[int | None, typer.Option(min=1, help="Disk of an instance.")] = None
+    keep_alive: Annotated[int | None, typer.Option(min=0, help="Warm pool, seconds.")] = None
+    vpc: Annotated[bool | None, typer.Option(help="Whether the site's subnets are used.")] = None
+    network_isolation: Annotated[bool | None, typer.Option(help="No network at all.")] = None
+    entrypoint: Annotated[
+        Text, typer.Option(metavar="WORDS", help="Another first process, as a shell would split it.")
+    ] = None
+    train_gpus: Annotated[int | None, typer.Option(min=1, max=4, help="GPUs for the learner.")] = None
+    infer_gpus: Annotated[int | None, typer.Option(min=1, max=7, help="GPUs for generation.")] = None
+    sweep: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=V,V", help="One job for each value; repeatable.")
+    ] = None
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A variable of yours that the job gets.")
+    ] = None
+    project_dir: Annotated[Path | None, typer.Option(help="Whose code runs; none: this folder.")] = None
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; stopped is no success.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact request; send nothing.")] = False
+    check: Annotated[bool, typer.Option("--check", help="Only look for what would stop the job.")] = False
+    resume: Annotated[Text, typer.Option(metavar="REF", help="Go on with a job's run in a new job.")] = None
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse flags that beat other values.")] = False
+    new: NewRun = False
+    json: Json = False
+
+
+_OF_BACKEND = (
+    *("instance_type", "instance_count", "image", "image_tag", "job_name", "name_prefix", "description"),
+    *("spot", "max_wait", "max_runtime", "volume_gb", "network_isolation"),
+)
+_OF_SUBMIT = (
+    *("run_file", "overrides", "on", "command", "train_gpus", "infer_gpus", "sweep", "env", "project_dir"),
+    *("dry_run", "check", "resume", "strict", "new", "json"),
+)
+
+
+@sagemaker_commands.command("submit")
+@takes(SageMakerArguments)
+def submit(context: typer.Context, given: SageMakerArguments) -> None:
+    """Send a run to SageMaker: image, code, config, one training job. The same again changes nothing."""
+    import os
+    import time
+
+    from strop.launch.jobs.requesting import read_request
+
+    output: Output = context.obj
+    _refuse_contradictions(given)
+    base = SubmitArguments(**{name: getattr(given, name) for name in _OF_SUBMIT})
+    options = replace(to_options(base), backend=_backend_options(given))
+    request = read_request(given.run_file, options, environ=os.environ, now=time.time())
+    profile = _require_sagemaker(request)
+    engine, local_image = _build(output, profile, given)
+    if given.local:
+        raise typer.Exit(_run_here(output, request, profile, given, engine, local_image))
+    if given.push:
+        request = _push(output, request, profile, engine, local_image)
+    submit_request(output, request, base)
+    if given.wait and not (given.dry_run or given.check):
+        _wait(output, request)
+
+
+@sagemaker_commands.command("policy")
+def policy(context: typer.Context, on: Site = "sagemaker") -> None:
+    """Print the rights that the submitting identity and the job's role need, as IAM documents."""
+    import os
+
+    from strop.launch.sagemaker.policy import execution_policy, submitter_policy, trust_policy
+    from strop.spec.sites import find_site
+
+    output: Output = context.obj
+    profile = _require_profile(find_site(on, Path.cwd(), os.environ))
+    output.give_json(
+        {
+            "submitter": submitter_policy(profile),
+            "execution_role": execution_policy(profile),
+            "execution_role_trust": trust_policy(),
+        }
+    )
+
+
+def _refuse_contradictions(given: SageMakerArguments) -> None:
+    from strop.errors import ConfigError, explain_refusal
+
+    pairs = (
+        ("job_name", "name_prefix"),
+        ("local", "push"),
+        ("local", "wait"),
+        ("image", "image_tag"),
+        ("image", "build"),
+    )
+    for first, second in pairs:
+        if getattr(given, first) and getattr(given, second):
+            one, other = (f"--{name.replace('_', '-')}" for name in (first, second))
+            raise ConfigError(
+                explain_refusal(
+                    f"{one} together with {other}", allowed="one of them", next_step=f"leave {other} out"
+                )
+            )
+    if given.gpus is not None and not given.local:
+        raise ConfigError(
+            explain_refusal(
+                f"--gpus {given.gpus} without --local",
+                allowed="GPUs of this machine, with --local",
+                next_step="choose an instance type for a job, or add --local",
+            )
+        )
+
+
+def _backend_options(given: SageMakerArguments) -> dict[str, Any]:
+    import shlex
+
+    found = {name: getattr(given, name) for name in _OF_BACKEND if getattr(given, name) is not None}
+    found["config"] = given.run_file
+    if given.keep_alive is not None:
+        found["keep_alive_s"] = given.keep_alive
+    if given.entrypoint is not None:
+        found["entrypoint"] = shlex.split(given.entrypoint)
+    if given.vpc is False:
+        found |= {"subnets": (), "security_groups": ()}
+    return found
+
+
+def _require_sagemaker(request: JobRequest) -> SageMakerSite:
+    return _require_profile(request.site)
+
+
+def _require_profile(site: Any) -> SageMakerSite:
+    from strop.errors import ConfigError, explain_refusal
+    from strop.spec.site import SageMakerSite
+
+    if not isinstance(site.profile, SageMakerSite):
+        raise ConfigError(
+            explain_refusal(
+                f"--on {site.name} is a site of backend {site.profile.backend}",
+                allowed="a site whose backend is sagemaker",
+                next_step=f"use `strop submit --on {site.name}`, or name another site",
+            )
+        )
+    return site.profile
+
+
+def _build(
+    output: Output, profile: SageMakerSite, given: SageMakerArguments
+) -> tuple[Engine | None, str | None]:
+    """Return an engine and the image that it has, built if that is asked for; none where none is needed."""
+    from strop.errors import CheckRefused
+    from strop.launch.container.engine import locate_engine, prove_engine
+    from strop.launch.container.image import build_image, find_image, plan_image
+
+    if not (given.build or given.push or given.local):
+        return None, None
+    try:
+        engine = prove_engine(locate_engine())
+    except CheckRefused:
+        if given.build or given.push or given.gpus:
+            raise
+        return None, None
+    if given.image is not None:
+        return engine, given.image
+    image = plan_image(base_image=profile.base_image)
+    if given.build:
+        built = build_image(engine, image, no_cache=given.no_cache, say=output.say)
+        output.say(f"image {built.name}: {built.size_bytes / 1e6:.0f} MB, built in {built.wall_s:.0f} s")
+        if not (given.push or given.local):
+            output.say("the job uses the repository's image; --push sends this one there")
+    return engine, image.name if find_image(engine, image.name) else None
+
+
+def _push(
+    output: Output, request: JobRequest, profile: SageMakerSite, engine: Engine | None, image: str | None
+) -> JobRequest:
+    """Push the image under its own tag and under this version's; name it by digest in the request."""
+    from strop import __version__
+    from strop.errors import ConfigError, explain_refusal
+    from strop.launch.sagemaker.client import AwsClients
+    from strop.launch.sagemaker.ecr import parse_reference, push_image
+
+    repository = parse_reference(profile.repository or "")
+    if engine is None or image is None or repository is None:
+        raise ConfigError(
+            explain_refusal(
+                f"--push with image={image} and repository={profile.repository}",
+                allowed="an image that was built here, and a repository of ECR in the site profile",
+                next_step="add --build, and set repository",
+            )
+        )
+    clients = AwsClients(profile=profile)
+    tag = image.rpartition(":")[2]
+    for name in (tag, f"v{__version__}"):
+        pushed = push_image(clients, engine, image, repository.name, name)
+    output.say(f"pushed {pushed}")
+    kept = {key: value for key, value in request.options.items() if key != "image_tag"}
+    return replace(request, options={**kept, "image": pushed})
+
+
+def _run_here(
+    output: Output,
+    request: JobRequest,
+    profile: SageMakerSite,
+    given: SageMakerArguments,
+    engine: Engine | None,
+    image: str | None,
+) -> int:
+    import os
+
+    from strop.errors import CheckRefused, explain_refusal
+    from strop.launch.jobs.filling import fill_home
+    from strop.launch.jobs.launcher import Launcher
+    from strop.launch.sagemaker.backend import SageMakerBackend
+    from strop.launch.sagemaker.local_run import run_here
+
+    gpus = tuple(filter(None, (given.gpus or "").split(",")))
+    if gpus and image is None:
+        raise CheckRefused(
+            explain_refusal(
+                f"--gpus {given.gpus}, and the image is not on this machine",
+                allowed="an image that is here, for a container with GPUs",
+                next_step="add --build, or leave --gpus out for plain processes",
+            )
+        )
+    # A plan names some image; plain processes use none.
+    options = {**request.options, "image": image or request.options.get("image") or "none", "is_local": True}
+    request = replace(request, options=options)
+    plan = Launcher(SageMakerBackend(profile)).plan(request)
+    for notice in (*plan.conflicts, *plan.notices):
+        output.say(f"notice: {notice}")
+    fill_home(plan, request, os.environ)
+    return run_here(
+        plan, profile, gpus=gpus, engine=engine if image is not None else None, image=image, say=output.say
+    )
+
+
+def _wait(output: Output, request: JobRequest) -> None:
+    """Ask now and then until every member has ended. Raises: CheckRefused for an end that is no success."""
+    import time
+
+    from strop.errors import CheckRefused, explain_refusal
+    from strop.launch.backends import open_backend
+    from strop.launch.jobs.filling import find_homes_of
+    from strop.launch.jobs.home import job_path_of, read_ref
+    from strop.launch.jobs.launcher import Launcher
+
+    home = find_homes_of(Path(request.home).parent, request.resolved.spec.name)[0][0]
+    ref = read_ref(job_path_of(home))
+    launcher, told = Launcher(open_backend(request.site)), ""
+    while True:
+        statuses = launcher.status([ref])
+        words = ", ".join(f"{one.state}{f' ({one.reason})' if one.reason else ''}" for one in statuses)
+        if words != told:
+            output.say(f"{ref.job_id}: {words}")
+            told = words
+        if all(one.state.is_terminal for one in statuses):
+            break
+        time.sleep(WAIT_EVERY_S)
+    bad = [one for one in statuses if one.state != "succeeded"]
+    if bad:
+        raise CheckRefused(
+            explain_refusal(
+                f"job {ref.job_id} ended as {words}",
+                allowed="an end of all members with success",
+                next_step=f"strop logs {ref.job_id}",
+            )
+        )
