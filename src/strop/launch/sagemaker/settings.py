@@ -18,7 +18,16 @@ OPTIONS = frozenset(
     {
         *("image", "image_tag", "instance_type", "instance_count", "job_name", "name_prefix", "description"),
         *("spot", "max_wait", "max_runtime", "volume_gb", "keep_alive_s", "network_isolation", "subnets"),
-        *("security_groups", "entrypoint", "config", "run_key", "parent", "assets", "container_image", "is_local"),
+        *(
+            "security_groups",
+            "entrypoint",
+            "config",
+            "run_key",
+            "parent",
+            "assets",
+            "container_image",
+            "is_local",
+        ),
     }
 )
 """What `JobRequest.options` may say to this backend; the names of its flags."""

@@ -1,0 +1,472 @@
+"""Small parts of the container's entry: platform files, failure file, state, control connection, record."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.errors import CheckRefused
+from strop.launch.sagemaker.control import Control, find_address, join_hosts
+from strop.launch.sagemaker.failure import describe_failure, write_failure
+from strop.launch.sagemaker.fake import FakeSageMaker
+from strop.launch.sagemaker.folder_objects import FolderObjects
+from strop.launch.sagemaker.opt_ml import Hosts, OptMl
+from strop.launch.sagemaker.platform_tree import CheckpointSync, build_tree
+from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, StoreSink
+from strop.launch.sagemaker.state_keeper import StateKeeper, count_start, restore_state
+from strop.store.atomic import AtomicDirectory
+from strop.store.contract import StoredObject
+from tests.fixtures.tiny_disk import tiny_disk
+from tests.launch.sagemaker.building import plan_of, request_of
+from tests.launch.sagemaker.rehearsal import free_port
+
+# What the platform says.
+
+
+def write_config(root: Path, name: str, content: Any) -> OptMl:
+    path = root / "input/config" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return OptMl(root=root)
+
+
+def test_ten_hosts_are_sorted_as_text_on_every_host(tmp_path: Path) -> None:
+    names = [f"algo-{i}" for i in range(1, 11)]
+    order = ("algo-1", "algo-10", *(f"algo-{i}" for i in range(2, 10)))
+    for node, current in enumerate(order):
+        given_hosts = names[node:] + names[:node]
+        tree = write_config(tmp_path, "resourceconfig.json", {"hosts": given_hosts, "current_host": current})
+        hosts = tree.read_hosts()
+        assert hosts.names == order
+        assert (hosts.node, hosts.head, hosts.is_head) == (node, "algo-1", node == 0)
+
+
+def test_hosts_without_gpus_come_last_and_unknown_words_are_kept(tmp_path: Path) -> None:
+    content = {
+        "hosts": ["algo-1", "algo-2", "algo-3"],
+        "current_host": "algo-3",
+        "network_interface_name": "eth0",
+        "topology": {"algo-1": "unit-1"},
+        "instance_groups": [
+            {"instance_group_name": "cpu", "hosts": ["algo-1"]},
+            {"instance_group_name": "main", "hosts": ["algo-2", "algo-3"]},
+        ],
+    }
+    hosts = write_config(tmp_path, "resourceconfig.json", content).read_hosts()
+    assert hosts.names == ("algo-2", "algo-3", "algo-1")
+    assert (hosts.node, hosts.interface, hosts.cpu) == (1, "eth0", frozenset({"algo-1"}))
+    assert hosts.others == {"topology": {"algo-1": "unit-1"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "is missing"),
+        ("{", "cannot be read"),
+        ([], "holds a list"),
+        ({"hosts": []}, "says hosts="),
+        ({"hosts": "algo-1", "current_host": "a"}, "says hosts="),
+        ({"hosts": ["algo-1"], "current_host": "algo-2"}, "current_host='algo-2'"),
+        ({"hosts": ["algo-1"]}, "current_host=None"),
+    ],
+)
+def test_what_is_no_list_of_hosts(tmp_path: Path, content: Any, why: str) -> None:
+    if content is not None:
+        write_config(tmp_path, "resourceconfig.json", content)
+    with pytest.raises(CheckRefused, match=why):
+        OptMl(root=tmp_path).read_hosts()
+
+
+def test_the_checkpoint_directory_is_where_the_platform_says(tmp_path: Path) -> None:
+    assert OptMl(root=tmp_path).checkpoint_path == tmp_path / "checkpoints"
+    tree = write_config(tmp_path, "checkpointconfig.json", {"LocalPath": "/opt/ml/other/place"})
+    assert tree.checkpoint_path == tmp_path / "other/place"
+    tree = write_config(tmp_path, "checkpointconfig.json", {"LocalPath": "/mnt/state"})
+    assert tree.checkpoint_path == Path("/mnt/state")
+    assert OptMl(root=Path("/opt/ml")).checkpoint_path in {Path("/opt/ml/checkpoints")}
+
+
+@given(st.dictionaries(st.text(min_size=1), st.text()))
+def test_hyperparameters_are_what_was_sent(values: dict[str, str]) -> None:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        assert write_config(Path(folder), "hyperparameters.json", values).read_parameters() == values
+
+
+def test_the_tree_of_a_request(tmp_path: Path) -> None:
+    objects = FolderObjects(tmp_path / "s3")
+    request = request_of(plan_of(instance_count=2))
+    objects.write("s3://strop-test/strop/config/job-20261121-120000/sub/plan.json", b"{}")
+    objects.write(f"{request['CheckpointConfig']['S3Uri']}algo-1/step-000001/COMPLETE", b"{}")
+    build_tree(tmp_path / "ml", request, objects, hosts=["algo-1", "algo-2"], host="algo-2")
+    assert (tmp_path / "ml/input/data/config/sub/plan.json").read_bytes() == b"{}"
+    assert (tmp_path / "ml/checkpoints/algo-1/step-000001/COMPLETE").exists()
+    channels = json.loads((tmp_path / "ml/input/config/inputdataconfig.json").read_text())
+    assert channels["config"] == {
+        "TrainingInputMode": "File",
+        "S3DistributionType": "FullyReplicated",
+        "RecordWrapperType": "None",
+        "ContentType": "",
+    }
+    assert OptMl(root=tmp_path / "ml").read_hosts().names == ("algo-1", "algo-2")
+    assert list((tmp_path / "ml/model").iterdir()) == []
+
+
+def test_the_platform_copies_half_files_and_deletions(tmp_path: Path) -> None:
+    folder, objects = tmp_path / "checkpoints", FolderObjects(tmp_path / "s3")
+    folder.mkdir()
+    (folder / "old").write_text("old")
+    sync = CheckpointSync(folder, "s3://strop-test/state", objects, every_s=60.0)
+    sync.start()
+    (folder / "a").write_text("half")
+    sync.copy_changes()
+    assert objects.read("s3://strop-test/state/a") == b"half"
+    (folder / "a").unlink()
+    (folder / "b").write_text("last")
+    sync.stop(is_last=True)
+    assert [stored.uri for stored in objects.list("s3://strop-test/state")] == ["s3://strop-test/state/b"]
+
+
+# The failure file.
+
+TAIL = """role train ended with exit code 1: failed; its last lines:
+Prompt: What is the secret sample text?
+Traceback (most recent call last):
+  File "/code/src/loop.py", line 10, in run
+    step()
+  File "/code/src/loop.py", line 77, in step
+strop.errors.LearnerError: rank 3: the loss is not finite
+"""
+
+
+def test_the_cause_comes_first_and_samples_do_not_come() -> None:
+    text = describe_failure(1, host="algo-2", cause=TAIL)
+    assert text.startswith(
+        "exit code 1: failed on algo-2; rank 3; strop.errors.LearnerError: rank 3: the loss is not finite;"
+        " at loop.py:77 in step; role train ended"
+    )
+    assert "sample text" not in text
+
+
+@pytest.mark.parametrize(("code", "prefix"), [(75, "requeue: "), (76, "preflight: "), (1, "exit code 1")])
+def test_codes_have_prefixes(code: int, prefix: str) -> None:
+    assert describe_failure(code, host="a", cause="x").startswith(prefix)
+
+
+def test_secrets_are_hidden() -> None:
+    text = describe_failure(1, host="a", cause="the token hf_canary was refused", secrets=["hf_canary"])
+    assert "hf_canary" not in text
+
+
+def test_the_first_cause_stays_first(tmp_path: Path) -> None:
+    path = tmp_path / "output/failure"
+    write_failure(path, "a" * 2000)
+    write_failure(path, "later words")
+    text = path.read_text()
+    assert text[:1024] == "a" * 1024
+    assert text.endswith("--- later\nlater words")
+
+
+def test_a_full_disk_is_no_second_failure(tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("a file where a folder should be")
+    write_failure(tmp_path / "output/failure", "x")
+    assert not (tmp_path / "output/failure").exists()
+
+
+# State.
+
+
+def save(run: Path, step: int, text: str = "w") -> Path:
+    path = run / "checkpoints" / f"step-{step:06d}"
+    with AtomicDirectory(path) as partial:
+        (partial / "weights.bin").write_text(text)
+    return path
+
+
+def keeper_of(tmp_path: Path, **changes: Any) -> StateKeeper:
+    (tmp_path / "run").mkdir(exist_ok=True)
+    return StateKeeper(tmp_path / "run", tmp_path / "ckpt", "algo-1", tmp_path / "staging", **changes)
+
+
+def test_a_state_goes_there_and_comes_back(tmp_path: Path) -> None:
+    keeper = keeper_of(tmp_path)
+    run = tmp_path / "run"
+    (run / "metrics.jsonl").write_text("1\n")
+    (run / "attempts/x").mkdir(parents=True)
+    (run / "attempts/x/log").write_text("not state")
+    save(run, 1)
+    (run / "metrics.jsonl").write_text("1\n2\n")
+    save(run, 2, "two")
+    keeper.start()
+    assert keeper.stop() == 2
+    found = restore_state(tmp_path / "ckpt", tmp_path / "again")
+    assert (found.step, found.reason) == (2, "step-000002 is the newest whole one")
+    assert (tmp_path / "again/checkpoints/step-000002/weights.bin").read_text() == "two"
+    assert (tmp_path / "again/metrics.jsonl").read_text() == "1\n2\n"
+    assert not (tmp_path / "again/attempts").exists()
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def test_nothing_is_there_at_first(tmp_path: Path) -> None:
+    found = restore_state(tmp_path / "ckpt", tmp_path / "run")
+    assert (found.step, found.reason) == (None, "no state is there: from step 0")
+
+
+def test_states_are_pruned_only_once_newer_ones_are_safe(tmp_path: Path) -> None:
+    safe: set[str] = set()
+    keeper = keeper_of(tmp_path, is_safe=lambda name: name in safe)
+    for step in (1, 2, 3):
+        save(tmp_path / "run", step)
+    keeper.copy_new()
+    folder = tmp_path / "ckpt/algo-1"
+    assert sorted(path.name for path in folder.glob("step-*")) == [
+        "step-000001",
+        "step-000002",
+        "step-000003",
+    ]
+    safe.update({"step-000002", "step-000003"})
+    keeper.copy_new()
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-000002", "step-000003"]
+
+
+def test_a_disk_that_is_full_leaves_the_older_state_whole(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk", size_bytes=1 << 20) as disk:
+        (tmp_path / "run").mkdir()
+        keeper = StateKeeper(tmp_path / "run", disk / "ckpt", "algo-1", disk / "staging")
+        save(tmp_path / "run", 1)
+        keeper.copy_new()
+        save(tmp_path / "run", 2, "w" * (2 << 20))
+        keeper.copy_new()
+        assert "space" in keeper.last_error
+        assert restore_state(disk / "ckpt", tmp_path / "again").step == 1
+
+
+def test_starts_are_counted_per_job(tmp_path: Path) -> None:
+    numbers = [count_start(tmp_path, "algo-1", job) for job in ("a", "a", "b", "a")]
+    assert numbers == [0, 1, 0, 2]
+
+
+# Hosts.
+
+
+def join(
+    node: int, port: int, path: Path, *, token: str = "t", num_hosts: int = 3, limit_s: float = 10.0
+) -> Control:
+    names = tuple(f"127.0.1.{i}" for i in range(1, num_hosts + 1))
+    hosts = Hosts(names=names, current=names[node])
+    return join_hosts(hosts, path / str(node), token=token, limit_s=limit_s, port=port)
+
+
+def join_all(port: int, path: Path, num_hosts: int = 3) -> list[Control]:
+    found: dict[int, Control] = {}
+    threads = [
+        threading.Thread(target=lambda n=node: found.update({n: join(n, port, path, num_hosts=num_hosts)}))
+        for node in range(num_hosts)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for node in range(num_hosts):
+        (path / str(node)).mkdir(exist_ok=True)
+        found[node].start()
+    return [found[node] for node in range(num_hosts)]
+
+
+def finish_all(controls: list[Control], codes: list[int], causes: list[str]) -> list[int]:
+    found: dict[int, int] = {}
+    threads = [
+        threading.Thread(target=lambda n=node: found.update({n: controls[n].finish(codes[n], causes[n])}))
+        for node in range(len(controls))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for control in controls:
+        control.close()
+    return [found[node] for node in range(len(controls))]
+
+
+@pytest.mark.parametrize(
+    ("codes", "verdict"), [([0, 0, 0], 0), ([75, 75, 75], 75), ([0, 1, 0], 1), ([76, 75, 75], 76)]
+)
+def test_all_hosts_end_with_one_code(tmp_path: Path, codes: list[int], verdict: int) -> None:
+    controls = join_all(free_port(), tmp_path)
+    causes = [f"cause {node}" if code else "" for node, code in enumerate(codes)]
+    assert finish_all(controls, codes, causes) == [verdict] * 3
+    # What the agent looks for on a shared file system is there: the others' codes.
+    assert (tmp_path / "0/exit/1").read_text() == str(codes[1])
+
+
+def test_a_host_that_is_lost_is_a_failure_for_all(tmp_path: Path) -> None:
+    controls = join_all(free_port(), tmp_path)
+    controls[2].close()
+    assert finish_all(controls[:2], [0, 0], ["", ""]) == [1, 1]
+    assert any("host 127.0.1.3 was lost" in cause for _, cause in controls[0].causes)
+    assert (tmp_path / "0/exit/2").read_text() == "1"
+
+
+def test_missing_hosts_are_named_within_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(CheckRefused, match=r"host 127\.0\.1\.2, 127\.0\.1\.3 did not join within 1 s"):
+        join(0, free_port(), tmp_path, limit_s=1.0)
+    with pytest.raises(CheckRefused, match=r"host 127\.0\.1\.1 did not join within 1 s"):
+        join(1, free_port(), tmp_path, limit_s=1.0)
+
+
+def test_a_stranger_is_not_let_in(tmp_path: Path) -> None:
+    port = free_port()
+
+    def try_to_join() -> None:
+        with pytest.raises(CheckRefused):
+            join(1, port, tmp_path, token="other", num_hosts=2, limit_s=2.0)
+
+    stranger = threading.Thread(target=try_to_join)
+    stranger.start()
+    with pytest.raises(CheckRefused, match="did not join"):
+        join(0, port, tmp_path, num_hosts=2, limit_s=2.0)
+    stranger.join()
+
+
+def test_a_name_that_does_not_resolve_is_said() -> None:
+    with pytest.raises(CheckRefused, match=r"host no-such-host\.invalid did not join"):
+        find_address("no-such-host.invalid", 0.3)
+    assert find_address("127.0.0.1", 1.0) == "127.0.0.1"
+
+
+def test_one_host_needs_nobody(tmp_path: Path) -> None:
+    control = join(0, 1, tmp_path, num_hosts=1)
+    control.start()
+    assert control.finish(75, "told to stop") == 75
+
+
+# The record on its way out.
+
+
+class FailingObjects(FolderObjects):
+    """A store that refuses the first writes."""
+
+    num_failures = 2
+
+    def write(self, uri: str, data: bytes) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("the store is away")
+        super().write(uri, data)
+
+    def find(self, uri: str) -> StoredObject | None:
+        raise AssertionError(uri)
+
+
+def test_a_record_is_sent_when_it_changes_and_again_after_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = FailingObjects(tmp_path / "s3")
+    run = tmp_path / "run"
+    (run / "attempts/a-0/0").mkdir(parents=True)
+    (run / "attempts/a-0/agent-0.json").write_text("{}")
+    (run / "attempts/a-0/alive").write_text("1")
+    (run / "run.json").write_text("{}")
+    sender = RecordSender(StoreSink(objects, "s3://strop-test/c/job"), run, "a-0", has_run=True)
+    sender.send_changed()
+    assert list(objects.list("s3://strop-test")) == []
+    assert capsys.readouterr().err.count("the store is away") == 1
+    sender.start()
+    sender.stop()
+    names = [stored.uri for stored in objects.list("s3://strop-test")]
+    root = "s3://strop-test/c/job/traces"
+    assert names == [f"{root}/attempts/a-0/agent-0.json", f"{root}/run.json"]
+    (run / "attempts/a-0/agent-0.json").write_text('{"a": 1}')
+    sender.send_changed()
+    assert objects.read(f"{root}/attempts/a-0/agent-0.json") == b'{"a": 1}'
+
+
+def test_without_a_network_the_record_is_copied_for_the_platform(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "attempts/a-0").mkdir(parents=True)
+    (run / "attempts/a-0/verdict.json").write_text("{}")
+    RecordSender(DirectorySink(tmp_path / "record"), run, "a-0", has_run=False).send_changed()
+    assert (tmp_path / "record/attempts/a-0/verdict.json").read_text() == "{}"
+
+
+def test_lines_of_roles_are_repeated_whole_and_without_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    echo = LogEcho(tmp_path, hide=("canary-value",))
+    log = tmp_path / "train.log"
+    (tmp_path / "agent.log").write_text("agent\n")
+    log.write_text("one canary-value\ntw")
+    echo.echo_new()
+    assert capsys.readouterr().out == "train| one <redacted>\n"
+    with log.open("a") as file:
+        file.write("o\nlast")
+    echo.start()
+    echo.stop()
+    assert capsys.readouterr().out == "train| two\ntrain| last\n"
+
+
+# The fake with programs.
+
+
+class ScriptedInstance:
+    """A program of the fake: ends with a code after it was told to, or by itself."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self.said: list[str] = []
+
+    def start(self, request: Any, attempt: int) -> None:
+        self.said.append(f"start {attempt}")
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        self.said.append("TERM")
+
+    def kill(self) -> None:
+        self.said.append("KILL")
+        self.code = 137 if self.code is None else self.code
+
+    def failure(self) -> str:
+        return "requeue: saved" if self.code == 75 else ""
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "Completed"), (1, "Failed")])
+def test_a_program_decides_how_its_job_ends(code: int, status: str) -> None:
+    instance = ScriptedInstance()
+    fake = FakeSageMaker(make_instance=lambda: instance)
+    request = request_of(plan_of())
+    fake.create_training_job(**request)
+    fake.advance(100_000)
+    name = request["TrainingJobName"]
+    assert fake.describe_training_job(TrainingJobName=name)["SecondaryStatus"] == "Training"
+    instance.code = code
+    fake.advance(60)
+    assert fake.describe_training_job(TrainingJobName=name)["TrainingJobStatus"] == status
+    assert instance.said == ["start 0"]
+
+
+def test_a_program_is_told_at_the_start_of_the_window_and_killed_at_its_end() -> None:
+    instance = ScriptedInstance()
+    fake = FakeSageMaker(make_instance=lambda: instance)
+    request = request_of(plan_of())
+    fake.create_training_job(**request)
+    fake.advance(200)
+    fake.stop_training_job(TrainingJobName=request["TrainingJobName"])
+    assert instance.said == ["start 0", "TERM"]
+    fake.advance(119)
+    assert instance.said == ["start 0", "TERM"]
+    fake.advance(1)
+    assert instance.said == ["start 0", "TERM", "KILL"]
+    described = fake.describe_training_job(TrainingJobName=request["TrainingJobName"])
+    assert described["SecondaryStatus"] == "Stopped"
+    assert os.getpid()
