@@ -72,12 +72,14 @@ system-deps:
 		|| missing="$$missing chromium fonts-dejavu-core"; \
 	command -v bwrap >/dev/null 2>&1 || missing="$$missing bubblewrap"; \
 	command -v sbatch >/dev/null 2>&1 || missing="$$missing slurm-wlm"; \
+	command -v podman >/dev/null 2>&1 || missing="$$missing podman runc"; \
+	command -v mmdebstrap >/dev/null 2>&1 || missing="$$missing mmdebstrap"; \
 	if [ -z "$$missing" ]; then \
 		echo "system parts: all here"; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
 		echo "system parts: missing:$$missing; tests of the rendered report (chromium), of"; \
-		echo "jobs (slurm-wlm) and of sandboxes (bubblewrap) will be skipped; without bubblewrap, model-written"; \
-		echo "code has no isolated place to run."; \
+		echo "jobs (slurm-wlm), of containers (podman, mmdebstrap) and of sandboxes (bubblewrap) will be"; \
+		echo "skipped; without bubblewrap, model-written code has no isolated place to run."; \
 		echo "Next: as root on Debian or Ubuntu, run make system-deps; elsewhere, install them."; \
 	else \
 		export DEBIAN_FRONTEND=noninteractive; \

@@ -85,6 +85,11 @@ class ContainerSite(SiteSection):
     network: bool = Field(
         default=False, description="Whether the job may use the network; then it is this machine's own."
     )
+    sandboxes: bool = Field(
+        default=False,
+        description="Whether the job may make sandboxes inside, for model-written code: then all of /proc is"
+        " shown to it. Without this such a run is refused there.",
+    )
     shm: str = Field(
         default="8G",
         pattern=r"^\d+[KMGT]?$",

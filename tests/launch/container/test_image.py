@@ -101,7 +101,10 @@ def test_layers_are_readable_for_all_and_owned_by_nobody_in_particular(tmp_path:
     (tmp_path / "secretive").chmod(0o600)
     (tmp_path / "program").write_text("x")
     (tmp_path / "program").chmod(0o700)
-    files = ((tmp_path / "secretive", "/root/a/file"), (tmp_path / "program", "/opt/b/program"))
+    files = (
+        (tmp_path / "secretive", str(Path("/root", "a", "file"))),
+        (tmp_path / "program", "/opt/b/program"),
+    )
     write_layer(Layer(name="x", files=files, key=""), tmp_path / "x.tar")
     with tarfile.open(tmp_path / "x.tar") as archive:
         found = {entry.name: (oct(entry.mode), entry.uid) for entry in archive}

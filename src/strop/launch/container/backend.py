@@ -4,8 +4,8 @@ Covered: podman and docker; network none by default; limits of memory, cores and
 submitting user's own files; a time limit; preemption (USR2) and cancellation (TERM, KILL) to process 1;
 containers that were killed, whose end is written down by `watch` or by the next submission.
 Not covered: several nodes; single members of a sweep, which live one after the other in one container;
-engines on other machines. Model-written code needs a sandbox inside the container: hosts may refuse that, and
-then such a run is refused too.
+engines on other machines. Model-written code needs a sandbox inside the container (`sandboxes` of the
+profile); where none can be made, such a run is refused.
 Tried with podman 4.3.1 and runc 1.1.5 as root.
 """
 
@@ -199,7 +199,12 @@ class ContainerBackend:
         missing = [
             mount.to_words()[1] for mount in mounts if mount.is_optional and not Path(mount.source).exists()
         ]
-        host = [*user_words(engine), "--label", f"{LABEL_DEVICES}={','.join(devices)}"]
+        host = [
+            *user_words(engine),
+            *self._sandbox_words(engine),
+            "--label",
+            f"{LABEL_DEVICES}={','.join(devices)}",
+        ]
         if self._profile.environment == "mounted":
             shown = environment_mounts()
             for folder in shown:
@@ -208,6 +213,12 @@ class ContainerBackend:
             host += ["--env", f"PYTHONPATH={shown[-1]}"]
         places = {IMAGE: [image_id], HOST: host, DEVICES: device_words(engine.kind, devices)}
         return fill_argv(plan.argv[1:], places, missing)
+
+    def _sandbox_words(self, engine: Engine) -> list[str]:
+        """Return the flag without which the kernel shows a sandbox inside no /proc of its own."""
+        if not self._profile.sandboxes:
+            return []
+        return ["--security-opt", "unmask=ALL" if engine.kind == "podman" else "systempaths=unconfined"]
 
     def _clear_name(self, engine: Engine, plan: JobPlan) -> None:
         """Remove what an earlier life of this home left. Raises: CheckRefused if that still lives."""
