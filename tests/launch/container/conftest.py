@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,9 +26,20 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def agent_image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuiltImage]:
+def agent_image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> BuiltImage:
     """The small image, built offline from this machine's environment."""
+    return build(engine, Variant.AGENT, tmp_path_factory.mktemp("agent"))
+
+
+@pytest.fixture(scope="session")
+def base_image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> BuiltImage:
+    """Libraries, a compiler and bubblewrap: for containers that are shown this machine's environment."""
+    return build(engine, Variant.BASE, tmp_path_factory.mktemp("base"))
+
+
+def build(engine: Engine, variant: Variant, cache_dir: Path) -> BuiltImage:
     require_system_part("mmdebstrap", shutil.which("mmdebstrap") is not None)
-    cache_dir = tmp_path_factory.mktemp("images")
-    yield build_image(engine, plan_image(Variant.AGENT), cache_dir=cache_dir)
-    shutil.rmtree(cache_dir)
+    try:
+        return build_image(engine, plan_image(variant), cache_dir=cache_dir)
+    finally:
+        shutil.rmtree(cache_dir)

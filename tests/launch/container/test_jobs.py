@@ -83,6 +83,8 @@ def test_a_job_succeeds_in_a_container_and_leaves_none(project: Path, agent_imag
     assert steps_of(submitted.ref.home) == [1, 2, 3, 4, 5]
     lines = list(launcher.logs(submitted.ref, 0, LogFilter(role="train"), is_followed=False))
     assert [line.text for line in lines] == ["from 0", *(f"step {step}" for step in range(1, 6))]
+    volumes = subprocess.run(["podman", "volume", "ls", "-q"], capture_output=True, text=True, check=True)
+    assert volumes.stdout == ""
     # What was written inside is the submitting user's.
     owners = {path.lstat().st_uid for path in Path(submitted.ref.home).rglob("*")}
     assert owners == {os.getuid()}

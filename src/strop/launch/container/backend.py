@@ -50,7 +50,14 @@ from strop.launch.container.engine import (
     prove_engine,
     quote_words,
 )
-from strop.launch.container.image import Variant, environment_mounts, find_image, list_images, plan_image
+from strop.launch.container.image import (
+    Variant,
+    environment_mounts,
+    find_image,
+    list_images,
+    plan_image,
+    strop_folder,
+)
 from strop.launch.container.probing import probe_plan
 from strop.launch.container.watch import start_watcher
 from strop.launch.jobs.contract import (
@@ -206,11 +213,10 @@ class ContainerBackend:
             f"{LABEL_DEVICES}={','.join(devices)}",
         ]
         if self._profile.environment == "mounted":
-            shown = environment_mounts()
-            for folder in shown:
+            for folder in environment_mounts():
                 host += Mount(source=folder, target=folder, is_read_only=True).to_words()
             # A checkout is found by its path; an installed strop would be anyway.
-            host += ["--env", f"PYTHONPATH={shown[-1]}"]
+            host += ["--env", f"PYTHONPATH={strop_folder()}"]
         places = {IMAGE: [image_id], HOST: host, DEVICES: device_words(engine.kind, devices)}
         return fill_argv(plan.argv[1:], places, missing)
 

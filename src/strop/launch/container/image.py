@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+import strop
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.hardware import require_free_disk
 from strop.launch.container.debian import FULL_PACKAGES, LIBRARIES, make_base, read_suite
@@ -239,15 +240,18 @@ def image_python(plan: ImagePlan) -> str:
 
 def environment_mounts() -> tuple[str, ...]:
     """Return the folders of this machine that a container with a `base` image is shown, read-only."""
-    import strop
-
-    folders = [sys.base_prefix, sys.prefix, str(Path(strop.__file__).parent.parent)]
+    folders = [sys.base_prefix, sys.prefix, strop_folder()]
     kept: list[str] = []
     for folder in dict.fromkeys(folders):
         inside = any(Path(folder).is_relative_to(other) for other in kept)
         if not inside and folder not in {"/", "/usr"}:
             kept.append(folder)
     return tuple(kept)
+
+
+def strop_folder() -> str:
+    """Return the folder that strop is imported from."""
+    return str(Path(strop.__file__).absolute().parent.parent)
 
 
 def _variables(plan: ImagePlan) -> dict[str, str]:

@@ -1,0 +1,102 @@
+"""Containers that are shown this machine's environment: real trainings, and sandboxes inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strop.launch.backends import open_backend
+from strop.launch.container.image import BuiltImage
+from strop.launch.jobs.contract import JobRef, JobState
+from strop.launch.jobs.launcher import Launcher
+from strop.launch.jobs.logs import LogFilter
+from strop.launch.jobs.requesting import SubmitOptions, read_request
+from tests.fixtures.containers import list_names, write_sites
+from tests.fixtures.jobs import make_request, project, read_verdicts, role, wait_for
+
+__all__ = ["project"]
+pytestmark = pytest.mark.slow
+NUM_STEPS = 12
+RUN_FILE = """
+name = "inside"
+[model]
+uri = "{model}"
+dtype = "float32"
+[task]
+name = "reverse-text"
+num_train = 12
+num_held_out = 3
+max_words = 1
+max_reply_tokens = 8
+[train]
+steps = {num_steps}
+prompts_per_step = 2
+rollouts_per_prompt = 3
+checkpoint_every = 1
+accept = "weights: a random model for a test"
+[eval]
+num_examples = 2
+num_samples = 2
+[placement]
+threads = 1
+"""
+
+
+def wait_for_end(launcher: Launcher, ref: JobRef) -> None:
+    wait_for(lambda: launcher.status([ref])[0].state.is_terminal, limit_s=180.0)
+    wait_for(lambda: ref.job_id not in list_names())
+
+
+def test_a_real_training_is_preempted_and_goes_on_in_its_container(
+    project: Path, base_image: BuiltImage, tiny_model_dir: Path
+) -> None:
+    (project / "run.toml").write_text(RUN_FILE.format(model=tiny_model_dir, num_steps=NUM_STEPS))
+    shown = json.dumps([f"{tiny_model_dir}:{tiny_model_dir}:ro"])
+    write_sites(project, base_image.name, 'environment = "mounted"', f"mounts = {shown}")
+    asked = SubmitOptions(
+        site="box", project_path=project, overrides=(f"output.root={project.parent / 'runs'}",)
+    )
+    request = read_request(str(project / "run.toml"), asked, environ=os.environ, now=time.time())
+    launcher = Launcher(open_backend(request.site))
+    ref = launcher.submit(request).ref
+    home = Path(ref.home)
+    wait_for(lambda: list(home.glob("checkpoints/step-*/COMPLETE")), limit_s=180.0)
+    launcher.backend.preempt(ref, 0)
+    wait_for(lambda: len(read_verdicts(home)) == 1, limit_s=60.0)
+    wait_for_end(launcher, ref)
+    (status,) = launcher.status([ref])
+    assert status.state is JobState.SUCCEEDED, status.reason
+    assert [(one["exit_code"], one["signal"]) for one in read_verdicts(home)] == [(75, "SIGUSR2"), (0, "")]
+    steps = [json.loads(line)["step"] for line in (home / "metrics.jsonl").read_text().splitlines()]
+    # No step is missing and none is there twice, over both lives.
+    assert [step for step in steps if step > 0] == list(range(1, NUM_STEPS + 1))
+
+
+def test_the_environment_is_shown_read_only_and_sandboxes_are_made_where_allowed(
+    project: Path, base_image: BuiltImage
+) -> None:
+    code = (
+        "import pathlib, strop, subprocess, torch\n"
+        "print(int(torch.ones(3).sum()))\n"
+        "try:\n    pathlib.Path(strop.__file__).with_name('new').touch()\n"
+        "except OSError as error:\n    print(error.strerror)\n"
+        "words = ['bwrap', '--unshare-all', '--ro-bind', '/', '/', '--proc', '/proc', '--dev', '/dev', 'true']\n"
+        "print(subprocess.run(words).returncode)\n"
+    )
+    found = []
+    for allowed in ("true", "false"):
+        write_sites(project, base_image.name, 'environment = "mounted"', f"sandboxes = {allowed}")
+        request = replace(
+            make_request(project, [role("train", code)], site="box"), home=str(project.parent / allowed)
+        )
+        launcher = Launcher(open_backend(request.site))
+        ref = launcher.submit(request, is_new=True).ref
+        wait_for_end(launcher, ref)
+        lines = launcher.logs(ref, 0, LogFilter(role="train"), is_followed=False)
+        found.append([line.text for line in lines if not line.text.startswith("bwrap:")])
+    assert found == [["3", "Read-only file system", "0"], ["3", "Read-only file system", "1"]]
