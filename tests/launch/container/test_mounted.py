@@ -85,7 +85,7 @@ def test_the_environment_is_shown_read_only_and_sandboxes_are_made_where_allowed
         "print(int(torch.ones(3).sum()))\n"
         "try:\n    pathlib.Path(strop.__file__).with_name('new').touch()\n"
         "except OSError as error:\n    print(error.strerror)\n"
-        "words = ['bwrap', '--unshare-all', '--ro-bind', '/', '/', '--proc', '/proc', '--dev', '/dev', 'true']\n"
+        "words = 'bwrap --unshare-all --ro-bind / / --proc /proc --dev /dev true'.split()\n"
         "print(subprocess.run(words).returncode)\n"
     )
     found = []
