@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from strop.launch.container.image import BuiltImage
 from strop.launch.jobs.contract import JobRef, JobRequest, JobState, JobStatus, RolePlan
 from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.logs import LogFilter
-from tests.fixtures.containers import inspect, list_names, write_sites
+from tests.fixtures.containers import find_watchers, inspect, list_names, write_sites
 from tests.fixtures.jobs import (
     SAVER,
     is_running,
@@ -240,7 +241,8 @@ def test_an_ended_container_that_nobody_watched_is_found_by_its_label(
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
     wait_for(lambda: steps_of(ref.home))
-    kill_watcher(ref)
+    (watcher,) = find_watchers(ref.home)
+    os.kill(watcher, signal.SIGKILL)
     wait_for(lambda: inspect(ref.job_id)["State"]["Status"] == "exited", limit_s=60.0)
     assert stand_of(launcher, ref).state is JobState.SUCCEEDED
     tagged = {one.job_id: one for one in launcher.backend.list_tagged()}
@@ -249,15 +251,6 @@ def test_an_ended_container_that_nobody_watched_is_found_by_its_label(
     assert ref.job_id not in list_names()
     wait_for_end(launcher, other)
     assert list_containers(engine, "label=strop.user") == {}
-
-
-def kill_watcher(ref: JobRef) -> None:
-    """Kill the process that waits for a job's end."""
-    mine = f"{ref.home}/job".encode()
-    for path in all_command_lines():
-        words = path.read_bytes().split(b"\0")
-        if b"strop.launch.container.watch" in words and mine in words:
-            os.kill(int(path.parent.name), 9)
 
 
 def test_a_time_limit_ends_the_job_with_its_state_saved(project: Path, agent_image: BuiltImage) -> None:

@@ -19,7 +19,7 @@ from strop.launch.container.image import BuiltImage
 from strop.launch.jobs.contract import JobPlan, JobState, RolePlan
 from strop.launch.jobs.filling import fill_home
 from strop.launch.jobs.launcher import Launcher
-from tests.fixtures.containers import inspect, list_names, write_sites
+from tests.fixtures.containers import find_watchers, inspect, list_names, write_sites
 from tests.fixtures.jobs import SAVER, make_request, project, read_verdicts, role, saver, wait_for
 from tests.fixtures.tiny_disk import tiny_disk
 
@@ -159,3 +159,4 @@ def test_a_full_disk_is_no_success_and_its_record_is_completed_once_there_is_roo
         (status,) = launcher.status([ref])
         assert status.state is JobState.FAILED
         assert not (Path(plan.home) / "job" / "secrets.json").exists()
+        wait_for(lambda: not find_watchers(plan.home))
