@@ -1,0 +1,5 @@
+"""What tests of jobs may ask for."""
+
+from tests.fixtures.jobs import world
+
+__all__ = ["world"]
