@@ -72,11 +72,20 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part) -> Fetched:
     steps = [step for step in steps if _verify(record, incoming, step)]
     if part in {Part.CHECKPOINTS, Part.LATEST} and not steps:
         raise _nothing(record, part)
+    _drop_others(incoming, steps)
     try:
         incoming.rename(dest)
     except OSError as error:
         raise explain_write_failure(error, dest) from error
     return Fetched(path=dest, num_files=len(names), moved_bytes=moved, steps=tuple(steps))
+
+
+def _drop_others(incoming: Path, steps: Sequence[int]) -> None:
+    """Remove what an interrupted call for more had begun: nothing of it is proven."""
+    kept = {f"step-{step:06d}" for step in steps}
+    for path in incoming.glob(f"{CHECKPOINTS}*"):
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _nothing(record: RecordFiles, part: Part) -> StoreError:
