@@ -1,5 +1,5 @@
 """What tests of jobs may ask for."""
 
-from tests.fixtures.jobs import world
+from tests.fixtures.scripted_jobs import world
 
 __all__ = ["world"]

@@ -13,7 +13,7 @@ from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.launch.jobs.contract import Answer, JobRef, JobState
 from strop.launch.jobs.drill import DrillReport, compare_metrics, drill
 from strop.store.atomic import AtomicDirectory
-from tests.fixtures.jobs import World
+from tests.fixtures.scripted_jobs import World
 
 RUNNING = Answer(state=JobState.RUNNING, raw="RUNNING")
 PROOFS = ["newer checkpoint", "orderly end", "next attempt", "steps since", "equal curve"]

@@ -15,7 +15,7 @@ from strop.launch.jobs.home import job_path_of, plan_to_json, read_plan
 from strop.launch.jobs.planning import make_plan
 from strop.launch.jobs.snapshot import unpack_code
 from strop.spec import load_spec
-from tests.fixtures.jobs import NOW, World
+from tests.fixtures.scripted_jobs import NOW, World
 
 CANARY = "canary-5f2c-value"
 

@@ -11,7 +11,7 @@ from strop.errors import ConfigError, StoreError
 from strop.launch.jobs.contract import JobRef
 from strop.launch.jobs.home import job_path_of
 from strop.launch.jobs.index import find_home, index_path, list_homes, note_job
-from tests.fixtures.jobs import World
+from tests.fixtures.scripted_jobs import World
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from strop.launch.jobs.contract import Answer, JobRef, JobState, LogLine, Proble
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan
 from strop.launch.jobs.launcher import REFUSED_NAME
 from strop.launch.jobs.logs import LogFilter
-from tests.fixtures.jobs import NOW, World, make_world
+from tests.fixtures.scripted_jobs import NOW, World, make_world
 
 S = JobState
 RUNNING = Answer(state=S.RUNNING, raw="RUNNING")

@@ -11,7 +11,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.launch.jobs.home import plan_to_json
 from strop.launch.jobs.planning import make_plan, tag_of
-from tests.fixtures.jobs import World
+from tests.fixtures.scripted_jobs import World
 
 # The request is read; from then on every touch of the world is refused: disk, network, clock, luck.
 SEALED = """
@@ -21,7 +21,7 @@ from strop.launch.jobs.fake import FakeBackend
 from strop.launch.jobs.home import plan_to_json
 from strop.launch.jobs.planning import make_plan
 from strop.launch.local.backend import LocalBackend
-from tests.fixtures.jobs import World
+from tests.fixtures.scripted_jobs import World
 
 folder = Path(sys.argv[1])
 world = World(folder=folder, backend=FakeBackend(folder / "scheduler"), environ={"HOME": "/"})

@@ -11,7 +11,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.launch.jobs.requesting import MAX_MEMBERS, SubmitOptions, expand_sweep, read_request, split_values
 from strop.spec.flags import Flag
-from tests.fixtures.jobs import NOW, World
+from tests.fixtures.scripted_jobs import NOW, World
 
 
 def read(world: World, **given: object) -> object:

@@ -12,7 +12,7 @@ from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.logs import LogFilter
 from strop.launch.local.backend import LocalBackend
 from strop.launch.local.identity import read_identity
-from tests.fixtures.real_jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
+from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
 
 __all__ = ["project"]
 
@@ -152,7 +152,7 @@ import subprocess, sys
 code = "import time; time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
 """
-    from tests.fixtures.real_jobs import SAVER
+    from tests.fixtures.jobs import SAVER
 
     counting = role("train", body + SAVER, "{run}", 30, 0.05)
     request = make_request(project, [counting])

@@ -226,14 +226,15 @@ def test_the_script_makes_one_code_of_many_as_the_record_does(tmp_path: Path) ->
 
 def test_the_environment_of_a_submission_is_nobodys_but_the_users() -> None:
     environ = {
-        **{"HOME": "/home/a", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "t", "SLURM_JOB_ID": "7"},
-        **{
-            "SBATCH_QOS": "low",
-            "MASTER_ADDR": "n1",
-            "RANK": "0",
-            "CUDA_VISIBLE_DEVICES": "0",
-            "API_KEY": "k",
-        },
+        "HOME": "/home/a",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_JWT": "t",
+        "SLURM_JOB_ID": "7",
+        "SBATCH_QOS": "low",
+        "MASTER_ADDR": "n1",
+        "RANK": "0",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "API_KEY": "k",
     }
     cleaned = clean_environment(environ, secrets=["API_KEY"])
     assert cleaned == {"HOME": "/home/a", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "t"}
