@@ -148,7 +148,11 @@ def write_stacks(roles: Sequence[Role]) -> str:
     running = [role for role in roles if role.child.poll() is None]
     _signal_all(running, signal.SIGCONT)
     _signal_all(running, signal.SIGABRT)
-    end_roles(roles, time.monotonic() + _STACKS_S)
+    # No other signal meanwhile: SIGTERM would end a process before its handler has written anything.
+    deadline = time.monotonic() + _STACKS_S
+    while any(role.child.poll() is None for role in running) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    end_roles(roles, time.monotonic())
     return f"stacks of {_names(running)} are at the end of their logs"
 
 
