@@ -14,7 +14,13 @@ import pytest
 
 from strop.errors import CheckRefused, StoreError
 from strop.hardware.endpoints import PORTS_NAME, publish_ports, read_ports, wait_for_ports
-from strop.hardware.ports import find_host_address, hold_port, read_listening_ports, start_on_port
+from strop.hardware.ports import (
+    find_host_address,
+    find_interface,
+    hold_port,
+    read_listening_ports,
+    start_on_port,
+)
 
 # Listens on an inherited descriptor, says so, answers one caller.
 _CHILD = """
@@ -88,6 +94,12 @@ def test_nodes_listen_where_others_reach_them() -> None:
     assert find_host_address(2, "lo") == "127.0.0.1"
     with pytest.raises(CheckRefused, match=r"interface 'eno7' has no IPv4 address here .*Allowed: .*lo"):
         find_host_address(2, "eno7")
+
+
+def test_the_interface_on_the_way_to_a_peer_is_found() -> None:
+    assert find_interface("127.0.0.1") == "lo"
+    # Of an IPv6 peer nothing is known; no such address has a way here.
+    assert find_interface("::1") is None
 
 
 def test_several_nodes_never_listen_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

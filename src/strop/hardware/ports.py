@@ -156,6 +156,16 @@ def find_host_address(num_nodes: int, interface: str | None = None) -> str:
     )
 
 
+def find_interface(peer: str) -> str | None:
+    """Return this node's interface on the way to another address; None where none has a way."""
+    for address in _find_route((peer, _UNROUTED[1])):
+        for _, name in socket.if_nameindex():
+            with suppress(CheckRefused):
+                if _read_interface(name) == address:
+                    return name
+    return None
+
+
 def read_listening_ports() -> list[ListeningPort]:
     """Return the TCP ports that are listened on in this network namespace. Linux; elsewhere none."""
     inodes = {inode: place for name in ("tcp", "tcp6") for place, inode in _read_table(name)}
@@ -237,10 +247,11 @@ def _resolve(name: str) -> list[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-def _find_route() -> list[str]:
+def _find_route(to: tuple[str, int] = _UNROUTED) -> list[str]:
+    """Return the address that packets to an address would carry as theirs. None is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            asking.connect(_UNROUTED)
+            asking.connect(to)
         except OSError:
             return []
         return [str(asking.getsockname()[0])]

@@ -16,6 +16,7 @@ import pytest
 from strop.errors import CheckRefused, Interrupted
 from strop.hardware.fake_nvidia_smi import Fault, install_fake_nvidia_smi
 from strop.hardware.findings import Finding
+from strop.hardware.ports import find_host_address
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready, run_preflight
 from strop.hardware.preflight.collective import judge_collective
 from tests.fixtures.devices import whole
@@ -27,7 +28,7 @@ from pathlib import Path
 from strop.hardware.allocation import GpuRequest, allocate_gpus
 from strop.hardware.inventory import read_inventory
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, run_preflight
-group = NodeGroup(attempt_path=Path(sys.argv[1]), attempt=1, interface="lo", **json.loads(sys.argv[2]))
+group = NodeGroup(attempt_path=Path(sys.argv[1]), attempt=1, **json.loads(sys.argv[2]))
 allocation = allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited="0"), read_inventory())
 request = PreflightRequest(
     run_path=group.attempt_path, node=group.name, allocation=allocation, group=group, levels=(Level.COLLECT,)
@@ -38,7 +39,7 @@ print(json.dumps([[one.code, one.where, one.given] for one in found]))
 
 
 def collect(
-    folder: Path, names: Sequence[str], faults: Mapping[str, Fault], *, absent: int = 0, **settings: float
+    folder: Path, names: Sequence[str], faults: Mapping[str, Fault], *, absent: int = 0, **settings: Any
 ) -> list[list[list[str]]]:
     """Let nodes check each other; return code, place and words of what each found."""
     running = []
@@ -52,7 +53,7 @@ def collect(
         state["gpus"][0]["index"] = "0"
         (tool / "fake-gpus.json").write_text(json.dumps(state))
         assert program.exists()
-        given = json.dumps({"names": list(names), "index": index, **settings})
+        given = json.dumps({"names": list(names), "index": index, "interface": "lo", **settings})
         env = {**os.environ, "PATH": f"{tool}{os.pathsep}{os.environ['PATH']}"}
         words = [sys.executable, "-c", _NODE, str(folder), given]
         running.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True))
@@ -70,6 +71,22 @@ def test_two_nodes_that_sum_rightly_and_fast_are_ready(tmp_path: Path) -> None:
     answer = json.loads(line)
     assert answer["is_exact"]
     assert answer["pairs"]["n1"] > 50e6
+
+
+@pytest.mark.slow
+def test_nodes_find_the_network_between_them_by_themselves(tmp_path: Path) -> None:
+    if not find_outside():
+        pytest.skip("this machine has no address but loopback")
+    assert collect(tmp_path, ("n0", "n1"), {}, wait_limit_s=60.0, interface=None) == [[], []]
+    address = json.loads((tmp_path / "preflight-ports.json").read_text())["addresses"]["meeting"]
+    assert not address.startswith("127.")
+
+
+def find_outside() -> bool:
+    try:
+        return not find_host_address(2).startswith("127.")
+    except CheckRefused:
+        return False
 
 
 @pytest.mark.slow

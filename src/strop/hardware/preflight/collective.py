@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,11 +11,12 @@ from strop.errors import StropError
 from strop.hardware.endpoints import publish_ports, wait_for_ports
 from strop.hardware.fake_nvidia_smi import Fault, find_rehearsal, read_faults
 from strop.hardware.findings import Finding
-from strop.hardware.ports import HeldPort, find_host_address, hold_port
+from strop.hardware.ports import HeldPort, find_host_address, find_interface, hold_port
 from strop.hardware.preflight.probes import FOLDER_NAME, await_probes, start_probe
 from strop.hardware.preflight.request import NodeGroup, PreflightRequest
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PORTS_NAME = "preflight-ports.json"
 _MEETING = "meeting"
 _START_S = 60.0
@@ -79,8 +81,12 @@ def _run_probe(
     if held is not None:
         words += ["--descriptor", str(held.fileno())]
     variables = {} if first is None else dict(first[1])
-    if group.interface is not None:
-        variables |= {"GLOO_SOCKET_IFNAME": group.interface, "NCCL_SOCKET_IFNAME": group.interface}
+    # Left alone, gloo takes the address that the host's name has, which on many nodes is loopback.
+    interface = group.interface or find_interface(address.rpartition(":")[0])
+    if interface is not None:
+        variables |= {
+            name: interface for name in _INTERFACE_VARIABLES if group.interface or not os.environ.get(name)
+        }
     probe = start_probe(
         f"{__package__}.collective_probe",
         words,
