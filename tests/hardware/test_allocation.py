@@ -71,7 +71,7 @@ def test_what_is_given_beyond_the_request_stays_unused_and_is_told() -> None:
     made = allocate_gpus(GpuRequest(wanted={"learner": 2}, inherited="2,0,1"), found(*THREE))
     assert seen(made) == {"learner": "2,0"}
     assert made.notices == (
-        "3 GPUs are visible and 2 are asked for: the first are used, 2, 0, and 1 stay unused",
+        "3 GPUs are visible and 2 asked for: the first are used, 2, 0, and 1 stay unused",
     )
 
 
@@ -103,7 +103,7 @@ def test_the_beginning_of_a_uuid_is_its_gpu() -> None:
         (
             {"learner": 1},
             None,
-            "asked for 1 GPUs, and CUDA_VISIBLE_DEVICES is not set, so that CUDA would see",
+            "1 GPU is asked for, and CUDA_VISIBLE_DEVICES is not set in this job, so that CUDA would see",
         ),
         ({"learner": 2}, "MIG-c6d4,MIG-77aa", "learner is to use several MIG slices together"),
         ({"learner": 1}, "3", r"names GPU 3, which is divided .* its slices \(MIG-c6d4, MIG-77aa\)"),
@@ -173,7 +173,7 @@ def test_a_slice_is_promised_its_own_memory_and_not_that_of_its_gpu() -> None:
 
 def test_a_machine_whose_gpus_nobody_tells_of() -> None:
     missing = Inventory(report=GpuReport(gpus=(), probe=Probe.MISSING))
-    with pytest.raises(CheckRefused, match=r"1 GPUs are asked for and nvidia-smi shows none \(missing\)"):
+    with pytest.raises(CheckRefused, match=r"1 GPU is asked for and nvidia-smi shows none \(missing\)"):
         allocate_gpus(GpuRequest(wanted={"learner": 1}), missing)
     # What a scheduler gave is still divided by name.
     made = allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited="0,1"), missing)

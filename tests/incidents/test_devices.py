@@ -233,7 +233,7 @@ def test_prc_7_roles_get_exactly_the_devices_that_were_given(
     ("inherited", "wanted", "error", "said"),
     [
         ("3", 2, CheckRefused, r"2 GPUs are asked for \(learner 2\), and CUDA_VISIBLE_DEVICES shows 1: 3"),
-        (None, 1, CheckRefused, "asked for 1 GPUs, and CUDA_VISIBLE_DEVICES is not set"),
+        (None, 1, CheckRefused, "1 GPU is asked for, and CUDA_VISIBLE_DEVICES is not set"),
         ("MIG-a,MIG-b", 2, CheckRefused, "learner is to use several MIG slices together"),
         ("3,GPU-5", 2, ConfigError, "mixes UUID of a GPU and index"),
         ("4", 1, ConfigError, "names 4, which is no GPU of this machine"),

@@ -89,7 +89,7 @@ def test_a_named_gpu_is_shared_knowingly_and_an_unnamed_one_is_not(
         install_fake_nvidia_smi(machine, [whole(0, 60), whole(1, 70)], [("GPU-0", stranger.pid, GIB)])
         with claim_machine(tmp_path / "run", "1", need_bytes=GIB) as claim:
             beyond, shared = claim.notices
-            assert beyond.startswith("2 GPUs are visible and 1 are asked for: the first are used, 0")
+            assert beyond.startswith("2 GPUs are visible and 1 asked for: the first are used, 0")
             assert f"used by process {stranger.pid}" in shared
             assert shared.endswith("Next: nothing, if that is meant: CUDA_VISIBLE_DEVICES names this GPU.")
         assert os.environ[VISIBLE] == "0,1"

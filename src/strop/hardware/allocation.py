@@ -20,6 +20,7 @@ from strop.hardware.visible_devices import (
     VISIBLE_DEVICES,
     DeviceForm,
     VisibleDevices,
+    count_gpus,
     parse_visible_devices,
     share_out,
 )
@@ -102,8 +103,8 @@ def allocate_gpus(request: GpuRequest, inventory: Inventory) -> Allocation:
         if request.is_granted:
             raise CheckRefused(
                 explain_refusal(
-                    f"this job asked for {total} GPUs, and {VISIBLE_DEVICES} is not set, so that CUDA would"
-                    " see every GPU of the node",
+                    f"{count_gpus(total)} asked for, and {VISIBLE_DEVICES} is not set in this job, so that CUDA"
+                    " would see every GPU of the node",
                     allowed="a job whose scheduler names its GPUs",
                     next_step="see that the job asks its scheduler for GPUs, and that nothing unsets it",
                 )
@@ -116,7 +117,7 @@ def allocate_gpus(request: GpuRequest, inventory: Inventory) -> Allocation:
     notices = []
     if len(given.ids) > total:
         notices.append(
-            f"{len(given.ids)} GPUs are visible and {total} are asked for: the first are used, "
+            f"{count_gpus(len(given.ids))} visible and {total} asked for: the first are used, "
             f"{', '.join(used)}, and {', '.join(given.ids[total:])} stay unused"
         )
     roles = {
@@ -224,7 +225,7 @@ def _take_free(request: GpuRequest, inventory: Inventory) -> Allocation:
     found = f"this machine has {kinds}" if inventory.devices else f"nvidia-smi shows none ({said})"
     raise CheckRefused(
         explain_refusal(
-            "; ".join([f"{total} GPUs are asked for and {found}", *refusals]),
+            "; ".join([f"{count_gpus(total)} asked for and {found}", *refusals]),
             allowed="as many free GPUs as the roles ask for, all whole or all slices, one slice for a role",
             next_step="wait, end those processes yourself, or ask for fewer GPUs",
         )

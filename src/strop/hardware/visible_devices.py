@@ -96,7 +96,7 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
     if len(visible.ids) < total:
         raise CheckRefused(
             explain_refusal(
-                f"{total} GPUs are asked for ({_count_roles(wanted)}), and {_describe(visible)}",
+                f"{count_gpus(total)} asked for ({_count_roles(wanted)}), and {_describe(visible)}",
                 allowed="as many visible GPUs as the roles ask for",
                 next_step="ask for fewer, or for a job with more",
             )
@@ -136,6 +136,11 @@ def remap_slices(assigned: Sequence[str], listed: Sequence[str]) -> dict[str, st
             )
         )
     return {uuid: str(number) for number, uuid in enumerate(assigned)}
+
+
+def count_gpus(number: int) -> str:
+    """Return a number of GPUs with its verb, for a message."""
+    return "1 GPU is" if number == 1 else f"{number} GPUs are"
 
 
 def _count_roles(wanted: Mapping[str, int]) -> str:
