@@ -103,8 +103,8 @@ def allocate_gpus(request: GpuRequest, inventory: Inventory) -> Allocation:
         if request.is_granted:
             raise CheckRefused(
                 explain_refusal(
-                    f"{count_gpus(total)} asked for, and {VISIBLE_DEVICES} is not set in this job, so that CUDA"
-                    " would see every GPU of the node",
+                    f"{count_gpus(total)} asked for, and {VISIBLE_DEVICES} is not set in this job, so that"
+                    " CUDA would see every GPU of the node",
                     allowed="a job whose scheduler names its GPUs",
                     next_step="see that the job asks its scheduler for GPUs, and that nothing unsets it",
                 )
