@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.figures import Figure
@@ -24,9 +26,9 @@ def test_a_goal_is_reached_at_its_bound(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_benchmark_of_figures_works(name: str) -> None:
+def test_every_benchmark_of_figures_works(name: str, smollm2_dir: Path) -> None:
     if name == "code-judge":
         require_system_part("a sandbox with namespaces", best_level() == "namespace")
-    measured = measure_figures(name, is_quick=True)
-    assert any(figure.at_least is not None for figure in measured.figures)
+    measured = measure_figures(name, is_quick=True, model=str(smollm2_dir))
+    assert any(figure.at_least is not None or figure.at_most is not None for figure in measured.figures)
     assert all(figure.measured for figure in measured.figures)

@@ -76,6 +76,7 @@ class Death(BaseException):
     """The end of a process, as far as one process can play it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_flush", [True, False], ids=["at the end", "under way"])
 def test_every_state_between_two_requests_can_be_gone_on_from(is_flush: bool, tmp_path: Path) -> None:
     """An uploader dies before each change that it makes to the store, one after the other."""
