@@ -126,6 +126,14 @@ class Desk:
             time.sleep(0.2)
 
 
+def verdict(desk: Desk, ref: JobRef, number: int = 0) -> dict[str, Any]:
+    """What the batch shell wrote of an attempt; agents have ended some moments earlier."""
+    path = Path(ref.home) / f"attempts/{ref.job_id}-{number}/verdict.json"
+    desk.wait_until(path.exists)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
 def slurm_log(ref: JobRef) -> str:
     """What the batch shell of every attempt of a job wrote."""
     return "".join(path.read_text() for path in sorted(Path(ref.home).glob("job/slurm-*.out")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.jobs.contract import JobState, Resources
-from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log
+from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log, verdict
 from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
@@ -52,8 +51,8 @@ def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(desk: Desk) -> Non
     time.sleep(1.0)
     answer = desk.backend.ask([ref])[ref.job_id, 0]
     assert (answer.state, answer.num_restarts) == (JobState.FAILED, 0)
-    verdict = json.loads((Path(ref.home) / f"attempts/{ref.job_id}-0/verdict.json").read_text())
-    assert (verdict["exit_code"], verdict["nodes"]) == (1, ["n1", "n2"])
+    end = verdict(desk, ref)
+    assert (end["exit_code"], end["nodes"]) == (1, ["n1", "n2"])
 
 
 def test_a_node_whose_preflight_fails_is_left_out_of_the_next_life(desk: Desk) -> None:
@@ -131,8 +130,8 @@ def test_a_cancelled_job_is_not_started_again(desk: Desk) -> None:
     time.sleep(1.0)
     answer = desk.backend.ask([ref])[ref.job_id, 0]
     assert (answer.state, answer.num_restarts) == (JobState.CANCELLED, 0)
-    verdict = json.loads((Path(ref.home) / f"attempts/{ref.job_id}-0/verdict.json").read_text())
-    assert (verdict["exit_code"], verdict["signal"]) == (75, "SIGTERM")
+    end = verdict(desk, ref)
+    assert (end["exit_code"], end["signal"]) == (75, "SIGTERM")
 
 
 def test_a_held_job_and_a_broken_dependency_say_so(desk: Desk, cluster: Cluster) -> None:
