@@ -118,6 +118,12 @@ class Desk:
             assert time.monotonic() < deadline, f"{status}\n{log}"
             time.sleep(0.3)
 
+    def wait_for_step(self, ref: JobRef, *, member: str = ".", attempt: int = 0) -> None:
+        """Wait until the role of an attempt counts steps, and so hears signals."""
+        folder = Path(ref.home) / member
+        self.wait_until(lambda: list(folder.glob(f"seen-*-{attempt}-0.json")), limit_s=60.0)
+        time.sleep(0.5)
+
     def wait_until(self, what: Callable[[], object], limit_s: float = 30.0) -> None:
         """Wait until something is so."""
         deadline = time.monotonic() + limit_s

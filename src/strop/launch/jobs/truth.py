@@ -82,6 +82,11 @@ def _judge_ended(latest: AttemptRecord, answer: Answer | None, last_number: int)
     if code != EXIT_INTERRUPTED:
         word = _FAILURES.get(code, describe_exit(code))
         reason = f"{word}: {latest.cause}" if latest.cause else word
+        may_change = code == EXIT_REFUSED or latest.signal
+        if may_change and answer is not None and answer.state in _WAITING | _LIVING:
+            # Not over yet: it may live again without the node that refused it; who was told was stopped.
+            state = JobState.RUNNING if answer.state in _LIVING else JobState.PREEMPTED
+            return Judgement(state=state, reason=f"ending: {reason}", source=StatusSource.SCHEDULER)
         return Judgement(state=JobState.FAILED, reason=reason, source=StatusSource.RECORD)
     return _judge_saved(latest, answer, last_number)
 
