@@ -22,6 +22,7 @@ Text = str | None
 Site = Annotated[
     str, typer.Option("--on", metavar="SITE", help="A site of strop-sites.toml whose backend is sagemaker.")
 ]
+NO_IMAGE = "none"
 WAIT_EVERY_S = 15.0
 """AWS throttles who asks more often."""
 sagemaker_commands = typer.Typer(help="Training jobs of SageMaker.", no_args_is_help=True)
@@ -44,7 +45,7 @@ class SageMakerArguments:
     gpus: Annotated[Text, typer.Option(metavar="0,1,2", help="With --local: GPUs, by index or UUID.")] = None
     instance_type: Annotated[Text, typer.Option(help="Instance type.")] = None
     instance_count: Annotated[int | None, typer.Option(min=1, help="Instances.")] = None
-    image: Annotated[Text, typer.Option(help="Image instead of ours.")] = None
+    image: Annotated[Text, typer.Option(help="Image instead of ours; 'none' with --local: processes.")] = None
     image_tag: Annotated[Text, typer.Option(help="Tag in the site's repository.")] = None
     job_name: Annotated[Text, typer.Option(help="Name of the training job; none: prefix and time.")] = None
     name_prefix: Annotated[Text, typer.Option(help="First part of the name; neutral.")] = None
@@ -200,7 +201,8 @@ def _build(
     from strop.launch.container.engine import locate_engine, prove_engine
     from strop.launch.container.image import build_image, find_image, plan_image
 
-    if not (given.build or given.push or given.local):
+    is_bare = given.local and given.image == NO_IMAGE
+    if is_bare or not (given.build or given.push or given.local):
         return None, None
     try:
         engine = prove_engine(locate_engine())
@@ -272,7 +274,11 @@ def _run_here(
             )
         )
     # A plan names some image; plain processes use none.
-    options = {**request.options, "image": image or request.options.get("image") or "none", "is_local": True}
+    options = {
+        **request.options,
+        "image": image or request.options.get("image") or NO_IMAGE,
+        "is_local": True,
+    }
     request = replace(request, options=options)
     plan = Launcher(SageMakerBackend(profile)).plan(request)
     for notice in (*plan.conflicts, *plan.notices):

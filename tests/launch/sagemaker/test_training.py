@@ -1,0 +1,115 @@
+"""A real training in the real entry, with state and mirror in a real S3 server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.launch.jobs.contract import RolePlan
+from strop.launch.sagemaker.fake import FakeSageMaker
+from strop.launch.sagemaker.site_objects import SiteObjects
+from strop.spec.site import SageMakerSite
+from tests.fixtures.object_store import store_environment, use_store
+from tests.launch.sagemaker.building import PROFILE
+from tests.launch.sagemaker.rehearsal import Rehearsal
+from tests.launch.sagemaker.test_contract import HOST, wait_for_state, wait_until
+
+pytestmark = pytest.mark.slow
+TRAIN = RolePlan(
+    name="train", argv=("python3", "-m", "strop.cli", "train", "{run}/job/spec.toml", "output.dir={run}")
+)
+NUM_STEPS = 4
+SETTINGS = (
+    "model.dtype=float32",
+    f"train.steps={NUM_STEPS}",
+    "train.prompts_per_step=2",
+    "train.rollouts_per_prompt=2",
+    "train.checkpoint_every=1",
+    'train.accept="weights: a random model for a test"',
+    "eval.num_examples=4",
+    "eval.num_samples=2",
+    "placement.threads=1",
+)
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path, store_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
+    use_store(monkeypatch, store_address)
+    profile = SageMakerSite(**PROFILE, endpoint_url=store_address)
+    found = Rehearsal(tmp_path, objects=SiteObjects(profile))
+    yield found
+    found.close()
+
+
+def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
+    rehearsal: Rehearsal, tiny_model_dir: Path, store_address: str, tmp_path: Path
+) -> None:
+    """LAU-2, A6: what was saved is in S3 while the run goes on, and a new start continues at its step."""
+    prefix = tmp_path.name.replace("_", "-")
+    request = rehearsal.submit(
+        overrides=(f"model.uri={tiny_model_dir}", *SETTINGS),
+        profile={"prefix": prefix, "endpoint_url": store_address},
+        roles=(TRAIN,),
+        is_local=True,
+    )
+    environment = {
+        **store_environment(store_address),
+        "STROP_STORE_URI": f"s3://strop-test/{prefix}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    settings = {"environment": environment, "stop_window_s": 60.0}
+    first = rehearsal.start(request, **settings)
+    wait_for_state(rehearsal, request)
+    first.kill()
+    assert first.find_leftovers() == []
+    second = rehearsal.start(request, **settings)
+    wait_for_state(rehearsal, request, 2)
+    code = second.stop()
+    # On a fast machine it may have finished first.
+    assert code in {75, 0}, second.log_of(HOST)
+    third = rehearsal.start(request, **settings)
+    assert third.wait(120.0) == 0, third.log_of(HOST)
+    assert third.check_end() == []
+    steps = [line["step"] for line in rehearsal.metrics(request, HOST)]
+    assert steps == list(range(1, NUM_STEPS + 1))
+    assert "no state is there" not in second.log_of(HOST) + third.log_of(HOST)
+    assert rehearsal.objects is not None
+    root = f"s3://strop-test/{prefix}/checkpoints/{request['TrainingJobName']}"
+    names = {stored.uri[len(root) + 1 :] for stored in rehearsal.objects.list(root)}
+    assert any(name.startswith("small-try_step") and name.endswith("/COMPLETE") for name in names), names
+    verdict = rehearsal.objects.read(f"{root}/traces/attempts/{request['TrainingJobName']}-2/verdict.json")
+    assert json.loads(verdict)["exit_code"] == 0
+
+
+def test_the_fake_follows_a_real_program(tmp_path: Path) -> None:
+    rehearsal = Rehearsal(tmp_path)
+    request = rehearsal.submit(trainee={"STEPS": 40, "STEP_S": 0.2})
+    started: list[Any] = []
+
+    def make_instance() -> object:
+        from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
+        from tests.launch.sagemaker.rehearsal import SOURCE
+
+        runner = ContractRunner(
+            tmp_path / f"instance-{len(started)}",
+            rehearsal.folder,
+            RunnerSettings(environment={"PYTHONPATH": str(SOURCE), "STROP_STORE_URI": ""}, sync_every_s=0.2),
+        )
+        started.append(runner)
+        return runner
+
+    fake = FakeSageMaker(make_instance=make_instance)  # type: ignore[arg-type]
+    fake.create_training_job(**request)
+    fake.advance(200)
+    wait_for_state(rehearsal, request)
+    fake.stop_training_job(TrainingJobName=request["TrainingJobName"])
+    wait_until(lambda: started[0].poll() is not None, "it did not stop")
+    fake.advance(1)
+    described = fake.describe_training_job(TrainingJobName=request["TrainingJobName"])
+    assert described["TrainingJobStatus"] == "Stopped"
+    assert described["FailureReason"].startswith("requeue:")
+    assert started[0].codes == {HOST: 75}
