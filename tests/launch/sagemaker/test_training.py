@@ -67,7 +67,7 @@ def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
     first.kill()
     assert first.find_leftovers() == []
     second = rehearsal.start(request, **settings)
-    wait_for_state(rehearsal, request, 2)
+    wait_until(lambda: "train| step" in second.log_of(HOST), "it did not begin")
     code = second.stop()
     # On a fast machine it may have finished first.
     assert code in {75, 0}, second.log_of(HOST)
