@@ -23,8 +23,6 @@ Site = Annotated[
     str, typer.Option("--on", metavar="SITE", help="A site of strop-sites.toml whose backend is sagemaker.")
 ]
 NO_IMAGE = "none"
-WAIT_EVERY_S = 15.0
-"""AWS throttles who asks more often."""
 sagemaker_commands = typer.Typer(help="Training jobs of SageMaker.", no_args_is_help=True)
 
 
@@ -290,33 +288,12 @@ def _run_here(
 
 
 def _wait(output: Output, request: JobRequest) -> None:
-    """Ask now and then until every member has ended. Raises: CheckRefused for an end that is no success."""
-    import time
-
-    from strop.errors import CheckRefused, explain_refusal
     from strop.launch.backends import open_backend
     from strop.launch.jobs.filling import find_homes_of
     from strop.launch.jobs.home import job_path_of, read_ref
     from strop.launch.jobs.launcher import Launcher
+    from strop.launch.sagemaker.waiting import wait_for_end
 
     home = find_homes_of(Path(request.home).parent, request.resolved.spec.name)[0][0]
     ref = read_ref(job_path_of(home))
-    launcher, told = Launcher(open_backend(request.site)), ""
-    while True:
-        statuses = launcher.status([ref])
-        words = ", ".join(f"{one.state}{f' ({one.reason})' if one.reason else ''}" for one in statuses)
-        if words != told:
-            output.say(f"{ref.job_id}: {words}")
-            told = words
-        if all(one.state.is_terminal for one in statuses):
-            break
-        time.sleep(WAIT_EVERY_S)
-    bad = [one for one in statuses if one.state != "succeeded"]
-    if bad:
-        raise CheckRefused(
-            explain_refusal(
-                f"job {ref.job_id} ended as {words}",
-                allowed="an end of all members with success",
-                next_step=f"strop logs {ref.job_id}",
-            )
-        )
+    wait_for_end(Launcher(open_backend(request.site)), ref, output.say)

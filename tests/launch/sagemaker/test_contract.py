@@ -14,6 +14,7 @@ import pytest
 
 from strop.launch.jobs.contract import RolePlan
 from strop.launch.sagemaker.contract_runner import ContractRunner
+from strop.launch.sagemaker.folder_objects import FolderObjects
 from tests.launch.sagemaker.building import PROGRAM
 from tests.launch.sagemaker.rehearsal import Rehearsal, expected_metrics
 
@@ -115,6 +116,33 @@ def test_kill_without_warning_loses_what_was_not_copied_and_no_more(rehearsal: R
     assert first.find_leftovers() == []
     assert end_of(rehearsal.start(request)) == 0
     assert rehearsal.metrics(request, HOST) == expected_metrics(10)
+
+
+class SlowFolder(FolderObjects):
+    """A store that takes its time: uploads are under way when the end comes."""
+
+    def write(self, uri: str, data: bytes) -> None:
+        if uri.endswith("weights.bin"):
+            super().write(uri, data[: len(data) // 2])
+            time.sleep(1.0)
+        super().write(uri, data)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_end_during_an_upload_leaves_a_whole_state(tmp_path: Path, is_told: bool) -> None:
+    rehearsal = Rehearsal(tmp_path, objects=SlowFolder(tmp_path / "s3"))
+    try:
+        request = rehearsal.submit(trainee={"STEPS": 8, "STEP_S": 0.4})
+        first = rehearsal.start(request)
+        wait_for_state(rehearsal, request)
+        if is_told:
+            assert first.stop() == 75
+        else:
+            first.kill()
+        assert end_of(rehearsal.start(request)) == 0
+        assert rehearsal.metrics(request, HOST) == expected_metrics(8)
+    finally:
+        rehearsal.close()
 
 
 def test_a_state_without_its_marker_or_with_damage_is_passed_over(rehearsal: Rehearsal) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from strop.errors import CheckRefused
 from strop.launch.sagemaker.control import Control, find_address, join_hosts
+from strop.launch.sagemaker.entry import _set_network
 from strop.launch.sagemaker.failure import describe_failure, write_failure
 from strop.launch.sagemaker.fake import FakeSageMaker
 from strop.launch.sagemaker.folder_objects import FolderObjects
@@ -342,6 +343,22 @@ def test_a_name_that_does_not_resolve_is_said() -> None:
     assert find_address("127.0.0.1", 1.0) == "127.0.0.1"
 
 
+def test_lau_10_an_interface_that_is_not_there_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAU-10: interfaces come from the platform and are looked for; EFA is set where its devices are."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FI_PROVIDER"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(CheckRefused, match="network interface eth77 is not on a"):
+        _set_network(Hosts(names=("a", "b"), current="a", interface="eth77"))
+    _set_network(Hosts(names=("a",), current="a", interface="eth77"))
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    _set_network(Hosts(names=("a", "b"), current="a", interface="lo"))
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
+    has_efa = any(Path("/dev/infiniband").glob("uverbs*"))
+    assert ("FI_PROVIDER" in os.environ) == has_efa
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA"):
+        os.environ.pop(name, None)
+
+
 def test_one_host_needs_nobody(tmp_path: Path) -> None:
     control = join(0, 1, tmp_path, num_hosts=1)
     control.start()
@@ -469,4 +486,3 @@ def test_a_program_is_told_at_the_start_of_the_window_and_killed_at_its_end() ->
     assert instance.said == ["start 0", "TERM", "KILL"]
     described = fake.describe_training_job(TrainingJobName=request["TrainingJobName"])
     assert described["SecondaryStatus"] == "Stopped"
-    assert os.getpid()

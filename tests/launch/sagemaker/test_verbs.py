@@ -17,6 +17,8 @@ from strop.launch.jobs.logs import LogFilter
 from strop.launch.jobs.requesting import _job_log_files
 from strop.launch.jobs.snapshot import take_snapshot
 from strop.launch.sagemaker.fake import write_log_lines
+from strop.launch.sagemaker.job_log import JobLog
+from strop.launch.sagemaker.waiting import wait_for_end
 from tests.launch.sagemaker.aws import Site, prepare_account
 from tests.launch.sagemaker.building import NOON, make_request
 
@@ -146,3 +148,32 @@ def test_resuming_is_a_new_job_of_the_same_run(site: Site, tmp_path: Path) -> No
     jobs = site.fake.sent("create_training_job")
     assert jobs[0]["CheckpointConfig"] == jobs[1]["CheckpointConfig"]
     assert read_plan(job_path_of(request.home)).details["run_key"] == first.details["run_key"]
+    row = JobLog(site.project / "docs/job_log.md").find("small-try")
+    assert (row.job_name, row.facts["parent"]) == (second.job_id, first.job_id)
+
+
+@pytest.mark.parametrize(("is_stopped", "words"), [(True, "cancelled"), (False, "")])
+def test_waiting_ends_well_only_for_a_success(
+    site: Site, tmp_path: Path, is_stopped: bool, words: str
+) -> None:
+    launcher = launcher_of(site, tmp_path)
+    ref = launcher.submit(request_of(site)).ref
+    pauses: list[float] = []
+
+    def pause(duration_s: float) -> None:
+        pauses.append(duration_s)
+        if is_stopped and len(pauses) == 2:
+            site.backend.stop(ref, None, grace_s=1.0)
+        if not is_stopped and len(pauses) == 2:
+            write_verdict(site, ref, 0)
+        site.fake.advance(400)
+
+    said: list[str] = []
+    if is_stopped:
+        with pytest.raises(CheckRefused, match=f"ended as {words}"):
+            wait_for_end(launcher, ref, said.append, pause=pause)
+    else:
+        wait_for_end(launcher, ref, said.append, pause=pause)
+        assert said[-1].endswith(": succeeded")
+    # AWS throttles who asks more often than every 15 s, and those who come all at once.
+    assert all(15.0 <= duration_s <= 20.0 for duration_s in pauses)

@@ -26,7 +26,7 @@ from strop.launch.jobs.contract import (
     RecordFiles,
 )
 from strop.launch.jobs.environment import ENVIRONMENT_NAME
-from strop.launch.jobs.home import has_plan, job_path_of, read_plan
+from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
 from strop.launch.jobs.secrets import SECRETS_NAME
 from strop.launch.jobs.store_record import StoreRecord
 from strop.launch.sagemaker.client import AwsClients, all_pages
@@ -290,7 +290,7 @@ class SageMakerBackend:
             description=description,
             submitted=submitted_text(plan.submitted_at),
             run=plan.name,
-            facts={**facts, "parent": plan.details["parent"]},
+            facts={**facts, "parent": plan.details["parent"] or _earlier_job(plan)},
         )
         return JobLog(Path(plan.details["job_log"])).try_append(row)
 
@@ -372,6 +372,11 @@ def _accepted(job: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, A
     name = summary["TrainingJobName"]
     record_uri = f"{job['record_uri'].rpartition('/')[0]}/{name}"
     return {"name": name, "arn": summary["TrainingJobArn"], **kept, "record_uri": record_uri}
+
+
+def _earlier_job(plan: JobPlan) -> str | None:
+    """Return the job that this one continues: its reference is still in the home that both share."""
+    return read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
 
 
 def _job_of(ref: JobRef, member: int) -> Mapping[str, Any]:

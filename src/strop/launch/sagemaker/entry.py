@@ -17,12 +17,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckRefused, StropError, explain_refusal
+from strop.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    CheckRefused,
+    StoreError,
+    StropError,
+    explain_refusal,
+)
 from strop.launch.jobs.attempts import write_verdict
 from strop.launch.jobs.secrets import remove_secrets
 from strop.launch.node.agent import run_node
@@ -41,7 +49,7 @@ from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, Sink, StoreSink
 from strop.launch.sagemaker.state_keeper import StateKeeper, count_start, restore_state
-from strop.store.atomic import write_bytes_atomically
+from strop.store.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.store.policy import URI_VARIABLE
 
 JOIN_LIMIT_S = 900.0
@@ -237,16 +245,42 @@ def _open_keeper(start: _Start, settings: EntrySettings) -> StateKeeper:
     staging = start.tree.checkpoint_path.parent / f".strop-{start.hosts.current}"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    return StateKeeper(start.home, start.tree.checkpoint_path, start.hosts.current, staging)
+    host, place = start.hosts.current, f"{start.job['state_uri']}/{start.hosts.current}"
+    is_safe = _arrival_check(place) if _reaches_store(start) else None
+    return StateKeeper(
+        start.home, start.tree.checkpoint_path, host, staging, is_safe=is_safe or (lambda name: True)
+    )
+
+
+def _reaches_store(start: _Start) -> bool:
+    """Whether this job may talk to S3 itself."""
+    is_isolated = bool(start.job["request"].get("EnableNetworkIsolation"))
+    return os.environ.get(URI_VARIABLE, "").startswith("s3://") and not is_isolated
+
+
+def _arrival_check(place: str) -> Callable[[str], bool]:
+    """Return a question: has the platform copied a state to S3?"""
+    from strop.store.s3_objects import S3Objects
+
+    objects = S3Objects()
+
+    def has_arrived(name: str) -> bool:
+        try:
+            return objects.find(f"{place}/{name}/{MANIFEST_NAME}") is not None
+        except StoreError:
+            # Nobody knows: an older state more costs room, one too few costs the run.
+            return False
+
+    return has_arrived
 
 
 def _choose_sink(start: _Start) -> Sink:
-    store = os.environ.get(URI_VARIABLE, "")
-    if not store.startswith("s3://") or start.job["request"].get("EnableNetworkIsolation"):
+    if not _reaches_store(start):
         return DirectorySink(start.tree.checkpoint_path / "record")
     from strop.store.s3_objects import S3Objects
 
-    return StoreSink(S3Objects(), f"{store.rstrip('/')}/checkpoints/{start.job_name}")
+    store = os.environ[URI_VARIABLE].rstrip("/")
+    return StoreSink(S3Objects(), f"{store}/checkpoints/{start.job_name}")
 
 
 def _set_network(hosts: Hosts) -> None:
