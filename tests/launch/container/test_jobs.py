@@ -179,6 +179,15 @@ def test_a_cancelled_job_saves_its_state_and_is_cancelled(project: Path, agent_i
     assert (Path(ref.home) / "state").read_text() == str(steps_of(ref.home)[-1])
 
 
+def test_a_job_that_is_cancelled_in_its_first_moment_ends(project: Path, agent_image: BuiltImage) -> None:
+    request = box(project, agent_image, [saver(10_000)])
+    launcher = launcher_of(request)
+    ref = launcher.submit(request).ref
+    launcher.backend.stop(ref, None, grace_s=30.0)
+    wait_for(lambda: ref.job_id not in list_names(), limit_s=30.0)
+    assert stand_of(launcher, ref).state is JobState.CANCELLED
+
+
 def test_a_container_that_is_stopped_by_hand_is_cancelled(project: Path, agent_image: BuiltImage) -> None:
     request = box(project, agent_image, [saver(10_000)])
     launcher = launcher_of(request)

@@ -47,6 +47,10 @@ class _Orders:
             self.cancelled_by = order.name
         self.pending.append(order)
 
+    def forget_preemptions(self) -> None:
+        """Leave out what was meant for a life that is over; a cancellation is meant for all."""
+        self.pending[:] = [order for order in self.pending if order is not signal.SIGUSR2]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Life:
@@ -64,9 +68,10 @@ def supervise(job_path: Path, job_id: str) -> int:
     Raises: StoreError if the job's folder cannot be read.
     """
     plan = read_plan(job_path)
-    write_identity(job_path, job_id)
-    adopt_orphans()
+    # Before anybody can know that it is there: as process 1 it would not hear a signal otherwise.
     orders = _Orders()
+    adopt_orphans()
+    write_identity(job_path, job_id)
     result = EXIT_DONE
     try:
         for member in plan.members:
@@ -84,13 +89,16 @@ def supervise(job_path: Path, job_id: str) -> int:
 
 def _supervise_member(plan: JobPlan, member: MemberPlan, job_path: Path, job_id: str, orders: _Orders) -> int:
     member_path, last = Path(member.path), plan.num_past + plan.max_requeue
+    exit_code = EXIT_INTERRUPTED
     for number in range(plan.num_past, last + 1):
+        if orders.cancelled_by:
+            break
         attempt = f"{job_id}-{number}"
         life = _live(plan, member_path, job_path, attempt, number, orders)
-        is_saved = life.exit_code == EXIT_INTERRUPTED or life.is_lost
-        if not is_saved or orders.cancelled_by:
+        exit_code = life.exit_code
+        if exit_code != EXIT_INTERRUPTED and not life.is_lost:
             break
-    return life.exit_code
+    return exit_code
 
 
 def _live(
@@ -102,7 +110,7 @@ def _live(
     """
     attempt_path = member_path / ATTEMPTS_FOLDER / attempt
     started_at = time.time()
-    orders.pending.clear()
+    orders.forget_preemptions()
     argv = [sys.executable, "-m", "strop.launch.node", "--member", str(member_path), "--job", str(job_path)]
     argv += ["--attempt", attempt, "--number", str(number), "--grace", str(plan.grace_s)]
     argv += ["--term-grace", str(plan.grace_s)]
