@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,32 @@ def test_the_small_image_builds_offline_in_a_minute_and_is_built_once(
     # The agent is the entry, in exec form: its own words, without a shell.
     helped = engine.ask("run", "--rm", "--network", "none", agent_image.name, "--help")
     assert "usage: strop.launch.node" in helped.stdout
+
+
+@pytest.mark.slow
+def test_an_environment_is_installed_from_wheels_alone(engine: Engine, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    write_wheel(wheels / "strop-0.1.0-py3-none-any.whl")
+    plan = plan_image(Variant.AGENT, wheels=wheels)
+    built = build_image(engine, plan, cache_dir=tmp_path)
+    program = "import sys, strop; print(sys.prefix, strop.WORD)"
+    words = ("run", "--rm", "--network", "none", "--entrypoint", "python", built.name, "-c", program)
+    assert engine.ask(*words).stdout == "/opt/strop/venv from a wheel\n"
+
+
+def write_wheel(path: Path) -> None:
+    """Write the smallest package of this name that pip installs."""
+    name = "strop-0.1.0.dist-info"
+    files = {
+        "strop/__init__.py": "WORD = 'from a wheel'\n",
+        f"{name}/METADATA": "Metadata-Version: 2.1\nName: strop\nVersion: 0.1.0\n",
+        f"{name}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{name}/RECORD"] = "".join(f"{entry},,\n" for entry in [*files, f"{name}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for entry, text in files.items():
+            archive.writestr(entry, text)
 
 
 @pytest.mark.slow

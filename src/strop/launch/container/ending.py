@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError
+from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError, explain_refusal
 from strop.launch.container.engine import Engine, engine_from_json
 from strop.launch.jobs.attempts import read_attempts, write_verdict
 from strop.launch.jobs.contract import Answer, JobState
@@ -229,5 +229,11 @@ def _parse_time(text: str | None) -> float:
     try:
         moment = datetime.fromisoformat(f"{head[:19]}.{digits[:6] or '0':0<6}{zone.replace('Z', '+00:00')}")
     except ValueError as error:
-        raise StoreError(f"the engine's time {text!r} is not understood") from error
+        raise StoreError(
+            explain_refusal(
+                f"the engine's time {text!r} is not understood",
+                allowed="a time such as 2026-01-31T23:59:59.5Z",
+                next_step="report the engine's version",
+            )
+        ) from error
     return moment.timestamp()
