@@ -198,17 +198,21 @@ def test_a_container_that_is_stopped_by_hand_is_cancelled(project: Path, agent_i
     assert (status.state, status.reason) == (JobState.CANCELLED, "cancelled by SIGTERM")
 
 
-def test_a_killed_container_is_a_failure_that_can_be_resumed(project: Path, agent_image: BuiltImage) -> None:
+def test_a_killed_container_is_a_failure_that_can_be_resumed(
+    project: Path, agent_image: BuiltImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", CANARY)
     marker = f"orphan-{os.getpid()}"
     body = f"""
-import subprocess, sys
+import os, subprocess, sys
+assert "canary" in os.environ["JUDGE_TOKEN"]
 code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
 """
     # Saves at every step: what a kill leaves is the last one.
     saving = SAVER.replace("    if told:", "    state.write_text(str(step))\n    if told:")
     counting = role("train", body + saving, "{run}", 60, 0.05)
-    request = box(project, agent_image, [counting])
+    request = box(project, agent_image, [counting], variables=("JUDGE_TOKEN",))
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
     wait_for(lambda: len(steps_of(ref.home)) >= 3)
@@ -218,7 +222,8 @@ subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=Tru
     assert (status.state, status.reason) == (JobState.FAILED, "killed by SIGKILL")
     assert not is_running(marker)
     assert not (Path(ref.home) / "job" / "secrets.json").exists()
-    resumed = launcher.resume(Path(ref.home), box(project, agent_image, [counting])).ref
+    again = box(project, agent_image, [counting], variables=("JUDGE_TOKEN",))
+    resumed = launcher.resume(Path(ref.home), again).ref
     assert wait_for_end(launcher, resumed).state is JobState.SUCCEEDED
     assert steps_of(ref.home)[-1] == 60
     # The second life began where the first had saved, not at 1.

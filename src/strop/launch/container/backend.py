@@ -40,6 +40,7 @@ from strop.launch.container.ending import (
     inspect_containers,
     note_stop,
     read_container_file,
+    secrets_mtime_ns,
     settle,
     write_container_file,
 )
@@ -114,6 +115,7 @@ class ContainerBackend:
             "image_id": image_id,
             "devices": list(devices),
             "started_at": time.time(),
+            "secrets_mtime_ns": secrets_mtime_ns(job_path),
         }
         for stale in (END_NAME, STOP_NAME):
             (job_path / stale).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from strop.launch.jobs.contract import Answer, JobState
 from strop.launch.jobs.exit_codes import SIGNAL_BASE, describe_exit
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import ATTEMPTS_FOLDER, read_plan
-from strop.launch.jobs.secrets import redact, remove_secrets, secret_values
+from strop.launch.jobs.secrets import SECRETS_NAME, redact, remove_secrets, secret_values
 from strop.launch.local.identity import read_identity
 from strop.store import write_bytes_atomically
 
@@ -79,6 +79,14 @@ def read_container_file(job_path: Path, name: str) -> dict[str, Any] | None:
 def write_container_file(job_path: Path, name: str, content: Mapping[str, Any]) -> None:
     """Keep something about a container. Raises: StoreError."""
     write_bytes_atomically(job_path / name, json.dumps(content, indent=1).encode())
+
+
+def secrets_mtime_ns(job_path: Path) -> int | None:
+    """Return when the file of secrets was written: which life it is for. None without one."""
+    try:
+        return (job_path / SECRETS_NAME).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def note_stop(job_path: Path, state: JobState) -> None:
@@ -156,7 +164,9 @@ def settle(job_path: Path) -> bool:
                 "ended_at": end.ended_at,
             },
         )
-    remove_secrets(job_path)
+    # Not those of a next life, for which the home may be filled again already.
+    if start.get("secrets_mtime_ns") == secrets_mtime_ns(job_path):
+        remove_secrets(job_path)
     if facts is not None:
         # Last: until everything is written, the engine is the only one that knows.
         engine.ask("rm", "--force", "--volumes", name)
