@@ -1,0 +1,432 @@
+"""`strop submit|status|logs|cancel|fetch|drill`: wrong input, messages, codes, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strop.launch.jobs.contract import Answer, JobRef, JobState, Problem, Severity
+from strop.launch.jobs.home import job_path_of, read_plan, read_ref
+from strop.spec.site import Site
+from strop.store.atomic import AtomicDirectory
+from tests.fixtures.commands import Ended, Run
+from tests.fixtures.jobs import World, make_world
+
+ODD = 'it\'s $HOME `id` "two" $(touch canary); x\\'
+"""A folder's name that no shell may ever see unquoted."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A project as the current folder; every site has the scripted scheduler."""
+    world = make_world(tmp_path)
+    for name, value in world.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(world.project)
+
+    def open_fake(site: Site) -> object:
+        return world.backend
+
+    monkeypatch.setattr("strop.launch.backends.open_backend", open_fake)
+    return world
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def only_ref(world: World) -> JobRef:
+    (home,) = (path.parents[1] for path in world.runs.rglob("job/ref.json"))
+    return read_ref(job_path_of(home))
+
+
+# Words, exit code, pieces of the message.
+WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
+    (("submit",), 2, ("Missing argument",)),
+    (("submit", "absent.toml"), 2, ("run file absent.toml does not exist",)),
+    (("submit", "run.toml", "--on", "lab"), 2, ("there is no site 'lab'", "strop-sites.toml", "[sites.lab]")),
+    (("submit", "run.toml", "--on", "slrum"), 2, ("did you mean slurm?",)),
+    (("submit", "run.toml", "--command", "eval"), 2, ("--command 'eval'", "train or sft")),
+    (("submit", "run.toml", "--command", "sft"), 2, ("train.terms",)),
+    (("submit", "run.toml", "--project-dir", "absent"), 2, ("absent is no folder",)),
+    (("submit", "run.toml", "--gpus", "9"), 2, ("'--gpus'",)),
+    (("submit", "run.toml", "--train-gpus", "0"), 2, ("'--train-gpus'",)),
+    (("submit", "run.toml", "--infer-gpus", "8"), 2, ("'--infer-gpus'",)),
+    (("submit", "run.toml", "--train-gpus", "4", "--infer-gpus", "7"), 2, ("11 GPUs", "(--train-gpus)")),
+    (("submit", "run.toml", "--single-gpu", "--train-gpus", "2"), 2, ("one GPU cannot be several",)),
+    (("submit", "run.toml", "--gpus", "2", "--infer-gpus", "1"), 2, ("shared out in two ways",)),
+    (("submit", "run.toml", "--time", "10"), 2, ("job.time_limit='10' (--time)", "90s, 30m, 2h, 5d")),
+    (("submit", "run.toml", "--mem", "64 GB; rm"), 2, ("job.memory='64 GB; rm' (--mem)",)),
+    (("submit", "run.toml", "--no-requeue", "--max-requeue", "3"), 2, ("contradict each other",)),
+    (("submit", "run.toml", "--job-name", "a b"), 2, ("name='a b' (--job-name)",)),
+    (("submit", "run.toml", "--job-name", "../up"), 2, ("name='../up' (--job-name)",)),
+    (("submit", "run.toml", "--sweep", "train.steps"), 2, ("--sweep 'train.steps' is not understood",)),
+    (("submit", "run.toml", "--sweep", "train.stesp=1,2"), 2, ("did you mean train.steps",)),
+    (("submit", "run.toml", "--sweep", "train.steps=1,many"), 2, ("train.steps='many'",)),
+    (("submit", "run.toml", "--sweep", "job.nodes=1,2"), 2, ("which all members share",)),
+    (("submit", "run.toml", "--env", "NOT_SET_ANYWHERE"), 2, ("NOT_SET_ANYWHERE is named for the job",)),
+    (("submit", "run.toml", "--env", "A=b"), 2, ("'A' is not the name of a variable",)),
+    (("submit", "run.toml", "--env-file", "absent.env"), 2, ("absent.env cannot be read",)),
+    (("submit", "run.toml", "train.step=3"), 2, ("did you mean train.steps",)),
+    (("submit", "run.toml", "train.steps=-3"), 2, ("train.steps=-3 (override)",)),
+    (
+        ("submit", "run.toml", "--nodes", "2", "job.nodes=3", "--strict"),
+        2,
+        ("with --strict", "using 2 (--nodes)"),
+    ),
+    (("submit", "run.toml", "--resume", "nope"), 2, ("'nope' names no job",)),
+    (("submit", "run.toml", "--partitoin", "x"), 2, ("No such option",)),
+    (("status", "nope"), 2, ("'nope' names no job", "there is none yet")),
+    (("logs", "nope"), 2, ("'nope' names no job",)),
+    (("logs",), 2, ("Missing argument",)),
+    (("cancel", "nope"), 2, ("'nope' names no job",)),
+    (("cancel", "nope", "--grace", "-1"), 2, ("'--grace'",)),
+    (("fetch", "nope", "--to", "x"), 2, ("'nope' names no job",)),
+    (("fetch", "nope"), 2, ("Missing option '--to'",)),
+    (
+        ("fetch", "nope", "--to", "x", "--only", "some"),
+        2,
+        ("--only 'some'", "all, traces, checkpoints, latest"),
+    ),
+    (("drill", "nope"), 2, ("'nope' names no job",)),
+    (("drill", "nope", "--steps", "0"), 2, ("'--steps'",)),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "pieces"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
+def test_wrong_input_has_a_code_a_message_and_no_effect(
+    here: World, run: Run, words: tuple[str, ...], code: int, pieces: tuple[str, ...]
+) -> None:
+    before = tree(here.folder)
+    ended = run(*words)
+    assert (ended.code, ended.out) == (code, "")
+    for piece in pieces:
+        assert piece in ended.err
+    assert "Traceback" not in ended.err
+    # A settings mistake creates no path at all, and asks nobody.
+    assert tree(here.folder) == before
+    assert here.backend.count("hand_over") == 0
+
+
+def test_a_broken_profile_has_its_line(here: World, run: Run) -> None:
+    here.sites('[sites.lab]\nbackend = "slurm"\npartitoin = "x"\n')
+    ended = run("submit", "run.toml", "--on", "lab")
+    assert ended.code == 2
+    assert "strop-sites.toml:3" in ended.err
+    assert "did you mean partition?" in ended.err
+
+
+def test_a_job_is_submitted_and_the_next_commands_are_said(here: World, run: Run) -> None:
+    ended = run("submit", "run.toml", "--nodes", "2", "--gpus", "4", "--time", "30m")
+    assert ended.code == 0, ended.err
+    ref = only_ref(here)
+    # 2 nodes * 4 GPUs * 0.5 hours.
+    assert "at most 4.0 GPU hours" in ended.out
+    assert f"run submitted to local as job {ref.job_id}" in ended.out
+    assert ref.home in ended.out
+    assert "no git: every file is sent" in ended.err
+    for command in ("status", "cancel"):
+        assert f"strop {command}   {ref.job_id}" in ended.out
+        assert run(command, ref.job_id).code == 0
+    again = run("submit", "run.toml", "--nodes", "2", "--gpus", "4", "--time", "30m", "--json")
+    assert json.loads(again.out)["is_new"] is False
+    assert json.loads(again.out)["job_id"] == ref.job_id
+
+
+def test_the_options_of_a_job_are_in_its_plan(here: World, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SETTING", ODD)
+    words = ["--train-gpus", "2", "--infer-gpus", "2", "--cpus-per-gpu", "4", "--mem", "64G", "--grace", "60"]
+    words += [
+        "--max-requeue",
+        "7",
+        "--job-name",
+        "other",
+        "--env",
+        "MY_SETTING",
+        "--hf-cache-dir",
+        f"/m/{ODD}",
+    ]
+    ended = run("submit", "run.toml", *words, "--hf-hub-offline", "--no-snapshot", "optimizer.lr=-0")
+    assert ended.code == 2
+    assert "optimizer.lr" in ended.err
+    ended = run("submit", "run.toml", *words, "--hf-hub-offline", "--no-snapshot")
+    assert ended.code == 0, ended.err
+    ref = only_ref(here)
+    plan = read_plan(job_path_of(ref.home))
+    assert (plan.name, plan.grace_s, plan.max_requeue, plan.code_sha256) == ("other", 60.0, 7, None)
+    assert (plan.resources.cpus_per_gpu, plan.resources.memory) == (4, "64G")
+    assert dict(plan.roles[0].gpus) == {"infer": 2, "train": 2}
+    variables = json.loads((job_path_of(ref.home) / "env.json").read_text())["variables"]
+    assert variables["MY_SETTING"] == ODD
+    assert (variables["HF_HOME"], variables["HF_HUB_OFFLINE"]) == (f"/m/{ODD}", "1")
+
+
+def test_quotes_spaces_and_dollars_arrive_as_they_are(tmp_path: Path, here: World, run: Run) -> None:
+    project = tmp_path / ODD
+    project.mkdir()
+    (project / "run.toml").write_text((here.project / "run.toml").read_text())
+    (project / ODD).write_text("code")
+    output = tmp_path / "out" / ODD
+    ended = run("submit", project / "run.toml", "--project-dir", project, "--output-dir", output)
+    assert ended.code == 0, ended.err
+    plan = read_plan(job_path_of(output))
+    assert plan.home == str(output)
+    assert plan.details["project_path"] == str(project)
+    script = (job_path_of(output) / "job.sh").read_text()
+    assert shlex.split(script.splitlines()[1])[-1] == str(output / "job")
+    assert not list(tmp_path.rglob("canary"))
+    # The way to it from the command line too.
+    ended = run("status", output, "--json")
+    assert json.loads(ended.out)[0]["home"] == str(output)
+
+
+def test_options_may_stand_before_the_run_file_and_overrides_between_them(here: World, run: Run) -> None:
+    ended = run(
+        "submit", "--nodes", "2", "run.toml", "optimizer.weight_decay=0.5", "--gpus", "1", "train.steps=4"
+    )
+    assert ended.code == 0, ended.err
+    text = (job_path_of(only_ref(here).home) / "resolved.json").read_text()
+    resolved = {key: entry["value"] for key, entry in json.loads(text).items()}
+    assert (resolved["optimizer.weight_decay"], resolved["train.steps"], resolved["job.nodes"]) == (0.5, 4, 2)
+
+
+def test_conflicts_are_told_and_the_flag_wins(here: World, run: Run) -> None:
+    ended = run("submit", "run.toml", "--train-gpus", "2", "job.train_gpus=3", "job.infer_gpus=4")
+    assert ended.code == 0, ended.err
+    assert "conflict: job.train_gpus: using 2 (--train-gpus), ignoring 3 (override)" in ended.err
+    assert (
+        "conflict: job.infer_gpus: using 1 (default beside --train-gpus), ignoring 4 (override)" in ended.err
+    )
+    plan = read_plan(job_path_of(only_ref(here).home))
+    assert len(plan.conflicts) == 2
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_dry_run_shows_everything_and_leaves_nothing(here: World, run: Run, is_json: bool) -> None:
+    before = tree(here.folder)
+    ended = run("submit", "run.toml", "--dry-run", *(["--json"] if is_json else []))
+    assert ended.code == 0, ended.err
+    assert tree(here.folder) == before
+    assert {call.verb for call in here.backend.calls} == {"complete"}
+    if is_json:
+        assert json.loads(ended.out)["argv"][0] == "fake-submit"
+    else:
+        assert "--- job.sh\n#!/bin/sh" in ended.out
+        assert "--- command: fake-submit strop:" in ended.out
+        assert "nothing was submitted" in ended.err
+
+
+def test_a_dry_run_writes_its_named_output_alone(here: World, run: Run) -> None:
+    output = here.folder / "looked at"
+    before = tree(here.folder)
+    assert run("submit", "run.toml", "--dry-run", "--output-dir", output).code == 0
+    made = [str(output / "job" / name) for name in ("job.sh", "resolved.json", "spec.toml")]
+    assert sorted({*tree(here.folder)} - {*before}) == sorted([str(output), str(output / "job"), *made])
+    # It can be submitted there afterwards.
+    assert run("submit", "run.toml", "--output-dir", output).code == 0
+    # And what was submitted is not written over by looking once more.
+    ended = run("submit", "run.toml", "train.steps=9", "--dry-run", "--output-dir", output)
+    assert ended.code == 76
+    assert "is the home of a job" in ended.err
+
+
+def test_a_dry_run_without_a_place_to_write_says_so(here: World, run: Run) -> None:
+    (here.folder / "file").write_text("")
+    ended = run("submit", "run.toml", "--dry-run", "--output-dir", here.folder / "file" / "x")
+    assert ended.code == 1
+    assert "could not be written" in ended.err
+
+
+def test_check_tells_what_would_stop_the_job(here: World, run: Run) -> None:
+    before = tree(here.folder)
+    assert "nothing was found that would stop this job" in run("submit", "run.toml", "--check").out
+    missing = Problem(
+        code="partition", given="partition x does not exist", allowed="gpu, cpu", next_step="name one"
+    )
+    here.backend.problems = [replace(missing, severity=Severity.UNKNOWN), missing]
+    ended = run("submit", "run.toml", "--check")
+    assert ended.code == 76
+    assert ended.out.splitlines()[0].startswith("error: partition x does not exist. Allowed: gpu, cpu.")
+    assert ended.out.splitlines()[1].startswith("unknown:")
+    found = json.loads(run("submit", "run.toml", "--check", "--json").out)
+    assert [one["severity"] for one in found] == ["error", "unknown"]
+    assert tree(here.folder) == before
+    # And it is not submitted.
+    assert run("submit", "run.toml").code == 76
+    assert not here.runs.exists()
+
+
+def test_a_refused_job_is_told_by_the_schedulers_words(here: World, run: Run) -> None:
+    here.backend.refusal = "sbatch: error: Invalid qos"
+    ended = run("submit", "run.toml")
+    assert (ended.code, ended.err.splitlines()[-1]) == (76, "strop: sbatch: error: Invalid qos")
+    ended = run("status", "run", "--root", here.runs)
+    assert ended.code == 1
+    assert "was not submitted: sbatch: error: Invalid qos" in ended.err
+    assert "submit it again" in ended.err
+
+
+def test_another_plan_of_the_name_is_refused(here: World, run: Run) -> None:
+    assert run("submit", "run.toml").code == 0
+    ended = run("submit", "run.toml", "train.steps=9")
+    assert ended.code == 76
+    assert "whose plan is another" in ended.err
+    assert run("submit", "run.toml", "train.steps=9", "--new").code == 0
+
+
+def test_a_job_that_cannot_be_listed_is_still_submitted(here: World, run: Run) -> None:
+    Path(here.environ["XDG_STATE_HOME"]).write_text("a file")
+    ended = run("submit", "run.toml")
+    assert ended.code == 0
+    assert "notice: " in ended.err
+    assert f"strop status   {only_ref(here).home}" in ended.out
+
+
+# Jobs that are there.
+
+
+@pytest.fixture
+def job(here: World) -> JobRef:
+    """A running job with a log."""
+    ref = here.submit()
+    here.backend.answer(ref, Answer(state=JobState.RUNNING, raw="RUNNING"))
+    log = here.backend.begin_attempt(ref) / "0" / "train.log"
+    log.parent.mkdir()
+    log.write_bytes(b"step 1\nbell \x07 and colour \x1b[31m\n")
+    return ref
+
+
+def test_status_says_state_source_and_reason(here: World, run: Run, job: JobRef) -> None:
+    ended = run("status", job.job_id)
+    assert ended.code == 0
+    assert all(word in ended.out for word in ("run", "running", "scheduler", "fake-1"))
+    (told,) = json.loads(run("status", "--json").out)
+    assert (told["state"], told["attempt"]) == (
+        "running",
+        {"name": "fake-1-0", "number": 0, "exit_code": None},
+    )
+    here.backend.is_silent = True
+    (told,) = json.loads(run("status", "run", "--json").out)
+    assert (told["state"], told["source"]) == ("running", "last known")
+
+
+def test_status_without_a_name_shows_what_has_not_ended(here: World, run: Run, job: JobRef) -> None:
+    here.submit("name=second")
+    assert {one["name"] for one in json.loads(run("status", "--json").out)} == {"run", "second"}
+    here.backend.answer(job, Answer(state=JobState.CANCELLED, raw="CANCELLED"))
+    assert [one["name"] for one in json.loads(run("status", "--json").out)] == ["second"]
+    assert here.backend.count("ask") == 2
+
+
+def test_without_jobs_that_is_said(here: World, run: Run) -> None:
+    ended = run("status")
+    assert (ended.code, ended.out) == (0, "")
+    assert "no job is waiting or running" in ended.err
+
+
+def test_logs_name_attempt_node_and_role_and_move_no_cursor(run: Run, job: JobRef) -> None:
+    ended = run("logs", job.job_id, "--role", "train", "--node", "0", "--attempt", "0")
+    assert ended.code == 0
+    first, second = ended.out.splitlines()
+    assert first == "[fake-1-0 0 train] step 1"
+    assert "\x1b" not in second
+    assert "\x07" not in second
+
+
+@pytest.mark.parametrize("words", [("--role", "trian"), ("--node", "3"), ("--attempt", "7")])
+def test_logs_that_are_not_there_name_the_place(run: Run, job: JobRef, words: tuple[str, str]) -> None:
+    ended = run("logs", job.job_id, *words)
+    assert (ended.code, ended.out) == (1, "")
+    assert f"there is no log below {job.home}/attempts" in ended.err
+
+
+@pytest.mark.parametrize("command", ["logs", "cancel", "drill"])
+def test_a_member_that_is_not_there_is_refused(here: World, run: Run, job: JobRef, command: str) -> None:
+    ended = run(command, job.job_id, "--member", "5")
+    assert (ended.code, ended.out) == (2, "")
+    assert "job fake-1 has no member 5" in ended.err
+    assert here.backend.count("stop") + here.backend.count("preempt") == 0
+
+
+def test_fetch_of_a_member_that_is_not_there_is_refused(here: World, run: Run, job: JobRef) -> None:
+    assert run("fetch", job.job_id, "--to", here.folder / "home", "--member", "5").code == 2
+    assert not (here.folder / "home").exists()
+
+
+def test_cancel_says_what_ended_the_job(run: Run, job: JobRef) -> None:
+    ended = run("cancel", job.job_id)
+    assert (ended.code, ended.out) == (0, "run [0]: cancelled, ended by: TERM\n")
+    ended = run("cancel", job.job_id)
+    assert (ended.code, ended.out) == (0, "run [0]: cancelled, ended by: it had ended\n")
+
+
+def test_an_end_that_was_not_seen_is_no_success(
+    here: World, run: Run, job: JobRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strop.launch.jobs.launcher.KILL_LIMIT_S", 0.1)
+    here.backend.ends_at = ""
+    ended = run("cancel", job.job_id, "--grace", "0.1")
+    assert ended.code == 1
+    assert "was told to end and has not been seen to" in ended.err
+    here.backend.is_silent = True
+    ended = run("cancel", job.job_id)
+    assert ended.code == 1
+    assert "does not answer" in ended.err
+
+
+def test_fetch_brings_the_run(here: World, run: Run, job: JobRef) -> None:
+    with AtomicDirectory(Path(job.home) / "checkpoints" / "step-000004") as partial:
+        (partial / "weights").write_text("w")
+    ended = run("fetch", job.job_id, "--to", "home it's")
+    assert ended.code == 0, ended.err
+    assert "checkpoints 4" in ended.out
+    assert (here.project / "home it's" / "checkpoints" / "step-000004" / "weights").read_text() == "w"
+    assert run("fetch", job.job_id, "--to", "home it's").code == 1
+
+
+def drill_table(ended: Ended) -> str:
+    return " ".join(ended.out.split())
+
+
+def test_a_drill_that_fails_names_the_first_missing_proof(
+    here: World, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strop.launch.jobs.drill._POLL_S", 0.01)
+    ref = here.submit("job.grace_s=1.0")
+    ended = run("drill", ref.job_id)
+    assert ended.code == 76
+    assert "job fake-1 is queued" in ended.err
+    here.backend.answer(ref, Answer(state=JobState.RUNNING, raw="RUNNING"))
+    here.backend.begin_attempt(ref)
+    ended = run("drill", ref.job_id)
+    assert ended.code == 1
+    assert "newer checkpoint NO no checkpoint since the signal" in drill_table(ended)
+    assert "the drill failed: newer checkpoint: no checkpoint since the signal" in ended.err
+    ended = run("drill", ref.job_id, "--against", "absent", "--json")
+    assert ended.code == 1
+    assert "is no run to compare with" in ended.err
+
+
+def test_a_sweep_is_one_job_of_many_members(here: World, run: Run) -> None:
+    ended = run(
+        "submit", "run.toml", "--sweep", "optimizer.lr=1e-5,2e-5", "--sweep", "seed=1,2", "--array", "2"
+    )
+    assert ended.code == 0, ended.err
+    told = json.loads(run("status", "run", "--json").out)
+    assert [one["member"] for one in told] == [0, 1, 2, 3]
+    assert "run[3]" in run("status", "run").out
+    assert here.backend.count("hand_over") == 1
+
+
+def test_a_job_goes_on_with_resume(here: World, run: Run, job: JobRef) -> None:
+    ended = run("submit", "run.toml", "--resume", job.job_id)
+    assert ended.code == 76
+    assert "two lives would write into one run" in ended.err
+    here.backend.answer(job, Answer(state=JobState.FAILED, raw="NODE_FAIL"))
+    ended = run("submit", "run.toml", "--resume", job.job_id, "--nodes", "2")
+    assert ended.code == 0, ended.err
+    assert read_ref(job_path_of(job.home)).job_id == "fake-2"
