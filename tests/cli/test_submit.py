@@ -14,7 +14,7 @@ from strop.launch.jobs.home import job_path_of, read_plan, read_ref
 from strop.spec.site import Site
 from strop.store.atomic import AtomicDirectory
 from tests.fixtures.commands import Ended, Run
-from tests.fixtures.jobs import World, make_world
+from tests.fixtures.scripted_jobs import World, make_world
 
 ODD = 'it\'s $HOME `id` "two" $(touch canary); x\\'
 """A folder's name that no shell may ever see unquoted."""

@@ -17,7 +17,7 @@ from strop.launch.jobs.planning import make_plan
 from strop.launch.jobs.snapshot import unpack_code
 from strop.launch.local.backend import LocalBackend
 from strop.spec.flags import Flag
-from tests.fixtures.jobs import World, make_world
+from tests.fixtures.scripted_jobs import World, make_world
 
 CANARY = "canary-9d1e-secret-value"
 
@@ -153,7 +153,7 @@ from pathlib import Path
 from strop.launch.jobs.fake import FakeBackend
 from strop.launch.jobs.planning import make_plan
 from strop.launch.local.backend import LocalBackend
-from tests.fixtures.jobs import World
+from tests.fixtures.scripted_jobs import World
 
 folder = Path(sys.argv[1])
 world = World(folder=folder, backend=FakeBackend(folder / "scheduler"), environ={"HOME": "/"})

@@ -49,7 +49,7 @@ def test_a_training_holds_the_emptiest_gpu_while_it_runs(machine: Path, tmp_path
         (lease,) = find_leases()
         assert (lease.run, lease.attempt, lease.gpus) == ("first", "1", ("GPU-1",))
         assert seen_by_children() == ["1", "PCI_BUS_ID", lease.lease_id]
-        assert claim.devices["roles"] == {"training": {"uuids": ["GPU-1"], "visible": "1"}}
+        assert claim.devices["roles"] == {"train": {"uuids": ["GPU-1"], "visible": "1"}}
         # Started from this process, a second training belongs to the first: nothing more is taken.
         with claim_machine(tmp_path / "inner", "1", need_bytes=GIB) as inner:
             assert (inner.notices, inner.devices) == ((), {})
@@ -168,7 +168,7 @@ def test_a_training_notes_its_gpu_and_what_it_ended(
     )
     (attempt,) = (folder / "runs").glob("*/attempts/1/attempt.json")
     devices = json.loads(attempt.read_text())["facts"]["devices"]
-    assert devices["roles"] == {"training": {"uuids": ["GPU-0"], "visible": "0"}}
+    assert devices["roles"] == {"train": {"uuids": ["GPU-0"], "visible": "0"}}
     assert find_leases() == []
     install_fake_nvidia_smi(machine, [whole(0, 0)])
     refused = run("train", "run.toml", "--new")

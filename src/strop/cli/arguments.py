@@ -45,4 +45,9 @@ FromMirror = Annotated[
         help="Go on with a run from its mirror, as s3://bucket/prefix/checkpoints/NAME.",
     ),
 ]
+OutputDir = Annotated[str | None, typer.Option(help="The run's directory; none: a dated one.")]
+Gpus = Annotated[int | None, typer.Option(min=0, max=8, help="GPUs per node, all for the learner.")]
+TrainGpus = Annotated[int | None, typer.Option(min=1, max=4, help="GPUs for the learner.")]
+InferGpus = Annotated[int | None, typer.Option(min=1, max=7, help="GPUs for generation.")]
+SingleGpu = Annotated[bool, typer.Option("--single-gpu", help="One GPU for learner and generation together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

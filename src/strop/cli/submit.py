@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import Json, NewRun, Overrides, RunFile
+from strop.cli.arguments import (
+    Gpus,
+    InferGpus,
+    Json,
+    NewRun,
+    OutputDir,
+    Overrides,
+    RunFile,
+    SingleGpu,
+    TrainGpus,
+)
 from strop.cli.options import takes
 from strop.cli.output import Output
 
@@ -23,10 +33,6 @@ Site = Annotated[
         "--on", metavar="SITE", help="A site of strop-sites.toml; or local, container, slurm, sagemaker."
     ),
 ]
-Gpus = Annotated[int | None, typer.Option(min=0, max=8, help="GPUs per node, all for the learner.")]
-TrainGpus = Annotated[int | None, typer.Option(min=1, max=4, help="GPUs for the learner.")]
-InferGpus = Annotated[int | None, typer.Option(min=1, max=7, help="GPUs for generation.")]
-SingleGpu = Annotated[bool, typer.Option("--single-gpu", help="One GPU for learner and generation together.")]
 Text = str | None
 
 
@@ -38,7 +44,7 @@ class SubmitArguments:
     overrides: Overrides = None
     on: Site = "local"
     command: Annotated[str, typer.Option(help="What runs there: train or sft.")] = "train"
-    output_dir: Annotated[Text, typer.Option(help="The job's directory; none: a dated one.")] = None
+    output_dir: OutputDir = None
     job_name: Annotated[Text, typer.Option(help="Name of run and job; none: the run file's.")] = None
     gpus: Gpus = None
     train_gpus: TrainGpus = None
@@ -91,20 +97,6 @@ class SubmitArguments:
     json: Json = False
 
 
-_FLAGS = {
-    "gpus": "job.gpus",
-    "train_gpus": "job.train_gpus",
-    "infer_gpus": "job.infer_gpus",
-    "nodes": "job.nodes",
-    "cpus_per_gpu": "job.cpus_per_gpu",
-    "cpus": "job.cpus",
-    "mem": "job.memory",
-    "time": "job.time_limit",
-    "max_requeue": "job.max_requeue",
-    "grace": "job.grace_s",
-    "job_name": "name",
-}
-"""Options that are settings of the run file, too."""
 _OF_BACKEND = (
     "gpu_type",
     "partition",
@@ -188,30 +180,18 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
 
 def to_options(given: SubmitArguments) -> SubmitOptions:
     """Return the options as the launcher reads them."""
+    from strop.cli.flags import to_flags
     from strop.launch.jobs.environment import EnvironmentFlags
     from strop.launch.jobs.requesting import SubmitOptions
-    from strop.spec.flags import Flag
 
-    named = {name: getattr(given, name) for name in _FLAGS}
-    flags = [
-        Flag(key=_FLAGS[name], value=value, name=f"--{name.replace('_', '-')}")
-        for name, value in named.items()
-        if value is not None
-    ]
-    if given.single_gpu:
-        flags.append(Flag(key="job.single_gpu", value=True, name="--single-gpu"))
     if not given.requeue:
         _refuse_two_limits(given)
-        flags.append(Flag(key="job.max_requeue", value=0, name="--no-requeue"))
-    if given.output_dir is not None:
-        path = str(Path(given.output_dir).absolute())
-        flags.append(Flag(key="output.dir", value=path, name="--output-dir"))
     backend = {name: getattr(given, name) for name in _OF_BACKEND if getattr(given, name) is not None}
     return SubmitOptions(
         site=given.on,
         command=given.command,
         overrides=tuple(given.overrides or ()),
-        flags=tuple(flags),
+        flags=to_flags(given),
         project_path=given.project_dir,
         sweep=tuple(given.sweep or ()),
         has_snapshot=given.snapshot,

@@ -1,14 +1,26 @@
-"""`strop train RUN.toml [key=value ...] [--new] [--from URI]`."""
+"""`strop train RUN.toml [key=value ...] [--new] [--from URI] [--gpus N]`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from strop.cli.arguments import FromMirror, NewRun, Overrides, RunFile
+from strop.cli.arguments import (
+    FromMirror,
+    Gpus,
+    InferGpus,
+    NewRun,
+    OutputDir,
+    Overrides,
+    RunFile,
+    SingleGpu,
+    TrainGpus,
+)
+from strop.cli.options import takes
 
 if TYPE_CHECKING:
     from strop.cli.output import Output
@@ -51,20 +63,41 @@ class Watchers:
             observer.on_end(cause=cause)
 
 
-def train(
-    context: typer.Context,
-    run_file: RunFile,
-    overrides: Overrides = None,
-    new: NewRun = False,
-    from_uri: FromMirror = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainArguments:
+    """What `strop train` and `strop sft` take."""
+
+    run_file: RunFile
+    overrides: Overrides = None
+    output_dir: OutputDir = None
+    gpus: Gpus = None
+    train_gpus: TrainGpus = None
+    infer_gpus: InferGpus = None
+    single_gpu: SingleGpu = False
+    new: NewRun = False
+    from_uri: FromMirror = None
+
+
+@takes(TrainArguments)
+def train(context: typer.Context, given: TrainArguments) -> None:
     """Train a model. The same command again continues a run that did not finish."""
+    train_as_given(context.obj, given, is_sft=False)
+
+
+def train_as_given(output: Output, given: TrainArguments, *, is_sft: bool) -> None:
+    """Read the run file and train. `is_sft`: refuse a run that does not imitate alone."""
+    from strop.cli.flags import to_flags
+    from strop.launch.terms import require_sft
     from strop.spec import load_spec
 
-    resolved = load_spec(run_file, overrides or ())
-    if from_uri is not None:
-        resolved = take_up_mirror(context.obj, from_uri, resolved, is_new=new)
-    run_to_end(context.obj, resolved, is_new=new)
+    resolved = load_spec(given.run_file, given.overrides or (), to_flags(given))
+    if is_sft:
+        require_sft(resolved)
+    for conflict in resolved.conflicts:
+        output.say(str(conflict))
+    if given.from_uri is not None:
+        resolved = take_up_mirror(output, given.from_uri, resolved, is_new=given.new)
+    run_to_end(output, resolved, is_new=given.new)
 
 
 def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: bool) -> ResolvedSpec:

@@ -19,6 +19,7 @@ from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.engine.wire import ReadyForm, require_server_part
 from strop.errors import EngineError, StoreError, explain_refusal
 from strop.hardware.process import ChildProcess, spawn, terminate
+from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.spec.run import RunSpec
 from strop.store.atomic import explain_write_failure
 
@@ -69,7 +70,7 @@ class EngineProcess:
             require_server_part(module)
         self._remove_handover()
         self._key = self._write_key()
-        self._child = spawn(self._server_args(), self._log_path)
+        self._child = spawn(self._server_args(), self._log_path, _engine_environment())
 
     async def connect(self) -> RemoteEngine:
         """Wait until it listens.
@@ -175,3 +176,9 @@ def _not_started(child: ChildProcess, cause: str) -> EngineError:
             next_step=f"read {child.log_path}, mend the cause and start the run again",
         )
     )
+
+
+def _engine_environment() -> dict[str, str] | None:
+    """Return the environment of an engine that has devices of its own; None: the one of this process."""
+    devices = os.environ.get(INFER_DEVICES)
+    return None if devices is None else {**os.environ, VISIBLE_DEVICES: devices}

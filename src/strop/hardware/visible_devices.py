@@ -16,6 +16,8 @@ from enum import StrEnum
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+INFER_DEVICES = "STROP_INFER_DEVICES"
+"""Set by launchers for a process that learns and starts its engine itself: the devices of that engine."""
 _NONE_WORDS = {"", "-1", "NoDevFiles"}
 """Schedulers write the last one where a job has no GPU."""
 

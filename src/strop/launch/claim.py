@@ -18,9 +18,9 @@ from strop.hardware.findings import Finding, Severity, require_none
 from strop.hardware.gpus import read_gpus
 from strop.hardware.preflight import PreflightRequest, run_preflight
 from strop.hardware.torch_build import read_torch_build
-from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
+from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES, DeviceForm, parse_visible_devices
 
-_ROLE = "training"
+_ROLE = "train"
 """Learner and engine together."""
 
 
@@ -34,11 +34,14 @@ class Claim:
 
 
 @contextmanager
-def claim_machine(run_path: Path, attempt: str, *, need_bytes: int) -> Iterator[Claim]:
-    """Clear what dead runs of this user left, and hold a GPU for a training, if it uses one.
+def claim_machine(
+    run_path: Path, attempt: str, *, need_bytes: int, wanted: Mapping[str, int] | None = None
+) -> Iterator[Claim]:
+    """Clear what dead runs of this user left, and hold GPUs for a training, if it uses any.
 
-    `need_bytes` is what must be free on it. Every process that is started meanwhile carries the lease's id,
-    and sees that GPU alone.
+    `need_bytes` is what must be free on each. `wanted`: how many GPUs generation (`infer`) and the learner
+    (`train`) get; without it both share the first one that torch sees. Every process that is started
+    meanwhile carries the lease's id, and sees these GPUs alone.
     Raises: CheckRefused naming the run or the processes that have the GPUs; ConfigError if
         CUDA_VISIBLE_DEVICES cannot be read; StoreError if leases cannot be kept.
     """
@@ -47,23 +50,20 @@ def claim_machine(run_path: Path, attempt: str, *, need_bytes: int) -> Iterator[
         return
     cleared = [f"a dead run had left something: {one}" for one in clear_leftovers()]
     inherited = os.environ.get(VISIBLE_DEVICES)
-    # Learner and engine share the first GPU that torch sees.
-    request = GpuRequest(
-        wanted={_ROLE: 1 if _uses_gpu(inherited) else 0},
-        inherited=inherited,
-        need_bytes={_ROLE: need_bytes},
-    )
+    shares = dict(wanted or {_ROLE: 1 if _uses_gpu(inherited) else 0})
+    needs = dict.fromkeys(shares, need_bytes)
+    request = GpuRequest(wanted=shares, inherited=inherited, need_bytes=needs)
     held, allocation = lease_gpus(run_path.name, attempt, request)
     with held, held.applied():
         warnings: list[str] = []
         if allocation.uuids:
-            wanted = PreflightRequest(
+            asked = PreflightRequest(
                 run_path=run_path,
                 allocation=allocation,
-                gpu_need_bytes={_ROLE: need_bytes},
+                gpu_need_bytes=needs,
                 own_lease_id=held.lease.lease_id,
             )
-            found = [_judge(finding, inherited) for finding in run_preflight(wanted)]
+            found = [_judge(finding, inherited) for finding in run_preflight(asked)]
             warnings = [str(finding) for finding in require_none(found)]
         with _seen(allocation):
             notices = (*cleared, *allocation.notices, *warnings)
@@ -98,7 +98,10 @@ def _seen(allocation: Allocation) -> Iterator[None]:
 
     CUDA reads the variable when it is first used, which is later.
     """
-    variables = allocation.roles[_ROLE].variables if allocation.uuids else {}
+    roles = allocation.roles
+    variables = dict(roles[_ROLE].variables) if allocation.uuids else {}
+    if variables and "infer" in roles:
+        variables[INFER_DEVICES] = roles["infer"].visible.text or ""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

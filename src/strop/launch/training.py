@@ -115,7 +115,12 @@ def _train_resolved(
         on_run(run_dir)
         attempt = str(run_dir.state.num_attempts + 1)
         with (
-            claim_machine(run_dir.path, attempt, need_bytes=_estimate_need(spec, task, model)) as claim,
+            claim_machine(
+                run_dir.path,
+                attempt,
+                need_bytes=_estimate_need(spec, task, model),
+                wanted=spec.job.gpu_roles,
+            ) as claim,
             Mirroring(spec.store, run_dir, observer) as mirroring,
         ):
             with _NotedAttempt(run_dir, mirroring, claim.devices):

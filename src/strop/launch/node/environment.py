@@ -12,14 +12,12 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, Allocation, GpuRequest
-from strop.hardware.visible_devices import VISIBLE_DEVICES
+from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.launch.jobs.contract import JobPlan, RolePlan
 from strop.launch.node.task import NodeTask
 from strop.record.fence import ATTEMPT_VARIABLE, NUMBER_VARIABLE
 from strop.store import user_cache_dir
 
-INFER_DEVICES = "STROP_INFER_DEVICES"
-"""For a role that learns and starts its engine itself: the devices of that engine."""
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Never inherited: they would be those of whoever submitted from inside another job."""

@@ -1,0 +1,40 @@
+"""Options of the command line that are settings of the run file too, as the reader takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strop.spec.flags import Flag
+
+_SETTINGS = {
+    "gpus": "job.gpus",
+    "train_gpus": "job.train_gpus",
+    "infer_gpus": "job.infer_gpus",
+    "nodes": "job.nodes",
+    "cpus_per_gpu": "job.cpus_per_gpu",
+    "cpus": "job.cpus",
+    "mem": "job.memory",
+    "time": "job.time_limit",
+    "max_requeue": "job.max_requeue",
+    "grace": "job.grace_s",
+    "job_name": "name",
+}
+"""Option to setting."""
+
+
+def to_flags(given: object) -> tuple[Flag, ...]:
+    """Return the settings that a command's arguments give; an option that it does not have gives none."""
+    named = {name: getattr(given, name, None) for name in _SETTINGS}
+    flags = [
+        Flag(key=_SETTINGS[name], value=value, name=f"--{name.replace('_', '-')}")
+        for name, value in named.items()
+        if value is not None
+    ]
+    if getattr(given, "single_gpu", False):
+        flags.append(Flag(key="job.single_gpu", value=True, name="--single-gpu"))
+    if not getattr(given, "requeue", True):
+        flags.append(Flag(key="job.max_requeue", value=0, name="--no-requeue"))
+    output_dir = getattr(given, "output_dir", None)
+    if output_dir is not None:
+        flags.append(Flag(key="output.dir", value=str(Path(output_dir).absolute()), name="--output-dir"))
+    return tuple(flags)
