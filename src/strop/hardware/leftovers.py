@@ -120,15 +120,34 @@ def end_processes(lease: Lease, *, living: Sequence[Lease] = ()) -> tuple[tuple[
     """
     if not lease.holder.is_seen_here:
         return (), ()
-    ended: set[int] = set()
-    begun = time.monotonic()
-    # A process that has just been forked shows its environment once it has become its program.
-    while (found := _find_belonging(lease, living)) or time.monotonic() < begun + _SETTLE_S:
-        ended |= {pid for pid, start_ticks in found.items() if _kill(pid, start_ticks)}
-        if time.monotonic() > begun + _END_LIMIT_S:
-            break
+    deadline = time.monotonic() + _END_LIMIT_S
+    stopped = _stop_all(lease, living, deadline)
+    ended = {pid for pid, start_ticks in stopped.items() if _signal(pid, start_ticks, signal.SIGKILL)}
+    while (found := _find_belonging(lease, living)) and time.monotonic() < deadline:
+        ended |= {pid for pid, start_ticks in found.items() if _signal(pid, start_ticks, signal.SIGKILL)}
         time.sleep(_POLL_S)
     return tuple(sorted(ended - set(found))), tuple(sorted(found))
+
+
+def _stop_all(lease: Lease, living: Sequence[Lease], deadline: float) -> dict[int, int]:
+    """Stop all that belong to a lease before any is killed; return them by number, with their starts.
+
+    A child that cleared its environment is known by its parent, as long as that is there. And what is
+    stopped starts nothing any more.
+    """
+    stopped: dict[int, int] = {}
+    # A process that has just been forked shows its environment once it has become its program.
+    quiet_at = time.monotonic() + _SETTLE_S
+    while time.monotonic() < min(quiet_at, deadline):
+        found = _find_belonging(lease, living)
+        new = {pid: start_ticks for pid, start_ticks in found.items() if stopped.get(pid) != start_ticks}
+        for pid, start_ticks in new.items():
+            _signal(pid, start_ticks, signal.SIGSTOP)
+        if new:
+            quiet_at = time.monotonic() + _SETTLE_S
+        stopped |= new
+        time.sleep(_POLL_S)
+    return stopped
 
 
 def _find_belonging(lease: Lease, living: Sequence[Lease]) -> dict[int, int]:
@@ -159,8 +178,8 @@ def _line_of(pid: int, table: Mapping[int, tuple[int, int]]) -> Iterator[int]:
         pid = table[pid][0]
 
 
-def _kill(pid: int, start_ticks: int) -> bool:
-    """Kill a process if it began then. Held by a descriptor, it cannot become another in between."""
+def _signal(pid: int, start_ticks: int, number: signal.Signals) -> bool:
+    """Signal a process if it began then. Held by a descriptor, it cannot become another in between."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -168,7 +187,7 @@ def _kill(pid: int, start_ticks: int) -> bool:
     try:
         if read_start_ticks(pid) != start_ticks:
             return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        signal.pidfd_send_signal(descriptor, number)
     except OSError:
         return False
     finally:
