@@ -24,6 +24,7 @@ from strop.store import get_model, remove_directory, verify_directory
 from strop.store.opening import open_record_store
 from strop.store.policy import follow_store
 from strop.store.record_store import RecordStore
+from strop.train.room import directory_bytes
 from tests.fixtures.attempts import LIMIT_S, Bench, start_command, wait_for_end, wait_until
 from tests.fixtures.object_store import SpoilingProxy
 from tests.fixtures.tiny_run import Curve, Notes, read_curve
@@ -298,6 +299,25 @@ def test_a_store_that_fails_while_a_run_trains_is_told_and_costs_only_the_mirror
     # Shown as well, not only written down.
     assert {"upload_failed", "upload_incomplete"} <= set(here.notes.causes("tripwire"))
     assert "within 0.5 s of its end; it is whole in" in alarms[-1].detail
+
+
+@pytest.mark.slow
+def test_a_store_that_is_slower_than_the_run_gets_the_newest_checkpoint(
+    here: Here, s3_root: str, whole: Curve
+) -> None:
+    """Some 180 kB a checkpoint at 50 kB/s: several seconds each, and the whole run takes less."""
+    here.store_uri = s3_root
+    run = here.train("store.max_mb_per_s=0.05", "store.mirror_every_s=1000")
+    assert read_curve(run.path) == whole
+    sent_s = sum(line["seconds_step"] for line in run.metrics.read())
+    remote = find_remote_run(f"{s3_root}/checkpoints/{run.path.name}")
+    assert remote is not None
+    # The end waits for the newest one; not all of those before it were sent.
+    assert remote.records[0].step == NUM_STEPS
+    latest = run.latest_checkpoint()
+    assert latest is not None
+    assert sent_s < directory_bytes(latest[1]) / 50e3
+    assert "upload_incomplete" not in {event.cause for event in run.events.read()}
 
 
 @pytest.mark.slow
