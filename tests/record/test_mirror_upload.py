@@ -138,7 +138,7 @@ def test_the_newest_checkpoint_goes_first_and_older_ones_are_skipped_with_a_word
     assert folders == {"tiny_step2", "tiny_step8", "traces"}
     (note,) = played.notes()
     assert note["cause"] == "upload_skipped"
-    assert note["detail"] == "the checkpoints of steps 4, 6 were not sent: step 8 was newer"
+    assert note["detail"] == "checkpoints not sent, as step 8 was newer: 4, 6"
     assert not note["is_alarm"]
 
 

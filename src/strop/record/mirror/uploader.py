@@ -316,9 +316,7 @@ class Uploader:
         )
         if skipped:
             steps = ", ".join(map(str, dict.fromkeys(skipped)))
-            self._note(
-                "upload_skipped", f"the checkpoints of steps {steps} were not sent: step {step} was newer"
-            )
+            self._note("upload_skipped", f"checkpoints not sent, as step {step} was newer: {steps}")
 
     def _note_success(self, part: _Part) -> None:
         if part.num_failures:
