@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,33 +53,27 @@ def a_request(
     max_requeue: int = 3,
     grace_s: float = 120.0,
     profile: SlurmSite | None = None,
-    resources: Resources | None = None,
-    sweep: tuple[tuple[str, ...], ...] = (),
-    options: Mapping[str, Any] | None = None,
-    python: str = sys.executable,
-    environment: JobEnvironment | None = None,
-    submitted_at: float = 1.8e9,
+    **changes: Any,
 ) -> JobRequest:
     """A request whose home is `root/<name>-1`."""
     root.mkdir(parents=True, exist_ok=True)
     spec_path = root / "run.toml"
     spec_path.write_text(_SPEC.format(name=name, max_requeue=max_requeue, grace_s=grace_s))
-    return JobRequest(
+    request = JobRequest(
         resolved=load_spec(spec_path),
         site=Site(name="cluster", profile=profile or SlurmSite()),
         command="train",
-        resources=resources or Resources(time_limit_s=300.0),
+        resources=Resources(time_limit_s=300.0),
         roles=roles or (a_role(),),
-        environment=environment or JobEnvironment(),
+        environment=JobEnvironment(),
         snapshot=None,
         project_path=root,
         home=str(root / f"{name}-1"),
-        python=python,
+        python=sys.executable,
         user="someone",
-        submitted_at=submitted_at,
-        sweep=sweep,
-        options=options or {},
+        submitted_at=1.8e9,
     )
+    return replace(request, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)

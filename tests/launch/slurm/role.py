@@ -1,9 +1,10 @@
 """A role of a job in tests: it counts steps, saves at TERM and ends with 75, as a trainer does.
 
-    role.py RUN [--steps N[,N]] [--codes C,C,..] [--special PLACE=C,C,..] [--ignore-signals]
+    role.py RUN [--steps N[,N]] [--codes C[,C]] [--special PLACE=C[,C]] [--ignore-signals]
 
-Steps take 0.1 s; a second number is for attempts after the first. `--codes`: exit code of attempt 0, 1, ...; the last one for all further ones.
-`--special`: other codes on one node, or for one member of a sweep. It says what it sees as JSON in `RUN/seen-<attempt>-<node>.json`.
+A step takes 0.1 s. Of several numbers the first is for attempt 0, the next for attempt 1, the last for all
+further ones. `--special`: other codes on one node, or for one member of a sweep. It says what it sees as JSON
+in `RUN/seen-<attempt>-<node>.json`.
 """
 
 from __future__ import annotations
@@ -48,16 +49,22 @@ def main() -> int:
         "cwd": os.getcwd(),
     }
     (given.run / f"seen-{attempt}-{node}.json").write_text(json.dumps(seen))
-    print(f"attempt {attempt} node {node} begins at step {begin}", flush=True)
+    say(f"attempt {attempt} node {node} begins at step {begin}")
     for step in range(begin, pick(given.steps, number)):
         time.sleep(0.1)
         if told.cause:
             saved_path.write_text(str(step))
-            print(f"saved at step {step}", flush=True)
+            say(f"saved at step {step}")
             return 75
     place, _, special = given.special.partition("=")
     is_there = place and place in {os.environ.get("SLURMD_NODENAME"), given.run.name}
     return pick(special if is_there else given.codes, number)
+
+
+def say(line: str) -> None:
+    """Write a line into the role's log."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def pick(texts: str, number: int) -> int:

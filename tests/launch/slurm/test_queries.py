@@ -186,8 +186,8 @@ def test_a_missing_client_is_told_with_what_to_do() -> None:
 def test_a_silent_controller_is_told_with_its_words(tmp_path: Path) -> None:
     client = tmp_path / "squeue"
     client.write_text(
-        "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2\nexit 1\n"
+        "#!/bin/sh\necho 'error: Unable to contact slurm controller (connect failure)' >&2\nexit 1\n"
     )
     client.chmod(0o755)
-    with pytest.raises(StoreError, match="does not answer .*Unable to contact slurm controller"):
+    with pytest.raises(StoreError, match=r"does not answer .*Unable to contact slurm controller"):
         ask_client((str(client),), environ={})

@@ -189,6 +189,16 @@ def test_the_time_limit_is_said_as_slurm_reads_it(
     assert any("no time limit is asked for" in notice for notice in plan.notices) is (said is None)
 
 
+@pytest.mark.parametrize(
+    ("array", "said"), [(None, "0-1"), (1, "0-1%1"), ("%2", "0-1%2"), ("1", "1"), ("0-1:1%1", "0-1:1%1")]
+)
+def test_a_sweep_is_an_array_of_its_members(tmp_path: Path, array: str | int | None, said: str) -> None:
+    sweep = (("optimizer.lr=1e-5",), ("optimizer.lr=2e-5",))
+    plan = _plan(tmp_path, options={"array": array}, sweep=sweep)
+    assert f"#SBATCH --array={said}\n" in plan.files["job.sh"]
+    assert plan.argv[4].endswith("/job/slurm-%A_%a.out")
+
+
 def test_exclusive_only_for_whole_nodes(tmp_path: Path) -> None:
     plan = _plan(tmp_path, resources=gpus(2))
     shared = write_header(plan, SlurmOptions(), SlurmSite(cpus_per_gpu=6))[0]

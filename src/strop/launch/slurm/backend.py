@@ -182,7 +182,10 @@ class SlurmBackend:
         _require(ask_client(("scontrol", "requeue", _target(ref, member))), "scontrol requeue")
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield this user's jobs that carry our tag and are not over. Raises: StoreError if nobody answers."""
+        """Yield this user's jobs that carry our tag and are not over.
+
+        Raises: StoreError if the controller does not answer.
+        """
         seen: set[str] = set()
         for job in list_jobs():
             is_ours = plan_hash_in(job.comment) is not None and not job.component

@@ -61,7 +61,8 @@ class SlurmOptions(Section):
     exclude: str | None = Field(default=None, min_length=1)
     gpu_type: str | None = Field(default=None, min_length=1)
     dependency: str | None = Field(default=None, min_length=1)
-    array: str | None = Field(default=None, min_length=1)
+    array: str | int | None = None
+    """Tasks and limit as Slurm writes them, `0-3%2`; or the limit alone, `%2` or 2."""
     comment: str | None = Field(default=None, min_length=1)
     requeue: bool = True
     container_image: str | None = Field(default=None, min_length=1)
@@ -124,9 +125,10 @@ def read_array(plan: JobPlan, options: SlurmOptions) -> str | None:
         raise _refusal(
             f"array={options.array!r} without a sweep", "a sweep of two or more runs", "leave it out"
         )
-    found = _ARRAY.fullmatch(options.array or "")
+    wanted = f"%{options.array}" if isinstance(options.array, int) else options.array or ""
+    found = _ARRAY.fullmatch(wanted)
     if found is None:
-        raise _bad_array(options.array or "", members)
+        raise _bad_array(wanted, members)
     limit = f"%{found['limit']}" if found["limit"] else ""
     if not found["tasks"]:
         return _list_numbers(members) + limit
@@ -136,7 +138,7 @@ def read_array(plan: JobPlan, options: SlurmOptions) -> str | None:
         for number in range(int(first), int(last or first) + 1, int(step or 1) or 1)
     }
     if not tasks <= set(members):
-        raise _bad_array(options.array or "", members)
+        raise _bad_array(wanted, members)
     return found["tasks"] + limit
 
 

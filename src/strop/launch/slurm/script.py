@@ -52,7 +52,7 @@ def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> st
         num_cpu_nodes=resources.num_cpu_nodes,
         has_gpus=resources.gpus_per_node > 0,
         grace_s=f"{plan.grace_s:g}",
-        may_requeue=options.requeue,
+        may_requeue=plan.max_requeue > 0,
         num_past=plan.num_past,
         last_number=plan.num_past + plan.max_requeue,
         exclude=options.exclude or "",
@@ -108,7 +108,7 @@ def _shared(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> list[st
         ),
         # A dependency that cannot be met any more would wait for ever.
         *(["--kill-on-invalid-dep=yes"] if options.dependency else []),
-        "--requeue" if options.requeue else "--no-requeue",
+        "--requeue" if plan.max_requeue else "--no-requeue",
         "--open-mode=append",
         f"--signal={profile.signal}@{math.ceil(plan.grace_s)}",
     ]
