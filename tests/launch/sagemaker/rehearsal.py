@@ -90,7 +90,8 @@ class Rehearsal:
         assert self.objects is not None
         root = request["CheckpointConfig"]["S3Uri"].rstrip("/")
         names = [stored.uri[len(root) + 1 :] for stored in self.objects.list(root)]
-        return sorted({name.split("/")[1] for name in names if name.endswith("/COMPLETE")})
+        found = [name.split("/")[1] for name in names if name.endswith("/COMPLETE") and name.count("/") == 2]
+        return sorted({name for name in found if name.startswith("step-")})
 
     def read_record(self, request: dict[str, Any], name: str) -> Any:
         assert self.objects is not None

@@ -36,6 +36,7 @@ from strop.launch.jobs.secrets import remove_secrets
 from strop.launch.node.agent import run_node
 from strop.launch.node.task import NodeTask
 from strop.launch.sagemaker import places
+from strop.launch.sagemaker.bring_state import bring_state
 from strop.launch.sagemaker.control import END_LIMIT_S, PORT, Control, find_address, join_hosts
 from strop.launch.sagemaker.failure import describe_failure, write_failure
 from strop.launch.sagemaker.job_files import (
@@ -48,7 +49,7 @@ from strop.launch.sagemaker.job_files import (
 from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, Sink, StoreSink
-from strop.launch.sagemaker.state_keeper import StateKeeper, count_start, restore_state
+from strop.launch.sagemaker.state_keeper import StateKeeper, count_start
 from strop.store.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.store.policy import URI_VARIABLE
 
@@ -234,7 +235,9 @@ def _bring_state(start: _Start) -> None:
     start.attempt_path.mkdir(parents=True)
     if not start.hosts.is_head:
         return
-    found = restore_state(start.tree.checkpoint_path, start.home)
+    found = bring_state(
+        start.tree.checkpoint_path, start.home, start.job_name, reaches_store=_reaches_store(start)
+    )
     sys.stderr.write(f"state: {found.reason}\n")
     content = json.dumps({"step": found.step, "reason": found.reason, "platform": dict(start.hosts.others)})
     write_bytes_atomically(start.attempt_path / "resume.json", content.encode())

@@ -107,8 +107,10 @@ class StateKeeper:
             name = source.relative_to(self._member_path)
             if name.parts[0] in _NOT_STATE or source.is_symlink() or not source.is_file():
                 continue
-            if name.name.startswith(".") or ".partial-" in str(name) or name.suffix == ".lock":
+            if any(part.startswith(".") or ".partial-" in part for part in name.parts):
                 continue
+            if name.suffix == ".lock" or is_complete(self._member_path / name.parts[0]):
+                continue  # A finished model is published by the mirror; it continues nothing.
             target = self._place / "run" / name
             found = source.stat()
             if target.exists() and target.stat().st_mtime_ns == found.st_mtime_ns:
@@ -126,6 +128,13 @@ class StateKeeper:
                 # The manifest first: what is left of a kill in between is no state.
                 (path / MANIFEST_NAME).unlink()
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def find_newest_step(checkpoint_path: Path) -> int | None:
+    """Return the newest step that says it is complete; its files are not read."""
+    return max(
+        (_step_of(path) for path in checkpoint_path.glob("*/step-*") if is_complete(path)), default=None
+    )
 
 
 def restore_state(checkpoint_path: Path, member_path: Path) -> Restored:

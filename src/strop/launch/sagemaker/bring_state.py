@@ -1,0 +1,74 @@
+"""Where a start goes on from: the checkpoint directory or the run's mirror, whichever is newer.
+
+The platform copies the checkpoint directory when it likes; the mirror is the run's own. After a reclaim
+without a warning either may be ahead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from strop.errors import ConfigError, StoreError
+from strop.launch.sagemaker.state_keeper import Restored, find_newest_step, restore_state
+from strop.store.policy import URI_VARIABLE
+from strop.store.uris import join_uri
+
+
+def bring_state(checkpoint_path: Path, home: Path, job_name: str, *, reaches_store: bool) -> Restored:
+    """Bring the newest state into a run's directory, and say from where, or why there is none.
+
+    Raises: OSError if the disk fails.
+    """
+    if not reaches_store:
+        return restore_state(checkpoint_path, home)
+    uri = _mirror_uri(home, job_name)
+    try:
+        found = None if uri is None else _bring_mirror(uri, home, find_newest_step(checkpoint_path))
+    except StoreError as error:
+        # What is in the checkpoint directory is enough; a store that fails now may answer later.
+        kept = restore_state(checkpoint_path, home)
+        return Restored(step=kept.step, reason=f"{kept.reason}; the mirror was not asked: {error}")
+    return found or restore_state(checkpoint_path, home)
+
+
+def _bring_mirror(uri: str, home: Path, newest: int | None) -> Restored | None:
+    from strop.record.mirror.claim import LATEST_NAME
+    from strop.record.mirror.restore import find_remote_run, restore_run
+    from strop.store.s3_objects import S3Objects
+
+    remote = find_remote_run(uri)
+    if remote is None:
+        return None
+    if remote.step is None:
+        if newest is None:
+            # An earlier start claimed it and was lost before its first checkpoint. The run begins anew, as
+            # another one, which the claim would refuse; there is nothing that it protects.
+            S3Objects().remove(join_uri(uri, LATEST_NAME))
+        return None
+    if newest is not None and newest >= remote.step:
+        return None
+    incoming = home.with_name(f"{home.name}.mirror")
+    shutil.rmtree(incoming, ignore_errors=True)
+    restored = restore_run(uri, incoming.parent, name=incoming.name)
+    shutil.copytree(restored, home, dirs_exist_ok=True, symlinks=True)
+    shutil.rmtree(restored)
+    known = "no state" if newest is None else f"step {newest}"
+    return Restored(
+        step=remote.step, reason=f"the mirror {uri} has step {remote.step}; the checkpoint directory {known}"
+    )
+
+
+def _mirror_uri(home: Path, job_name: str) -> str | None:
+    """Return where the trainer will mirror the run to; None: nowhere."""
+    from strop.spec import load_spec
+
+    try:
+        store = load_spec(home / "job" / "spec.toml").spec.store
+    except ConfigError:
+        return None  # The trainer says it better.
+    root = store.uri or os.environ.get(URI_VARIABLE, "")
+    if store.mirror is False or not root.startswith("s3://"):
+        return None
+    return join_uri(root, "checkpoints", store.mirror_as or job_name)
