@@ -15,6 +15,7 @@ import re
 import sys
 import sysconfig
 import tarfile
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ from strop.errors import CheckRefused, explain_refusal
 
 AGENT_PACKAGES = ("pydantic", "jinja2", "pyyaml", "pyarrow", "numpy")
 """What a node's agent needs: enough for jobs whose roles are programs of their own."""
-_EXTRAS = frozenset({"server", "tasks", "s3"})
+_FOR_DEVELOPERS = "dev"
+"""The one optional part that no image has."""
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "turtledemo", "ensurepip", "site-packages"})
 _SKIPPED_SUFFIXES = (".a", ".pyo")
 # Folders that every system has, with rights of their own.
@@ -110,8 +112,8 @@ def required_packages(roots: Sequence[str] | None = None) -> list[importlib.meta
     Raises: CheckRefused if one of the roots is not installed.
     """
     waiting: list[tuple[str, frozenset[str]]]
-    waiting = [("strop", _EXTRAS)] if roots is None else [(name, frozenset()) for name in roots]
-    named = {_normalize(name) for name, _ in waiting}
+    waiting = [*_own_needs()] if roots is None else [(name, frozenset()) for name in roots]
+    named = {_normalize(name) for name in roots or ()}
     seen: set[tuple[str, frozenset[str]]] = set()
     found: dict[str, importlib.metadata.Distribution] = {}
     while waiting:
@@ -126,7 +128,7 @@ def required_packages(roots: Sequence[str] | None = None) -> list[importlib.meta
             if name in named:
                 raise _not_installed(name) from None
             continue  # Optional, or for another platform.
-        waiting += _needs(found[name], extras)
+        waiting += _read_needs(found[name].requires or (), extras)
     found.pop("strop", None)
     return [found[name] for name in sorted(found)]
 
@@ -184,10 +186,29 @@ def _files_of(distribution: importlib.metadata.Distribution) -> Iterator[Path]:
             yield path
 
 
-def _needs(
-    distribution: importlib.metadata.Distribution, extras: frozenset[str]
-) -> Iterator[tuple[str, frozenset[str]]]:
-    for text in distribution.requires or ():
+def _own_needs() -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield what strop requires, with every optional part for users.
+
+    Of a checkout its own file says so: what was installed with it may be older.
+    """
+    project_path = Path(strop.__file__).absolute().parents[2] / "pyproject.toml"
+    if project_path.is_file():
+        project = tomllib.loads(project_path.read_text(encoding="utf-8"))["project"]
+        optional: dict[str, list[str]] = project.get("optional-dependencies", {})
+        texts = [
+            *project["dependencies"],
+            *(text for name in optional if name != _FOR_DEVELOPERS for text in optional[name]),
+        ]
+        yield from _read_needs(texts, frozenset())
+        return
+    distribution = importlib.metadata.distribution("strop")
+    extras = frozenset(distribution.metadata.get_all("Provides-Extra") or ()) - {_FOR_DEVELOPERS}
+    yield from _read_needs(distribution.requires or (), extras)
+
+
+def _read_needs(texts: Iterable[str], extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield name and extras of every requirement that holds with these extras."""
+    for text in texts:
         match = _REQUIREMENT.match(text)
         if match is None:
             continue
