@@ -13,15 +13,19 @@ import pytest
 from strop.launch.backends import open_backend
 from strop.launch.container.image import BuiltImage
 from strop.launch.jobs.contract import JobRef, JobState
+from strop.launch.jobs.drill import drill
 from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.logs import LogFilter
 from strop.launch.jobs.requesting import SubmitOptions, read_request
+from strop.launch.training import train_here
+from strop.spec import load_spec
+from strop.train import SilentObserver
 from tests.fixtures.containers import list_names, write_sites
 from tests.fixtures.jobs import make_request, project, read_verdicts, role, wait_for
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
-NUM_STEPS = 12
+NUM_STEPS = 30
 RUN_FILE = """
 name = "inside"
 [model]
@@ -52,10 +56,13 @@ def wait_for_end(launcher: Launcher, ref: JobRef) -> None:
     wait_for(lambda: ref.job_id not in list_names())
 
 
-def test_a_real_training_is_preempted_and_goes_on_in_its_container(
+def test_a_drill_of_a_real_training_proves_the_same_curve_as_without_a_container(
     project: Path, base_image: BuiltImage, tiny_model_dir: Path
 ) -> None:
     (project / "run.toml").write_text(RUN_FILE.format(model=tiny_model_dir, num_steps=NUM_STEPS))
+    # Undisturbed, on this machine, without a container.
+    spec = load_spec(project / "run.toml", [f"output.root={project.parent / 'alone'}"])
+    alone = train_here(spec, SilentObserver(), on_run=lambda _run_dir: None)
     shown = json.dumps([f"{tiny_model_dir}:{tiny_model_dir}:ro"])
     write_sites(project, base_image.name, 'environment = "mounted"', f"mounts = {shown}")
     asked = SubmitOptions(
@@ -66,8 +73,10 @@ def test_a_real_training_is_preempted_and_goes_on_in_its_container(
     ref = launcher.submit(request).ref
     home = Path(ref.home)
     wait_for(lambda: list(home.glob("checkpoints/step-*/COMPLETE")), limit_s=180.0)
-    launcher.backend.preempt(ref, 0)
-    wait_for(lambda: len(read_verdicts(home)) == 1, limit_s=60.0)
+    report = drill(launcher, ref, against=alone.run_path)
+    assert report.has_passed, report.first_missing
+    assert report.signal == "SIGUSR2"
+    assert {proof.name: proof.is_given for proof in report.proofs}["equal curve"] is True
     wait_for_end(launcher, ref)
     (status,) = launcher.status([ref])
     assert status.state is JobState.SUCCEEDED, status.reason
