@@ -581,19 +581,37 @@ def test_a_job_goes_on_at_its_own_site_alone(world: World) -> None:
         (Answer(state=S.QUEUED, raw="PENDING"), None),
         (Answer(state=S.QUEUED, raw="PENDING", num_restarts=1), 75),
         (Answer(state=S.UNKNOWN, raw="RESIZING"), None),
-        (None, None),
         (None, 0),
+        # Its record has ended, and its scheduler still has it: its processes may be writing.
+        (RUNNING, 1),
     ],
 )
 def test_what_may_live_or_has_succeeded_does_not_go_on(
-    world: World, answer: Answer | None, code: int | None
+    world: World, monkeypatch: pytest.MonkeyPatch, answer: Answer | None, code: int | None
 ) -> None:
+    monkeypatch.setattr("strop.launch.jobs.launcher.SETTLE_LIMIT_S", 0.1)
     ref = world.submit()
     world.backend.end_attempt(world.backend.begin_attempt(ref), code)
     world.backend.answer(ref, answer)
     told = refusal(lambda: world.launcher.resume(Path(ref.home), world.request()))
     assert "a job that has ended without success" in told
     assert world.backend.count("hand_over") == 1
+
+
+def test_a_running_job_is_refused_at_once(world: World) -> None:
+    ref = world.submit()
+    world.backend.answer(ref, RUNNING)
+    began = time.monotonic()
+    refusal(lambda: world.launcher.resume(Path(ref.home), world.request()))
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_job_that_its_scheduler_forgot_and_that_left_no_verdict_may_go_on(world: World) -> None:
+    # A node was lost: nobody will ever say how it ended, and the scheduler, which answers, has it no more.
+    ref = world.submit()
+    world.backend.begin_attempt(ref)
+    world.backend.answer(ref, None)
+    assert world.launcher.resume(Path(ref.home), world.request()).ref.job_id == "fake-2"
 
 
 def test_a_kill_while_going_on_loses_no_job_either(world: World) -> None:

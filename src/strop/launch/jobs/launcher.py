@@ -225,13 +225,14 @@ class Launcher:
         """
         deadline = time.monotonic() + SETTLE_LIMIT_S
         while True:
+            standing = [one.state for one in self.status([ref]) if not _may_live_again(one.state)]
             answers = self.backend.ask([ref])
-            living = [answer for answer in answers.values() if not answer.state.is_terminal]
-            if not living or time.monotonic() > deadline:
+            living = [answer.state for answer in answers.values() if not answer.state.is_terminal]
+            # Only an end that is recorded and not settled yet is worth waiting for.
+            if standing or not living or time.monotonic() > deadline:
                 break
             time.sleep(_ASK_EVERY_S)
-        standing = [answer.state for answer in living]
-        standing += [one.state for one in self.status([ref]) if not _may_live_again(one.state)]
+        standing += living
         if standing:
             raise CheckRefused(
                 explain_refusal(
