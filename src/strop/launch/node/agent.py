@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import print_exception
+from types import TracebackType
 from typing import Any, TextIO
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, StropError
@@ -69,25 +71,48 @@ def run_node(task: NodeTask) -> int:
     stop.install()
     task.log_path.mkdir(parents=True, exist_ok=True)
     task.exit_path.parent.mkdir(exist_ok=True)
-    with (task.log_path / "agent.log").open("a", encoding="utf-8", errors="backslashreplace") as log:
-        try:
-            end = _run(task, log, stop)
-        except StropError as error:
-            end = NodeEnd(exit_code=error.exit_code, cause=str(error), role="agent")
-        except Exception as error:  # boundary: a node's agent; peers and schedulers wait for its exit code
-            import traceback
+    log_path = task.log_path / "agent.log"
+    with (
+        log_path.open("a", encoding="utf-8", errors="backslashreplace") as log,
+        _LastWord(task, log, stop) as last_word,
+    ):
+        last_word.end = _run(task, log, stop)
+    return last_word.end.exit_code
 
-            traceback.print_exc(file=log)
-            end = NodeEnd(
-                exit_code=EXIT_FAILED,
-                cause=f"unexpected {type(error).__name__} in the agent: {error}; the traceback is in"
-                f" {task.log_path / 'agent.log'}",
-                role="agent",
+
+class _LastWord:
+    """Whatever happens, there is an exit code on disk: peers and schedulers wait for it."""
+
+    def __init__(self, task: NodeTask, log: TextIO, stop: StopRequest) -> None:
+        self.end = NodeEnd(exit_code=EXIT_FAILED, cause="", role="agent")
+        self._task = task
+        self._log = log
+        self._stop = stop
+
+    def __enter__(self) -> _LastWord:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Write how the node ended. An error is its cause, and goes no further."""
+        if isinstance(error, StropError):
+            self.end = NodeEnd(exit_code=error.exit_code, cause=str(error), role="agent")
+        elif error is not None:
+            print_exception(error, file=self._log)
+            cause = (
+                f"unexpected {type(error).__name__} in the agent: {error}; the traceback is in"
+                f" {self._task.log_path / 'agent.log'}"
             )
-        if end.cause:
-            _say(task, log, end.cause)
-    _write_end(task, end, stop.signal_name)
-    return end.exit_code
+            self.end = NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
+        if self.end.cause:
+            _say(self._task, self._log, self.end.cause)
+        _write_end(self._task, self.end, self._stop.signal_name)
+        return error is None or isinstance(error, Exception)
 
 
 def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:

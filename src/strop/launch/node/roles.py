@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,13 +89,12 @@ def start_roles(
     Raises: CheckRefused if a program is missing; the roles that were started before it are ended.
     """
     started: list[Role] = []
-    try:
+    with ExitStack() as undo:
+        undo.callback(lambda: end_roles(started, time.monotonic()))
         for plan in plans:
             child = spawn(argv_of(plan), log_path / f"{plan.name}.log", environment_of(plan), cwd=cwd)
             started.append(Role(plan=plan, child=child))
-    except BaseException:
-        end_roles(started, time.monotonic())
-        raise
+        undo.pop_all()
     return started
 
 

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import print_exception
+from types import TracebackType
 from typing import Any
 
 from strop.errors import (
@@ -98,25 +100,46 @@ class _Start:
 def run_entry(settings: EntrySettings, stop: StopFlag, *, read_secret: SecretReader = fetch_secret) -> int:
     """Live one start of this host; return the exit code of the container."""
     tree = OptMl(root=settings.root)
-    host = "this host"
-    try:
+    with _FailureFile(tree, stop) as told:
         hosts = tree.read_hosts()
-        host = hosts.current
-        start = _read_start(tree, hosts, settings)
-        return _live(start, settings, stop, read_secret)
-    except StropError as error:
-        # Told to stop before anything began: what was saved before is the state.
-        code = EXIT_INTERRUPTED if stop.is_asked else error.exit_code
-        text = describe_failure(code, host=host, cause=str(error))
-    except Exception as error:  # boundary: a container's entry; its failure file is all that anybody sees
-        import traceback
+        told.host = hosts.current
+        told.exit_code = _live(_read_start(tree, hosts, settings), settings, stop, read_secret)
+    return told.exit_code
 
-        traceback.print_exc()
-        cause = f"the entry failed: {type(error).__name__}: {error}"
-        text, code = describe_failure(EXIT_FAILED, host=host, cause=cause), EXIT_FAILED
-    sys.stderr.write(f"{text}\n")
-    write_failure(tree.failure_path, text)
-    return code
+
+class _FailureFile:
+    """What goes wrong in the entry itself stands in its failure file, which is all that anybody sees."""
+
+    def __init__(self, tree: OptMl, stop: StopFlag) -> None:
+        self.host = "this host"
+        self.exit_code = EXIT_FAILED
+        self._tree = tree
+        self._stop = stop
+
+    def __enter__(self) -> _FailureFile:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Write an error down; it goes no further."""
+        if error is None or not isinstance(error, Exception):
+            return False
+        cause = str(error)
+        if isinstance(error, StropError):
+            # Told to stop before anything began: what was saved before is the state.
+            self.exit_code = EXIT_INTERRUPTED if self._stop.is_asked else error.exit_code
+        else:
+            print_exception(error)
+            cause = f"the entry failed: {type(error).__name__}: {error}"
+        text = describe_failure(self.exit_code, host=self.host, cause=cause)
+        sys.stderr.write(f"{text}\n")
+        write_failure(self._tree.failure_path, text)
+        return True
 
 
 def _read_start(tree: OptMl, hosts: Hosts, settings: EntrySettings) -> _Start:
@@ -129,7 +152,7 @@ def _read_start(tree: OptMl, hosts: Hosts, settings: EntrySettings) -> _Start:
         home = settings.scratch / hosts.current / name
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    number = int(plan.get("first_number", 0)) + count_start(tree.checkpoint_path, hosts.current, name)
+    number = int(plan.get("num_past", 0)) + count_start(tree.checkpoint_path, hosts.current, name)
     return _Start(tree=tree, hosts=hosts, plan=plan, job=job, home=home, job_name=name, number=number)
 
 
