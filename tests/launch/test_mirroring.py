@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteDenied, RemoteUnreachable, StoreError
-from strop.launch.mirroring import continue_from, find_mirror_root, probe_store
+from strop.launch.mirroring import continue_from, probe_store
 from strop.launch.training import TrainOutcome, train_here
 from strop.record import EventKind, RunDir, list_runs
 from strop.record.mirror.layout import notes_path
@@ -23,7 +23,7 @@ from strop.record.mirror.restore import find_remote_run
 from strop.spec import StoreSpec, load_spec
 from strop.store import get_model, remove_directory, verify_directory
 from strop.store.opening import open_record_store
-from strop.store.policy import follow_store
+from strop.store.policy import find_mirror_root, follow_store
 from strop.store.record_store import RecordStore
 from tests.fixtures.attempts import LIMIT_S, Bench, start_command, wait_for_end, wait_until
 from tests.fixtures.object_store import Exchange, SpoilingProxy

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 
@@ -183,6 +184,34 @@ def test_without_hard_links_a_pruned_checkpoint_is_left_for_the_newer_one(
     assert uploader.look(is_flush=False)
     assert latest_step(played, root) == 4
     verify_directory(mirror_of(played, root) / "tiny_step4")
+
+
+def test_on_a_tight_disk_nothing_is_held_back_from_being_pruned(
+    played: PlayedRun, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.train(1, 2)
+    num_held = []
+
+    def before(method: str, uri: str) -> None:
+        if method == "upload":
+            pinned = played.run.path / ".mirror" / "pinned"
+            num_held.append(len(list(pinned.rglob("*.safetensors"))))
+
+    # Two files of 20,000 bytes and one of 2 make a checkpoint; 2.5 times as much is 100,005.
+    for free_bytes in (100_004, 100_005):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free_bytes: Usage(0, 0, free))
+        played.uploader(root, watched(before)).look(is_flush=False)
+        shutil.rmtree(root)
+    assert set(num_held[: len(num_held) // 2]) == {0}
+    assert set(num_held[len(num_held) // 2 :]) == {2}
+
+
+class Usage(NamedTuple):
+    """As `shutil.disk_usage` tells it."""
+
+    total: int
+    used: int
+    free: int
 
 
 def test_a_damaged_checkpoint_is_never_sent(played: PlayedRun, root: str) -> None:

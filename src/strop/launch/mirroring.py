@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteDenied, StoreError, explain_refusal
+from strop.errors import CheckRefused, Interrupted, RemoteDenied, StoreError, explain_refusal
 from strop.hardware import ChildProcess, spawn, terminate
 from strop.record import Event, EventKind, RunDir
 from strop.record.mirror.claim import RunIdentity, claim_mirror
@@ -27,7 +27,7 @@ from strop.record.mirror.restore import RemoteRun, find_remote_run, restore_run
 from strop.record.mirror.uploader import EXIT_FENCED, upload_settings
 from strop.spec import ResolvedSpec, StoreSpec, spec_digest
 from strop.store.opening import open_record_store
-from strop.store.policy import follow_store, read_policy
+from strop.store.policy import find_mirror_root, follow_store
 from strop.store.record_store import RecordStore
 from strop.store.uris import join_uri, normalize_uri
 
@@ -38,26 +38,6 @@ RESPAWN_AFTER_S = 30.0
 """An uploader that died is started again, at most once in so long."""
 _POLL_S = 0.1
 LOG_NAME = "mirror.log"
-
-
-def find_mirror_root(spec: StoreSpec) -> str | None:
-    """Return the root of the store that runs are mirrored to, or None where they are not.
-
-    Asked inside `follow_store`, so that STROP_STORE_URI counts too.
-    Raises: ConfigError if store.mirror is true and there is no store.
-    """
-    root = read_policy().root
-    if spec.mirror is False or (root is None and spec.mirror == "auto"):
-        return None
-    if root is None:
-        raise ConfigError(
-            explain_refusal(
-                "store.mirror=true, and there is no store",
-                allowed="store.uri, or STROP_STORE_URI",
-                next_step="name the store, or leave store.mirror out",
-            )
-        )
-    return root if spec.mirror is True or root.startswith("s3://") else None
 
 
 def probe_store(root: str, store: RecordStore | None = None) -> None:

@@ -92,6 +92,26 @@ def require_root(root: str) -> None:
         )
 
 
+def find_mirror_root(spec: StoreSpec) -> str | None:
+    """Return the root of the store that runs are mirrored to, or None where they are not.
+
+    Asked inside `follow_store`, so that STROP_STORE_URI counts too.
+    Raises: ConfigError if store.mirror is true and there is no store.
+    """
+    root = read_policy().root
+    if spec.mirror is False or (root is None and spec.mirror == "auto"):
+        return None
+    if root is None:
+        raise ConfigError(
+            explain_refusal(
+                "store.mirror=true, and there is no store",
+                allowed="store.uri, or STROP_STORE_URI",
+                next_step="name the store, or leave store.mirror out",
+            )
+        )
+    return root if spec.mirror is True or root.startswith("s3://") else None
+
+
 @contextmanager
 def follow_store(spec: StoreSpec) -> Iterator[SourcePolicy]:
     """Let this process and its children follow a run file's store; without `uri`, the environment's.

@@ -35,6 +35,7 @@ from strop.policy.scoring import score_batch, score_reply
 from strop.rollout import Example, FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.spec.task import judge_sections
+from strop.store.policy import find_mirror_root
 from strop.tasks import (
     PromptFormat,
     Task,
@@ -324,7 +325,10 @@ def check_room(gate: GateInput) -> GateCheck:
     memory_bytes = state_bytes(size, dtype) + terms_bytes(size, num_terms)
     memory_bytes += activation_bytes(size, dtype, positions)
     memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + answered // rows)
-    disk_bytes = int((spec.train.keep_checkpoints + LOW_DISK_FACTOR) * checkpoint_bytes(size, dtype))
+    # A mirror holds one that is being sent, after it was pruned as well.
+    num_held = 0 if find_mirror_root(spec.store) is None else 1
+    num_checkpoints = spec.train.keep_checkpoints + num_held + LOW_DISK_FACTOR
+    disk_bytes = int(num_checkpoints * checkpoint_bytes(size, dtype))
     there_bytes = directory_bytes(gate.run_path / "checkpoints")
     free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + there_bytes
     have_memory = None if free_bytes is None else free_bytes + (rss_bytes() or 0)

@@ -1,7 +1,7 @@
 """What is to be sent, held still by hard links, so that the trainer may prune and replace as it likes.
 
-Where the file system knows no hard links, files are sent from where they are; one that goes away
-meanwhile ends the transfer, and the next look begins with what is there then.
+Where the file system knows no hard links, or the disk is nearly full, files are sent from where they are;
+one that goes away meanwhile ends the transfer, and the next look begins with what is there then.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from strop.store.record_store import describe_directory, describe_files
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _PIN_FOLDER = "pinned"
+ROOM_FACTOR = 2.5
+"""Room for so many checkpoints, or none is held back from being pruned: a run ends below 1.25 of them."""
 _WHOLE_FILES = ("spec.toml", "env.txt")
 
 
@@ -64,8 +66,11 @@ def pin_checkpoint(run: RunDir, step: int) -> PinnedCheckpoint | None:
     source, target = run.checkpoint_path(step), run.path / MIRROR_FOLDER / _PIN_FOLDER
     unpin(run.path)
     try:
-        names = [*read_manifest(source).files, MANIFEST_NAME]
-        folder = target if _link_files(source, target, names) else source
+        sealed = read_manifest(source)
+        names = [*sealed.files, MANIFEST_NAME]
+        # On a tight disk the trainer's next checkpoint is worth more than this one's way to the store.
+        has_room = shutil.disk_usage(run.path).free >= ROOM_FACTOR * sealed.size_bytes
+        folder = target if has_room and _link_files(source, target, names) else source
         manifest, paths = describe_directory(folder)
         curve = _write_curve(run, step, target / RUN_FOLDER)
     except FileNotFoundError:
