@@ -205,27 +205,52 @@ def test_a_home_of_quotes_and_signs_is_no_trouble(
     assert (job_path_of(ref.home) / f"slurm-{ref.job_id}.out").exists()
 
 
+PODMAN = """#!/bin/bash
+printf "%s\\n" "$@" >>{asked}
+while [ "$1" != "image:1" ]; do shift; done
+shift; exec "$@"
+"""
+PYXIS = """#!/bin/bash
+case $* in *--help*) echo "  --container-image=[USER@]REGISTRY"; exit ;; esac
+printf "%s\\n" "$@" >>{asked}
+for word; do shift; case $word in --container-*) ;; *) set -- "$@" "$word" ;; esac; done
+exec /usr/bin/srun "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "asked_for"),
+    [
+        ("podman", PODMAN, {"run", "--rm", "--volume=/data:/data:ro", "--volume=/models:/models"}),
+        ("srun", PYXIS, {"--container-image=image:1"}),
+    ],
+    ids=["podman", "pyxis"],
+)
 def test_steps_run_in_an_image_where_one_is_asked_for(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: Desk,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    text: str,
+    asked_for: set[str],
 ) -> None:
-    """No image here: a podman that says what it was asked, and runs the command as it is."""
+    """No image here: a program that notes what it was asked for, and runs the command as it is."""
     (tmp_path / "bin").mkdir()
-    podman = tmp_path / "bin" / "podman"
-    podman.write_text(
-        f'#!/bin/bash\nprintf "%s\\n" "$@" >>{tmp_path}/asked\n'
-        'while [ "$1" != "image:1" ]; do shift; done; shift; exec "$@"\n'
-    )
-    podman.chmod(0o755)
+    path = tmp_path / "bin" / program
+    path.write_text(text.format(asked=tmp_path / "asked"))
+    path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin:/usr/sbin:/sbin")
-    profile = SlurmSite(container_mounts=("/data:/data:ro", "/models"))
-    request = replace(desk.request(a_role("--steps", "1")), options={"container_image": "image:1"})
-    desk.backend.profile = profile
-    ref = desk.launcher.submit(request).ref
+    desk.backend.profile = SlurmSite(container_mounts=("/data:/data:ro", "/models"))
+    ref = desk.submit(a_role("--steps", "1"), options={"container_image": "image:1"})
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked[:2] == ["run", "--rm"]
-    assert {f"--volume={ref.home}:{ref.home}", "--volume=/data:/data:ro", "--volume=/models:/models"} <= set(
-        asked
-    )
+    assert asked_for <= set(asked)
     assert "--device=nvidia.com/gpu=all" not in asked
-    assert "image image:1 by podman" in slurm_log(ref)
+    if program == "srun":
+        mounts = next(word for word in asked if word.startswith("--container-mounts="))
+        assert f"={ref.home}:{ref.home}," in mounts
+        assert mounts.endswith(",/data:/data:ro,/models:/models")
+        assert f"--container-workdir={ref.home}" in asked
+    else:
+        assert f"--volume={ref.home}:{ref.home}" in asked
+    assert f"image image:1 by {'pyxis' if program == 'srun' else program}" in slurm_log(ref)
