@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 TRAIN = RolePlan(
     name="train", argv=("python3", "-m", "strop.cli", "train", "{run}/job/spec.toml", "output.dir={run}")
 )
-NUM_STEPS = 12
+NUM_STEPS = 30
 SETTINGS = (
     "model.dtype=float32",
     f"train.steps={NUM_STEPS}",
@@ -67,7 +67,14 @@ def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
     first.kill()
     assert first.find_leftovers() == []
     second = rehearsal.start(request, **settings)
-    wait_until(lambda: "train| step" in second.log_of(HOST) or bool(second.poll()), "it did not begin")
+    root = f"s3://strop-test/{prefix}/checkpoints/{request['TrainingJobName']}"
+
+    def is_mirrored() -> bool:
+        assert rehearsal.objects is not None
+        return any("_step" in found.uri and "COMPLETE" in found.uri for found in rehearsal.objects.list(root))
+
+    wait_until(lambda: "train| step" in second.log_of(HOST) or second.poll() is not None, "it did not begin")
+    wait_until(lambda: is_mirrored() or second.poll() is not None, "nothing was mirrored")
     code = second.stop()
     # On a fast machine it may have finished first.
     assert code in {75, 0}, second.log_of(HOST)
@@ -85,7 +92,6 @@ def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
     assert code == 0 or "has step" in third.log_of(HOST)
     assert "no state is there" not in second.log_of(HOST) + third.log_of(HOST)
     assert rehearsal.objects is not None
-    root = f"s3://strop-test/{prefix}/checkpoints/{request['TrainingJobName']}"
     names = {stored.uri[len(root) + 1 :] for stored in rehearsal.objects.list(root)}
     assert any(name.startswith("small-try_step") and name.endswith("/COMPLETE") for name in names), names
     verdict = rehearsal.objects.read(f"{root}/traces/attempts/{request['TrainingJobName']}-2/verdict.json")
