@@ -58,8 +58,8 @@ def test_a_backends_own_name_may_have_a_profile_that_needs_no_backend(places: Pl
 
 
 def test_without_xdg_the_user_file_is_in_dot_config(tmp_path: Path) -> None:
-    user_path, _ = site_files(tmp_path, {"HOME": "/home/a"})
-    assert user_path == Path("/home/a/.config/strop/sites.toml")
+    user_path, _ = site_files(tmp_path, {"HOME": "/h"})
+    assert user_path == Path("/h/.config/strop/sites.toml")
 
 
 def test_sites_are_listed_with_backend_and_files(places: Places) -> None:

@@ -21,6 +21,7 @@ from strop.cli.model import model_commands
 from strop.cli.output import Output
 from strop.cli.plan import plan
 from strop.cli.rescore import rescore
+from strop.cli.sagemaker import sagemaker_commands
 from strop.cli.sample import sample
 from strop.cli.sft import sft
 from strop.cli.slurm import slurm_commands
@@ -66,6 +67,7 @@ for _name, _command in (
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
 app.add_typer(slurm_commands, name="slurm")
+app.add_typer(sagemaker_commands, name="sagemaker")
 
 
 def _print_version(is_asked: bool) -> None:

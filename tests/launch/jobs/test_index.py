@@ -102,5 +102,5 @@ def test_a_list_that_cannot_be_read_or_written_is_said(world: World) -> None:
 
 
 def test_the_list_is_below_the_users_state(tmp_path: Path) -> None:
-    assert index_path({"HOME": "/home/a"}) == Path("/home/a/.local/state/strop/jobs.jsonl")
-    assert index_path({"XDG_STATE_HOME": "/s", "HOME": "/home/a"}) == Path("/s/strop/jobs.jsonl")
+    assert index_path({"HOME": "/h"}) == Path("/h/.local/state/strop/jobs.jsonl")
+    assert index_path({"XDG_STATE_HOME": "/s", "HOME": "/h"}) == Path("/s/strop/jobs.jsonl")
