@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +53,9 @@ def running(folder: Path, directory: Path, gpu: str = "GPU-a") -> Iterator[tuple
         process.wait()
         process.stdout.close()
         for pid in find_processes(lease_id):
-            os.kill(pid, signal.SIGKILL)
+            # One of them starts others that end by themselves.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
