@@ -172,7 +172,7 @@ def test_signals_for_the_trainer_do_not_end_the_uploader(played: PlayedRun, s3_r
     """A scheduler may tell every process of a job to stop: then there is most to be sent."""
     process = Process(played, s3_root)
     try:
-        process.wait_for("claimed")
+        process.wait_for("may write to")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             process.send(number)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10

@@ -320,6 +320,23 @@ def test_an_attempt_that_was_taken_for_dead_sends_nothing_more(played: PlayedRun
     assert played.notes()[-1]["cause"] == "mirror_fenced"
 
 
+def test_an_uploader_that_is_started_again_does_not_take_the_mirror_back(
+    played: PlayedRun, root: str
+) -> None:
+    """The trainer claims once. Its second uploader finds a newer attempt's claim, and must leave it."""
+    store, uri = RecordStore(LocalObjects()), str(mirror_of(played, root))
+    claim_mirror(store, uri, RunIdentity.of(played.run.state), owner="old", attempt=1)
+    played.train(1, 2)
+    assert played.uploader(root, owner="old", may_claim=False).look(is_flush=False)
+    claim_mirror(store, uri, RunIdentity.of(played.run.state), owner="new", attempt=2)
+    for may_claim in (False, True):
+        with pytest.raises(MirrorFenced):
+            played.uploader(root, owner="old", may_claim=may_claim).look(is_flush=False)
+    latest = read_latest(store, uri)
+    assert latest is not None
+    assert latest[0].owner == "new"
+
+
 def test_a_claim_while_a_checkpoint_is_sent_leaves_no_record_of_the_older_attempt(
     played: PlayedRun, root: str
 ) -> None:
@@ -353,7 +370,13 @@ def test_two_machines_with_the_same_attempt_number_do_not_mix(
     played.train(3, 4)
     assert here.look(is_flush=False)
     other.train(3, 4)
-    assert other.uploader(root, owner="there").look(is_flush=False)
+    uri = str(mirror_of(played, root))
+    identity = RunIdentity.of(other_run.state)
+    # An uploader alone takes no mirror from an attempt of the same number. A trainer that starts does.
+    with pytest.raises(MirrorFenced, match="belongs to attempt 2, fence 2"):
+        other.uploader(root, owner="there").look(is_flush=False)
+    claim_mirror(RecordStore(LocalObjects()), uri, identity, owner="there", attempt=2)
+    assert other.uploader(root, owner="there", may_claim=False).look(is_flush=False)
     latest = read_latest(RecordStore(LocalObjects()), str(mirror_of(played, root)))
     assert latest is not None
     # Fences 1 (attempt 1), 2, 3. What was complete stays; the later attempt's has a name of its own.

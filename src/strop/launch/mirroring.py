@@ -104,6 +104,7 @@ class Mirroring:
         self._spawned_at = 0.0
         self._num_read_bytes = 0
         self._is_fenced = False
+        self._has_claimed = True
         self._step = 0
 
     def __enter__(self) -> Mirroring:
@@ -137,6 +138,7 @@ class Mirroring:
                 ) from error
             # Training that has come this far is worth more than its mirror: the uploader tries again.
             self._announce("upload_failed", f"{self.uri} could not be claimed: {error}", is_alarm=True)
+            self._has_claimed = False
         self._spawn()
         self._announce("mirror", f"the run is mirrored to {self.uri}", is_alarm=False)
 
@@ -206,6 +208,7 @@ class Mirroring:
             uri=self.uri,
             owner=self._owner,
             attempt=self._run_dir.state.num_attempts,
+            may_claim=not self._has_claimed,
             every_s=spec.mirror_every_s,
             keep_last=spec.keep_last,
             keep_every=spec.keep_every,

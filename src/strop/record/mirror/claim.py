@@ -85,10 +85,13 @@ def read_latest(store: RecordStore, uri: str) -> tuple[Latest, str] | None:
         ) from error
 
 
-def claim_mirror(store: RecordStore, uri: str, run: RunIdentity, *, owner: str, attempt: int) -> Latest:
+def claim_mirror(
+    store: RecordStore, uri: str, run: RunIdentity, *, owner: str, attempt: int, is_late: bool = False
+) -> Latest:
     """Make an attempt the one that may write to the run's mirror.
 
-    Raises: CheckRefused if another run is mirrored there; StoreErrors.
+    `is_late`: it began a while ago, and a claim by one of its number or a later one stands.
+    Raises: CheckRefused if another run is mirrored there; MirrorFenced; StoreErrors.
     """
     for _ in range(NUM_CLAIM_ATTEMPTS):
         found = read_latest(store, uri)
@@ -100,6 +103,8 @@ def claim_mirror(store: RecordStore, uri: str, run: RunIdentity, *, owner: str, 
                 raise _other_run(uri, latest)
             if latest.owner == owner:
                 return latest
+            if is_late and latest.attempt >= attempt:
+                raise _fenced(uri, latest)
             fence = max(attempt, latest.fence + 1)
             mine = replace(latest, fence=fence, owner=owner, attempt=attempt)
         if store.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
@@ -121,18 +126,7 @@ def require_claim(store: RecordStore, uri: str, owner: str) -> tuple[Latest, str
     found = read_latest(store, uri)
     if found is not None and found[0].owner == owner:
         return found
-    now = (
-        "has no owner any more"
-        if found is None
-        else f"belongs to attempt {found[0].attempt}, fence" + (f" {found[0].fence}")
-    )
-    raise MirrorFenced(
-        explain_refusal(
-            f"{uri} {now}: this attempt sends nothing more",
-            allowed="the attempt that started last",
-            next_step="end this attempt if the newer one is meant to live",
-        )
-    )
+    raise _fenced(uri, None if found is None else found[0])
 
 
 def point_to(store: RecordStore, uri: str, owner: str, *, step: int, record_uri: str, digest: str) -> Latest:
@@ -152,6 +146,20 @@ def point_to(store: RecordStore, uri: str, owner: str, *, step: int, record_uri:
             )
         )
     return mine
+
+
+def _fenced(uri: str, latest: Latest | None) -> MirrorFenced:
+    if latest is None:
+        now = "has no owner any more"
+    else:
+        now = f"belongs to attempt {latest.attempt}, fence {latest.fence}"
+    return MirrorFenced(
+        explain_refusal(
+            f"{uri} {now}: this attempt sends nothing more",
+            allowed="the attempt that started last",
+            next_step="end this attempt if the newer one is meant to live",
+        )
+    )
 
 
 def _other_run(uri: str, latest: Latest) -> CheckRefused:

@@ -27,6 +27,8 @@ class MirrorOrder:
     """Where the run is mirrored to."""
     owner: str
     attempt: int
+    may_claim: bool = True
+    """False: the trainer has claimed the mirror for this owner, and what was lost since is lost."""
     every_s: float = 30.0
     keep_last: int = 2
     keep_every: int | None = None

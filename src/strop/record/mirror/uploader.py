@@ -159,19 +159,27 @@ class Uploader:
     def _begin(self) -> None:
         """Claim the mirror at the first look; after a failure, see that the store answers again."""
         order = self._order
-        if self._latest is not None:
-            if self._whole.num_failures:
-                self._require_claim()
+        if self._latest is not None and not self._whole.num_failures:
             return
         try:
-            self._latest = claim_mirror(
-                self._store, order.uri, self._identity, owner=order.owner, attempt=order.attempt
-            )
+            if self._latest is not None or not order.may_claim:
+                self._latest, _ = require_claim(self._store, order.uri, order.owner)
+            else:
+                self._latest = claim_mirror(
+                    self._store,
+                    order.uri,
+                    self._identity,
+                    owner=order.owner,
+                    attempt=order.attempt,
+                    is_late=True,
+                )
             # Whoever was the writer before is none any more.
             self._store.give_up_uploads(order.uri)
+        except MirrorFenced:
+            raise
         except StropError as error:
             raise _ClaimFailed from error
-        self._log(f"claimed {order.uri} with fence {self._latest.fence}")
+        self._log(f"may write to {order.uri} with fence {self._latest.fence}")
 
     def _newest_step(self) -> int | None:
         steps = self._run.checkpoint_steps()
