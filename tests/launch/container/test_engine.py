@@ -117,8 +117,19 @@ def test_words_that_are_no_json_are_no_answer(programs: Path) -> None:
     install(programs, "podman", 'echo "database is locked" >&2; exit 125')
     with pytest.raises(StoreError, match="podman container did not answer: database is locked"):
         engine_at(programs).read_json("container", "inspect", "x")
-    install(programs, "podman", 'echo "[]"; echo "no such container" >&2; exit 125')
-    assert engine_at(programs).read_json("container", "inspect", "x") == []
+    for words in ("no such container x", "inspecting object: x: image not known", "No such image: x"):
+        install(programs, "podman", f'echo "[]"; echo "Error: {words}" >&2; exit 125')
+        assert engine_at(programs).read_json("container", "inspect", "x") == []
+
+
+def test_a_daemon_that_is_not_reached_has_not_said_that_anything_is_gone(programs: Path) -> None:
+    # Word by word what docker 28.2.2 does without a daemon: an empty list, and exit code 1.
+    words = (
+        "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
+    )
+    install(programs, "docker", f'echo "[]"; echo "{words}" >&2; exit 1')
+    with pytest.raises(StoreError, match="docker container did not answer: Cannot connect to the Docker"):
+        engine_at(programs, "docker").read_json("container", "inspect", "x")
 
 
 def test_an_engine_survives_a_record() -> None:

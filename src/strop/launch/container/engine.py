@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,6 +33,7 @@ START_LIMIT_S = 120.0
 _MOST = {"nofile": 1 << 20, "nproc": 1 << 15}
 # podman 4.3.1 lowers its own limit of processes before it starts anything: with a hard limit of 96365 it
 # could not hand on 65536.
+_IS_MISSING = re.compile(r"no such (?:container|image|object)|image not known", re.IGNORECASE)
 _MAX_QUOTED = 2000
 """Characters of an engine's own words that a message repeats."""
 
@@ -65,21 +68,23 @@ class Engine:
         return _run(self.argv(*words), limit_s)
 
     def read_json(self, *words: str) -> Any:
-        """Return what a command prints as JSON, whatever its exit code: a part is better than nothing.
+        """Return what a command prints as JSON, also where something that it was asked for is not there.
 
-        Raises: StoreError with the engine's own words if it prints none.
+        Raises: StoreError with the engine's own words if it did not answer.
         """
         done = self.ask(*words)
-        try:
-            return json.loads(done.stdout)
-        except ValueError as error:
-            raise StoreError(
-                explain_refusal(
-                    f"{self.kind} {words[0]} did not answer: {quote_words(done)}",
-                    allowed="an engine that answers",
-                    next_step=f"try it by hand: {self.kind} ps --all",
-                )
-            ) from error
+        # A daemon that is not reached prints an empty list too: that is no answer, and nothing is "gone".
+        is_answer = done.returncode == 0 or _IS_MISSING.search(done.stderr) is not None
+        with suppress(ValueError):
+            if is_answer:
+                return json.loads(done.stdout)
+        raise StoreError(
+            explain_refusal(
+                f"{self.kind} {words[0]} did not answer: {quote_words(done)}",
+                allowed="an engine that answers",
+                next_step=f"try it by hand: {self.kind} ps --all",
+            )
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, for a job's record."""
