@@ -53,6 +53,7 @@ class Rehearsal:
         fake = FakeSageMaker(now=NOON)
         clients = AwsClients(profile=profile, given={"sagemaker": fake})
         backend = SageMakerBackend(profile, clients=clients, objects=self.objects)
+        num_past = changes.pop("num_past", 0)
         request = make_request(
             project=self.project,
             profile=profile.model_dump(exclude_defaults=True),
@@ -61,7 +62,7 @@ class Rehearsal:
         )
         request = replace(request, snapshot=take_snapshot(self.project, excluded=[self.project / "runs"]))
         home = f"{request.home}{'' if request.options.get('job_name') is None else '-2'}"
-        request = replace(request, roles=roles or request.roles, home=home)
+        request = replace(request, roles=roles or request.roles, home=home, num_past=num_past)
         plan = make_plan(request, backend)
         fill_home(plan, request, {})
         backend.hand_over(plan)

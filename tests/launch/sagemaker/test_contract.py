@@ -88,6 +88,13 @@ def test_lau_2_term_during_a_step_saves_and_a_second_start_goes_on_exactly(rehea
     assert verdict["number"] == 1
 
 
+def test_a_job_that_goes_on_after_another_one_counts_on(rehearsal: Rehearsal) -> None:
+    """An attempt with a number that an earlier job of the same home had would be fenced off, or misjudged."""
+    request = rehearsal.submit(trainee={"STEPS": 1}, num_past=3)
+    assert end_of(rehearsal.start(request)) == 0
+    assert rehearsal.read_record(request, "attempts/job-20261121-120000-3/verdict.json")["number"] == 3
+
+
 def test_term_during_a_save(rehearsal: Rehearsal) -> None:
     request = rehearsal.submit(trainee={"STEPS": 8, "STEP_S": 0.0, "SAVE_S": 0.5})
     first = rehearsal.start(request)
