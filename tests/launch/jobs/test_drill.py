@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,12 @@ def test_a_job_that_had_just_saved_needs_no_newer_checkpoint(rehearsal: Rehearsa
     assert report.proofs[0].detail == "step 5 had been saved just before"
 
 
+def late(rehearsal: Rehearsal) -> None:
+    """One more step, which no checkpoint has."""
+    train(rehearsal.run, 6)
+    rehearsal.end()
+
+
 def nothing(rehearsal: Rehearsal) -> None:
     """An agent that ignores signals."""
 
@@ -163,6 +170,7 @@ def no_steps(rehearsal: Rehearsal) -> None:
     ("happen", "missing", "words"),
     [
         (nothing, "newer checkpoint", "no checkpoint since the signal"),
+        (late, "newer checkpoint", "no checkpoint since the signal"),
         (unsealed, "newer checkpoint", "no checkpoint since the signal"),
         (no_end, "orderly end", "attempt fake-1-0 has no verdict"),
         (bad_end, "orderly end", "attempt fake-1-0 ended with 1"),
@@ -226,7 +234,7 @@ def test_no_signal_is_sent_where_there_is_nothing_to_compare_with(
 @pytest.mark.parametrize("state", [one for one in JobState if one is not JobState.RUNNING])
 def test_only_a_running_job_is_drilled(rehearsal: Rehearsal, state: JobState) -> None:
     rehearsal.world.backend.answer(rehearsal.ref, Answer(state=state, raw="RAW"))
-    rehearsal.attempt.rename(rehearsal.attempt.with_name("moved"))
+    shutil.rmtree(rehearsal.attempt)
     with pytest.raises(CheckRefused) as caught:
         rehearsal.drill()
     assert "a drill of a running job" in str(caught.value)

@@ -152,7 +152,10 @@ class _Watch:
         if new:
             return Proof(name="newer checkpoint", is_given=True, detail=f"step {new[-1]} was saved")
         # An attempt that was told just after it had saved has nothing newer to save.
-        last = max(_read_metrics(self.record), default=0)
+        last = self.before.last_step
+        if self._next_attempt() is None:
+            # The next one's steps are not this one's.
+            last = max(last, *_read_metrics(self.record), 0)
         is_at_one = self._end_code() == EXIT_INTERRUPTED and bool(steps) and steps[-1] >= last
         detail = f"step {last} had been saved just before" if is_at_one else "no checkpoint since the signal"
         return Proof(name="newer checkpoint", is_given=is_at_one, detail=detail)
