@@ -18,6 +18,7 @@ MIN_FREE_BYTES = 256 << 20
 """Of the run's disk: less would not hold the logs of the attempt."""
 ARRIVAL_LIMIT_S = 120.0
 """How much later than the first one the last node of a job may begin."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LEVELS = {
     "none": (),
     "quick": (Level.READ,),
@@ -45,6 +46,7 @@ def check_node(
         node=host_name(),
         disk_need_bytes=MIN_FREE_BYTES,
         own_lease_id=lease_id,
+        interfaces={name: value for name in _INTERFACES if (value := os.environ.get(name))},
         group=_gather(plan, task) if has_group else None,
     )
     for finding in require_ready(request):
