@@ -20,7 +20,8 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |   |-- HubUnreachable                a model hub gave no answer
     |   |-- RemoteMissing                 a store answers that there is no such object
     |   |-- RemoteDenied                  a store refuses us, or there are no credentials for it
-    |   `-- RemoteUnreachable             a store failed at every attempt
+    |   |-- RemoteUnreachable             a store failed at every attempt
+    |   `-- MirrorFenced                  a newer attempt of the run has claimed its mirror
     |-- RunStopped      (RuntimeError)  a tripwire ended the run
     `-- Interrupted     (RuntimeError)  a signal ended the run; it can be resumed
 
@@ -132,6 +133,10 @@ class RemoteDenied(StoreError):
 
 class RemoteUnreachable(StoreError):
     """Raised when a store failed at every attempt; the same command later goes on where it stopped."""
+
+
+class MirrorFenced(StoreError):
+    """Raised when a newer attempt of the run has claimed its mirror; this one must stop sending."""
 
 
 class RunStopped(StropError, RuntimeError):

@@ -13,9 +13,16 @@ from typing import NamedTuple, cast
 
 import pytest
 
-from strop.errors import CheckRefused, CorruptRecord, RemoteDenied, RemoteUnreachable, StoreError
+from strop.errors import (
+    CheckRefused,
+    CorruptRecord,
+    MirrorFenced,
+    RemoteDenied,
+    RemoteUnreachable,
+    StoreError,
+)
 from strop.record import RunDir
-from strop.record.mirror.claim import MirrorFenced, RunIdentity, claim_mirror, point_to, read_latest
+from strop.record.mirror.claim import RunIdentity, claim_mirror, point_to, read_latest
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, mirror_uri
 from strop.record.mirror.restore import restore_run
 from strop.record.mirror.uploader import EXIT_FENCED, EXIT_ORPHAN, MAX_PAUSE_S

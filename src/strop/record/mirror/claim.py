@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
+from strop.errors import CheckRefused, CorruptRecord, MirrorFenced, StoreError, explain_refusal
 from strop.record.run_dir import RunState
 from strop.store.record_store import RecordStore
 from strop.store.uris import join_uri
@@ -20,10 +20,6 @@ from strop.store.uris import join_uri
 LATEST_NAME = "latest.json"
 NUM_CLAIM_ATTEMPTS = 5
 """Attempts that start at one moment and find each other's claim each time."""
-
-
-class MirrorFenced(StoreError):
-    """Raised when a newer attempt of the run has claimed its mirror; this one must stop sending."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,9 +15,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from strop.errors import CorruptRecord, RemoteUnreachable, StoreError, StropError, explain_refusal
+from strop.errors import (
+    CorruptRecord,
+    MirrorFenced,
+    RemoteUnreachable,
+    StoreError,
+    StropError,
+    explain_refusal,
+)
 from strop.record.events import EventKind
-from strop.record.mirror.claim import Latest, MirrorFenced, RunIdentity, claim_mirror, point_to, require_claim
+from strop.record.mirror.claim import Latest, RunIdentity, claim_mirror, point_to, require_claim
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, notes_path
 from strop.record.mirror.pins import PinnedCheckpoint, pin_checkpoint, unpin
 from strop.record.mirror.traces import TraceSender, remove_pins, yield_after
