@@ -219,3 +219,17 @@ def test_lines_from_elsewhere_are_filtered_too() -> None:
     assert [one.text for one in FilteredLogs(source, LogFilter(node=1)).read_rest()] == ["b", "d"]
     source = Elsewhere([line("a", "0")], [line("d", "1", "job-1")])
     assert [one.text for one in FilteredLogs(source, LogFilter(attempt="1")).read_rest()] == ["d"]
+
+
+def test_where_no_agent_began_the_schedulers_own_words_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "slurm-17.out").write_text("bash: no-such-python: command not found\n")
+    (tmp_path / "job" / "plan.json").write_text("{}\n")
+    wanted = LogLine(
+        text="bash: no-such-python: command not found", attempt="slurm-17.out", node="-", role="scheduler"
+    )
+    assert read(tmp_path) == [wanted]
+    log(tmp_path, "17-0", 0, "agent", "began\n")
+    # Once somebody speaks for the node, they are asked for by name: most of them are the agent's words again.
+    assert [line.role for line in read(tmp_path)] == ["agent"]
+    assert read(tmp_path, role="scheduler") == [wanted]

@@ -1,6 +1,8 @@
 """The logs of a job's nodes and roles as lines, while they grow and long after.
 
 They are files of the member's directory, so that they can be read when the scheduler has forgotten the job.
+What the scheduler or the supervisor itself wrote is the role `scheduler`: shown where it is asked for, and
+where nothing else is there, which is when no agent could begin.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from dataclasses import dataclass
 
 from strop.errors import StoreError, explain_refusal
 from strop.launch.jobs.contract import LogLine, LogSource, RecordFiles
-from strop.launch.jobs.home import ATTEMPTS_FOLDER
+from strop.launch.jobs.home import ATTEMPTS_FOLDER, JOB_FOLDER
 
 POLL_S = 0.2
 _LOG = re.compile(rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?P<node>\d+)/(?P<role>[^/]+)\.log")
+_OF_SCHEDULER = re.compile(rf"{JOB_FOLDER}/(?P<attempt>slurm-[^/]+\.out|supervisor\.log)(?P<node>)(?P<role>)")
+SCHEDULER = "scheduler"
 _LIST_EVERY_S = 0.4
 """New roles and attempts are looked for this often; lines of known files at every poll."""
 _ASK_EVERY_S = 1.0
@@ -105,7 +109,10 @@ class FileLogs:
             found = [(match, name) for match, name in found if match["attempt"] == newest]
         # An attempt's logs stand together, and the tenth attempt comes after the ninth.
         found.sort(key=lambda item: (_number_of(item[0]["attempt"]), item[1]))
-        return [name for match, name in found if self._wanted.takes(**match.groupdict())]
+        names = [name for match, name in found if self._wanted.takes(**match.groupdict())]
+        if self._wanted.role == SCHEDULER or (not names and self._wanted == LogFilter()):
+            return [name for name in self._record.list(JOB_FOLDER) if _OF_SCHEDULER.fullmatch(name)]
+        return names
 
     def _read_file(self, name: str, *, is_end: bool) -> Iterator[LogLine]:
         data = self._read_from(name, is_end=is_end)
@@ -116,11 +123,16 @@ class FileLogs:
             lines.append(rest)
         elif rest:
             self._partial[name] = rest
-        match = _LOG.fullmatch(name)
+        match = _LOG.fullmatch(name) or _OF_SCHEDULER.fullmatch(name)
         assert match is not None
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r")
-            yield LogLine(text=text, attempt=match["attempt"], node=match["node"], role=match["role"])
+            yield LogLine(
+                text=text,
+                attempt=match["attempt"],
+                node=match["node"] or "-",
+                role=match["role"] or SCHEDULER,
+            )
 
     def _read_from(self, name: str, *, is_end: bool) -> bytes:
         """Return the next bytes of a file; at the end all of them."""
