@@ -52,6 +52,28 @@ def test_prc_1_a_hung_stage_ends_the_process(tmp_path: Path, listener: str) -> N
         assert taken.is_locked_here
 
 
+CHILD = "import time\\ndef serves_no_more():\\n    time.sleep(600)\\nserves_no_more()"
+HANG_WITH_CHILD = f"""
+import os, signal, subprocess, sys, threading, time
+from strop.train.watchdog import Watchdog
+os.environ["PYTHONFAULTHANDLER"] = "1"
+child = subprocess.Popen([sys.executable, "-c", "{CHILD}"])
+time.sleep(1.0)
+os.kill(child.pid, signal.SIGSTOP)
+with Watchdog(0.3, lambda stage, stalled_s: None):
+    threading.Event().wait()
+"""
+
+
+def test_the_stacks_of_children_are_shown_too() -> None:
+    """Incident PRC-1: the engine was stopped, and only the trainer said where it waited."""
+    ended = subprocess.run(
+        [sys.executable, "-c", HANG_WITH_CHILD], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert "serves_no_more" in ended.stderr
+
+
 def test_a_stage_that_moves_is_left_alone() -> None:
     stalls: list[str] = []
     with Watchdog(2.0, lambda stage, stalled_s: stalls.append(stage)) as watchdog:

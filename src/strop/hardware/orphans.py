@@ -1,4 +1,4 @@
-"""Processes whose parent has died: they come to us instead of to process 1, and are buried.
+"""Children of this process, its own and adopted ones: buried, and asked where they hang.
 
 A program that answers for others must see what they leave, and in a container, where it is process 1 itself,
 nobody else would bury the dead. Linux; elsewhere nothing is adopted.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +35,27 @@ def bury_orphans(own_pids: Collection[int]) -> int:
             with suppress(ChildProcessError):
                 num_buried += os.waitpid(pid, os.WNOHANG)[0] == pid
     return num_buried
+
+
+def show_stacks_of_children(limit_s: float) -> list[int]:
+    """Let every Python child write the stacks of its threads to its standard error, and end; return them.
+
+    SIGABRT does that where PYTHONFAULTHANDLER is set, or `faulthandler.enable` was called. What was stopped
+    is continued first. Waits until they have ended, at most `limit_s`.
+    """
+    pids = [pid for pid in _children() if not _is_zombie(pid)]
+    for number in (signal.SIGCONT, signal.SIGABRT):
+        for pid in pids:
+            with suppress(OSError):
+                os.kill(pid, number)
+    deadline = time.monotonic() + limit_s
+    while any(not _is_gone(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return pids
+
+
+def _is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or _is_zombie(pid)
 
 
 def _children() -> Iterator[int]:

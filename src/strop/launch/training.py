@@ -6,6 +6,7 @@ The same command again continues a run that did not finish: same name, same spec
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +78,8 @@ def train_here(
         or the gate refuses;
         Interrupted after a signal; StropError for everything else that strop refuses.
     """
+    # Inherited by every child: one that hangs can be asked where.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     spec = resolved.spec
     # Before a model is fetched: that may take an hour.
     require_writable(Path(spec.output.dir or spec.output.root), "the run's directory")

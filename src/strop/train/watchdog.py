@@ -16,6 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strop.errors import EXIT_FAILED
+from strop.hardware.orphans import show_stacks_of_children
+
+CHILDREN_LIMIT_S = 3.0
+"""How long children may take to write their stacks."""
 
 
 class Watchdog:
@@ -68,8 +72,10 @@ class Watchdog:
                     os._exit(EXIT_FAILED)
 
     def _dump_stacks(self) -> None:
-        """Write the stacks of all threads to standard error and to the run's log."""
+        """Write the stacks of all threads to standard error and to the run's log; children to theirs."""
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         if self._log_path is not None and self._log_path.parent.is_dir():
             with self._log_path.open("a") as log:
                 faulthandler.dump_traceback(file=log, all_threads=True)
+        # The wait may be for one of them: an engine, a judge.
+        show_stacks_of_children(CHILDREN_LIMIT_S)

@@ -238,3 +238,21 @@ def test_a_job_submitted_by_a_run_is_not_ended_with_that_run(
     ref = launcher.submit(make_request(project, [shower])).ref
     wait_for_end(launcher, ref)
     assert "the-outer-one" not in read_role_log(ref.home)
+
+
+def test_a_kill_without_grace_leaves_nothing(project: Path, launcher: Launcher) -> None:
+    marker = f"no-grace-{os.getpid()}"
+    stubborn = f"""
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
+time.sleep(600)
+"""
+    ref = launcher.submit(make_request(project, [role("train", stubborn)])).ref
+    wait_for(lambda: is_running(marker))
+    # The job's own grace is two minutes; the one who cancels has less patience.
+    outcome = launcher.cancel(ref, grace_s=1.0)
+    assert outcome.ended_by == "KILL"
+    assert stand_of(launcher, ref).state is JobState.FAILED
+    wait_for(lambda: not is_running(marker))

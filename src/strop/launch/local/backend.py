@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.hardware import clear_leftovers
 from strop.hardware.detached import start_detached
 from strop.hardware.identity import identify
 from strop.hardware.leases import LEASE_VARIABLE
@@ -32,6 +33,7 @@ from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
 from strop.launch.local.identity import read_identity
 
+KILL_LIMIT_S = 10.0
 START_LIMIT_S = 20.0
 """How long a supervisor may take to say that it is there."""
 
@@ -136,7 +138,16 @@ class LocalBackend:
 
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
         """Ask the supervisor for an end; with no grace kill it, and everything of it at once."""
-        self._signal(ref, signal.SIGTERM if grace_s > 0.0 else signal.SIGKILL)
+        if grace_s > 0.0:
+            self._signal(ref, signal.SIGTERM)
+            return
+        self._signal(ref, signal.SIGKILL)
+        found = read_identity(job_path_of(ref.home))
+        deadline = time.monotonic() + KILL_LIMIT_S
+        while found is not None and found.process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # Its agent dies with it; what the roles had started in sessions of their own does not.
+        clear_leftovers()
 
     def preempt(self, ref: JobRef, member: int) -> str:
         """Tell the supervisor what a scheduler would tell it."""
