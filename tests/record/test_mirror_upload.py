@@ -103,6 +103,22 @@ def test_rollouts_arrive_before_the_metrics_that_mention_them(played: PlayedRun,
     assert all(num_lines <= num_rollouts for num_lines, num_rollouts in seen)
 
 
+@pytest.mark.parametrize(("num_steps", "is_checkpoint_first"), [(2, False), (100, True)])
+def test_rollouts_before_a_checkpoint_arrive_before_it_unless_there_is_much_to_compare(
+    num_steps: int, is_checkpoint_first: bool, played: PlayedRun, root: str
+) -> None:
+    """A kill right after a checkpoint has arrived loses no rollout; and no checkpoint waits for thousands."""
+    played.train(*range(1, num_steps + 1), checkpoint_every=num_steps)
+    sent: list[str] = []
+    objects = watched(lambda method, uri: sent.append(uri) if method in {"write", "upload"} else None)
+    played.uploader(root, objects).look(is_flush=False)
+    mirror = mirror_of(played, root)
+    complete = sent.index(f"{mirror}/tiny_step{num_steps}/COMPLETE")
+    rollouts = [index for index, uri in enumerate(sent) if "/traces/rollouts/" in uri]
+    assert len(rollouts) == num_steps
+    assert all((complete < index) is is_checkpoint_first for index in rollouts)
+
+
 def test_a_line_that_is_being_written_is_not_sent(played: PlayedRun, root: str) -> None:
     played.train(1)
     log_path = played.run.path / "attempts" / "1" / "train.log"

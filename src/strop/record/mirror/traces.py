@@ -21,6 +21,7 @@ LOGS = ("events.jsonl", "metrics.jsonl")
 """Sent last, in this order."""
 _SINGLE = ("spec.toml", "env.txt", STATE_NAME, "report.html")
 _GROWING = frozenset({".jsonl", ".log", ".out", ".txt"})
+FEW_FILES = 100
 SMALL_BYTES = 8 << 20
 """Read into memory and sent at once; larger ones are held by a link."""
 GROWTH_FRAC = 0.05
@@ -41,8 +42,13 @@ class TraceSender:
         self._store = store
         self._uri = join_uri(uri, TRACES)
         self._sent: dict[str, Signature] = {}
-        self.has_compared = False
-        """Whether it knows what earlier uploaders sent, which takes a request for each file."""
+        self._has_compared = False
+        """Whether it knows what earlier uploaders sent."""
+
+    @property
+    def has_much_to_compare(self) -> bool:
+        """Whether it has to ask for more than a few files first, which takes a request for each."""
+        return not self._has_compared and len(list(self._list_names())) > FEW_FILES
 
     def send(self, *, is_whole: bool, should_yield: Callable[[], bool]) -> bool:
         """Send what is new. `is_whole`: however little it has grown.
@@ -71,13 +77,13 @@ class TraceSender:
 
     def _drop_known(self, names: list[str]) -> list[str]:
         """Leave out what an earlier uploader sent: asked of the store once, by digests."""
-        if self.has_compared:
+        if self._has_compared:
             return names
         fixed = {name: self._run_path / name for name in names if Path(name).suffix not in _GROWING}
         missing = set(self._store.plan_put(fixed, self._uri).moved)
         for name in fixed.keys() - missing:
             self._sent[name] = sign(self._run_path / name)
-        self.has_compared = True
+        self._has_compared = True
         return [name for name in names if name not in fixed or name in missing]
 
     def _is_due(self, name: str, *, is_whole: bool) -> bool:

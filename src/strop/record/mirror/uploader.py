@@ -131,8 +131,8 @@ class Uploader:
         """
         if self._is_pausing(self._whole, is_flush=is_flush):
             return False
-        # Also right after a start: there may be much to compare before anything recorded is sent.
-        is_checkpoint_first = is_flush or not self._traces.has_compared
+        # One that starts in a long run would have to compare all that an earlier one has sent.
+        is_checkpoint_first = is_flush or self._traces.has_much_to_compare
         parts = self._last_parts if is_checkpoint_first else self._parts
         try:
             self._begin()
