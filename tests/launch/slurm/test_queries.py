@@ -131,6 +131,18 @@ def test_lau_6_a_failing_query_is_an_error_and_no_state() -> None:
         list_jobs(client=broken)
 
 
+def test_lau_6_no_controller_is_no_empty_list() -> None:
+    """Recorded: `squeue --json` exits with 0 and lists no job where it could not ask anybody."""
+
+    def alone(argv: Sequence[str]) -> Said:
+        if "--json" in argv:
+            return _said("squeue-22.05-down.json")
+        return Said(code=1, output="", errors="slurm_load_jobs error: Unable to contact slurm controller")
+
+    with pytest.raises(StoreError, match="Unable to contact slurm controller"):
+        answer_for(["7"], client=alone)
+
+
 _WORDS = st.sampled_from(
     [
         "job_id",

@@ -52,7 +52,8 @@ def read_json(text: str, *, now: float) -> list[SeenJob] | None:
     except ValueError:
         return None
     jobs = document.get("jobs") if isinstance(document, dict) else None
-    if not isinstance(jobs, list):
+    # Without a controller 22.05 prints an error, no jobs, and exits with 0: an empty list is then no answer.
+    if not isinstance(jobs, list) or document.get("errors"):
         return None
     return [seen for job in jobs if isinstance(job, dict) and (seen := _read_job(job, now)) is not None]
 
