@@ -15,6 +15,7 @@ import pytest
 from strop.launch.jobs.contract import RolePlan
 from strop.launch.sagemaker.contract_runner import ContractRunner
 from strop.launch.sagemaker.folder_objects import FolderObjects
+from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import PROGRAM
 from tests.launch.sagemaker.rehearsal import Rehearsal, expected_metrics
 
@@ -206,6 +207,26 @@ def test_code_that_was_changed_on_its_way_is_refused(rehearsal: Rehearsal) -> No
     runner = rehearsal.start(request)
     assert end_of(runner) not in {0, 75, None}
     assert HOST in runner.failure()
+
+
+def test_a_crash_of_the_entry_itself_leaves_a_failure_file(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit()
+    # Where this host's states should be is a file: nothing that anybody foresaw.
+    uri = request["CheckpointConfig"]["S3Uri"].rstrip("/")
+    rehearsal.folder.write(f"{uri}/{HOST}", b"")
+    runner = rehearsal.start(request)
+    assert end_of(runner) == 1
+    assert "the entry failed: " in runner.failure()
+
+
+def test_a_full_disk_is_said_and_is_no_success(rehearsal: Rehearsal, tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk", size_bytes=2 << 20) as disk:
+        request = rehearsal.submit(trainee={"BYTES": 4 << 20})
+        request["AlgorithmSpecification"]["ContainerEntrypoint"] += ["--scratch", str(disk)]
+        runner = rehearsal.start(request)
+        code = runner.wait(LIMIT_S)
+    assert code not in {0, 75, None}, runner.log_of(HOST)
+    assert "space" in runner.failure() or "disk" in runner.failure(), runner.failure()
 
 
 def test_a_config_of_another_job_is_refused(rehearsal: Rehearsal) -> None:

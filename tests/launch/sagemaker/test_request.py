@@ -123,6 +123,8 @@ def test_everything_that_a_flag_may_say() -> None:
     assert request["AlgorithmSpecification"]["TrainingImage"] == "own@sha256:1"
     assert request["AlgorithmSpecification"]["ContainerEntrypoint"] == ["python3", "-m", "other"]
     assert {"Key": "team", "Value": "a"} in request["Tags"]
+    # Another entry does not drop the config.
+    assert request["InputDataConfig"][0]["ChannelName"] == "config"
     assert "120 s" in plan.notices[-1]
 
 

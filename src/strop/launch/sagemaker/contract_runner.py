@@ -237,7 +237,9 @@ class _ProcessHost:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         own = {"HOME": str(scratch), "PATH": os.environ.get("PATH", os.defpath), "TMPDIR": str(scratch)}
-        argv = [*entry, "--root", str(host_path / "opt" / "ml"), "--scratch", str(scratch / "runs")]
+        argv = [*entry, "--root", str(host_path / "opt" / "ml")]
+        if "--scratch" not in entry:
+            argv += ["--scratch", str(scratch / "runs")]
         with (host_path / "entry.log").open("ab") as log:
             self._process = subprocess.Popen(
                 argv,
