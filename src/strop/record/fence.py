@@ -1,24 +1,26 @@
 """Which attempt of a run may write: the highest that has begun.
 
 A node that was lost may go on computing while its job already lives again elsewhere; locks of shared file
-systems may not see it. So every attempt raises the fence to its own number, and one that finds a higher
-number writes nothing more.
+systems may not see it. So every attempt sets a mark with its own number, and one that finds a higher number
+writes nothing more. Each number has a file of its own: whoever wakes up in the middle of setting a mark
+cannot take away a higher one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
-from strop.errors import CheckRefused, explain_refusal
-from strop.store.atomic import write_bytes_atomically
+from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.store.atomic import explain_write_failure, write_bytes_atomically
 
 ATTEMPT_VARIABLE = "STROP_ATTEMPT"
 """Name of the attempt's folder, set by a launcher."""
 NUMBER_VARIABLE = "STROP_ATTEMPT_NUMBER"
 """Its number, from 0, set by a launcher."""
-_NAME = "fence.json"
+_MARK = re.compile(r"fence-(\d+)\.json")
 
 
 def raise_fence(run_path: Path, number: int, attempt: str) -> None:
@@ -27,24 +29,48 @@ def raise_fence(run_path: Path, number: int, attempt: str) -> None:
     Raises: CheckRefused if a later one has begun; StoreError if the disk fails.
     """
     require_unfenced(run_path, number)
-    path = run_path / "attempts" / _NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = run_path / "attempts" / f"fence-{number}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
     write_bytes_atomically(path, json.dumps({"number": number, "attempt": attempt}).encode())
+    # It may have taken long: a later attempt that began meanwhile is not to be disturbed.
+    require_unfenced(run_path, number)
 
 
 def read_fence(run_path: Path) -> tuple[int, str] | None:
-    """Return number and name of the attempt that may write; None where no launcher has begun one."""
+    """Return number and name of the attempt that may write; None where no launcher has begun one.
+
+    Raises: StoreError if the run directory does not answer.
+    """
+    folder = run_path / "attempts"
     try:
-        content = json.loads((run_path / "attempts" / _NAME).read_bytes())
-        return int(content["number"]), str(content["attempt"])
-    except (OSError, ValueError, KeyError, TypeError):
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{folder} cannot be listed ({error.strerror})",
+                allowed="a run directory that answers: it says whether a later attempt has begun",
+                next_step="check the disk or the file server; the run goes on from its last checkpoint",
+            )
+        ) from error
+    number = max((int(match[1]) for name in names if (match := _MARK.fullmatch(name))), default=None)
+    if number is None:
+        return None
+    try:
+        return number, str(json.loads((folder / f"fence-{number}.json").read_bytes())["attempt"])
+    except (OSError, ValueError, KeyError, TypeError):
+        # Whatever is in it: that it is there says enough.
+        return number, "unknown"
 
 
 def require_unfenced(run_path: Path, number: int | None = None) -> None:
     """Refuse to go on where a later attempt has begun. None: the attempt that a launcher said this is.
 
-    Raises: CheckRefused.
+    Raises: CheckRefused; StoreError if the run directory does not answer.
     """
     mine = _own_number() if number is None else number
     found = read_fence(run_path)

@@ -106,7 +106,7 @@ def test_a_damaged_file_says_nothing_and_stops_nothing(tmp_path: Path, content: 
 
 
 def test_other_files_are_no_attempts(tmp_path: Path) -> None:
-    write(tmp_path / "attempts" / "fence.json", {"number": 3})
+    write(tmp_path / "attempts" / "fence-3.json", {"number": 3})
     write(tmp_path / "attempts" / "17-0" / "0" / "train.log", "hello")
     write(tmp_path / "attempts" / "17-0" / "deeper" / "verdict.json", {"exit_code": 0})
     assert read_attempts(DirectoryRecord(tmp_path)) == []
