@@ -13,22 +13,41 @@ from strop.launch.jobs.home import plan_to_json
 from strop.launch.jobs.planning import make_plan, tag_of
 from tests.fixtures.scripted_jobs import World
 
+SITES = """
+[sites.lab]
+backend = "slurm"
+partition = "gpu's $HOME"
+[sites.box]
+backend = "container"
+image = "registry.example/strop:1"
+[sites.cloud]
+backend = "sagemaker"
+region = "eu-central-1"
+role = "arn:aws:iam::111122223333:role/training"
+bucket = "strop-test"
+image = "registry.example/strop:1"
+[sites.desk]
+backend = "local"
+"""
+
 # The request is read; from then on every touch of the world is refused: disk, network, clock, luck.
 SEALED = """
 import os, random, sys, time
 from pathlib import Path
+from strop.launch.backends import open_backend
 from strop.launch.jobs.fake import FakeBackend
 from strop.launch.jobs.home import plan_to_json
 from strop.launch.jobs.planning import make_plan
-from strop.launch.local.backend import LocalBackend
 from tests.fixtures.scripted_jobs import World
 
-folder = Path(sys.argv[1])
+folder, site = Path(sys.argv[1]), sys.argv[2]
 world = World(folder=folder, backend=FakeBackend(folder / "scheduler"), environ={"HOME": "/"})
-requests = [world.request(), world.request(sweep=("train.steps=2,3",))]
-backends = [world.backend, LocalBackend()]
+known = site if site != "fake" else "desk"
+MODEL = "model.uri=hf://org/model"
+requests = [world.request(MODEL, site=known), world.request(MODEL, site=known, sweep=("train.steps=2,3",))]
+backend = world.backend if site == "fake" else open_backend(requests[0].site)
 # Imports are no effects: the first plan brings what is imported late.
-before = [plan_to_json(make_plan(one, backend)) for one in requests for backend in backends]
+before = [plan_to_json(make_plan(one, backend)) for one in requests]
 
 FORBIDDEN = ("open", "os.", "socket.", "subprocess.", "shutil.", "import")
 def refuse(event, args):
@@ -38,14 +57,16 @@ def no_luck(*args, **kwargs):
     raise OSError(30, "a plan asks the clock or for luck")
 time.time = time.monotonic = time.perf_counter = random.random = os.urandom = os.getpid = no_luck
 sys.addaudithook(refuse)
-after = [plan_to_json(make_plan(one, backend)) for one in requests for backend in backends]
+after = [plan_to_json(make_plan(one, backend)) for one in requests]
 sys.stdout.write("equal" if before == after else "different")
 """
 
 
-def test_a_plan_touches_nothing_and_is_the_same_every_time(world: World) -> None:
+@pytest.mark.parametrize("site", ["fake", "desk", "lab", "box", "cloud"])
+def test_a_plan_touches_nothing_and_is_the_same_every_time(world: World, site: str) -> None:
+    world.sites(SITES)
     done = subprocess.run(
-        [sys.executable, "-c", SEALED, str(world.folder)],
+        [sys.executable, "-c", SEALED, str(world.folder), site],
         capture_output=True,
         text=True,
         check=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from functools import cache
 from importlib.resources import files
 
 from strop.launch.jobs.contract import JobPlan
@@ -20,6 +21,13 @@ from strop.spec.site import SlurmSite
 SCRIPT_NAME = "job.sh"
 
 
+@cache
+def _read_templates() -> dict[str, str]:
+    """Return the templates, read once as a module is: a plan itself reads nothing."""
+    package = files("strop.launch.slurm")
+    return {name: (package / name).read_text(encoding="utf-8") for name in ("job.sh.j2", "image.sh.j2")}
+
+
 def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> str:
     """Return the batch script of a plan.
 
@@ -27,10 +35,8 @@ def write_script(plan: JobPlan, options: SlurmOptions, profile: SlurmSite) -> st
     """
     from jinja2 import DictLoader, Environment, StrictUndefined
 
-    package = files("strop.launch.slurm")
-    names = ("job.sh.j2", "image.sh.j2")
     templates = Environment(
-        loader=DictLoader({name: (package / name).read_text(encoding="utf-8") for name in names}),
+        loader=DictLoader(_read_templates()),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
