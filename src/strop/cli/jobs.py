@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,9 +83,10 @@ def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) 
     if not found:
         output.say("no job is waiting or running")
         return
+    num_shown = Counter(one.ref.home for one in found)
     rows = [
         (
-            one.ref.name + (f"[{one.member}]" if "/members/" in _member_path(one) else ""),
+            one.ref.name + (f"[{one.member}]" if num_shown[one.ref.home] > 1 or one.member else ""),
             one.state.value,
             one.ref.site,
             one.ref.job_id,
@@ -99,12 +101,6 @@ def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) 
     for one in found:
         if len(one.reason.splitlines()) > 1:
             output.give(f"{one.ref.name}: {one.reason}")
-
-
-def _member_path(status: JobStatus) -> str:
-    from strop.launch.jobs.home import job_path_of, read_plan
-
-    return read_plan(job_path_of(status.ref.home)).members[status.member].path
 
 
 def logs(

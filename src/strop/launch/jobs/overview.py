@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from strop.errors import StropError
+from strop.errors import StoreError, StropError
 from strop.launch.backends import backend_of, open_backend
-from strop.launch.jobs.contract import JobPlan, JobRef, JobState, JobStatus
+from strop.launch.jobs.contract import JobPlan, JobRef, JobState, JobStatus, StatusSource
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
 from strop.launch.jobs.index import list_homes
 from strop.launch.jobs.launcher import Launcher
@@ -16,25 +16,43 @@ from strop.spec.sites import BACKENDS, KnownSite, find_site, list_sites
 
 
 def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStatus]:
-    """Return where all jobs of this user stand, newest first. Raises: StoreError, CorruptRecord."""
+    """Return where all jobs of this user stand, newest first.
+
+    A damaged home is `unknown` and hides no other one. Raises: StoreError if a folder cannot be listed.
+    """
     groups: dict[str, tuple[JobPlan, list[JobRef]]] = {}
+    found: list[JobStatus] = []
     for home in list_homes(roots, environ):
-        if has_ref(home):
-            plan = read_plan(job_path_of(home))
-            key = f"{plan.backend} {sorted(plan.profile.items(), key=str)}"
-            groups.setdefault(key, (plan, []))[1].append(read_ref(job_path_of(home)))
-    found = [one for plan, refs in groups.values() for one in Launcher(backend_of(plan)).status(refs)]
+        if not has_ref(home):
+            continue
+        try:
+            plan, ref = read_plan(job_path_of(home)), read_ref(job_path_of(home))
+        except StoreError as error:
+            found.append(_damaged(home, error))
+            continue
+        key = f"{plan.backend} {sorted(plan.profile.items(), key=str)}"
+        groups.setdefault(key, (plan, []))[1].append(ref)
+    found += [one for plan, refs in groups.values() for one in Launcher(backend_of(plan)).status(refs)]
     return sorted(found, key=lambda one: one.ref.submitted_at, reverse=True)
+
+
+def _damaged(home: Path, error: StoreError) -> JobStatus:
+    ref = JobRef(
+        name=home.name, site="-", backend="-", home=str(home), job_id="-", plan_hash="", submitted_at=0.0
+    )
+    return JobStatus(
+        ref=ref, member=0, state=JobState.UNKNOWN, reason=str(error), source=StatusSource.NOTHING
+    )
 
 
 def find_orphans(roots: list[Path], environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return what has lost its other half: jobs whose home is gone, and homes whose job nobody knows.
 
-    Raises: StoreError if a scheduler does not answer.
+    A scheduler that does not answer has no orphans that anybody knows of.
     """
     found = []
     homes = list_homes(roots, environ)
-    known = {read_ref(job_path_of(home)).job_id for home in homes if has_ref(home)}
+    known = {job_id for home in homes if (job_id := _job_of(home)) is not None}
     for site in (
         *list_sites(Path.cwd(), environ),
         *(KnownSite(name=one, backend=one, files=()) for one in BACKENDS),
@@ -54,6 +72,13 @@ def find_orphans(roots: list[Path], environ: Mapping[str, str]) -> list[tuple[st
         if status.state is JobState.UNKNOWN:
             found.append((status.ref.home, f"job {status.ref.job_id}: {status.reason}"))
     return list(dict.fromkeys(found))
+
+
+def _job_of(home: Path) -> str | None:
+    try:
+        return read_ref(job_path_of(home)).job_id if has_ref(home) else None
+    except StoreError:
+        return None
 
 
 def status_to_json(status: JobStatus) -> dict[str, Any]:
