@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
-from strop.hardware import clear_leftovers
+from strop.hardware import Lease, clear_leftovers, find_leases
 from strop.hardware.detached import start_detached
 from strop.hardware.identity import identify
 from strop.hardware.leases import LEASE_VARIABLE
@@ -142,12 +142,11 @@ class LocalBackend:
             self._signal(ref, signal.SIGTERM)
             return
         self._signal(ref, signal.SIGKILL)
-        found = read_identity(job_path_of(ref.home))
-        deadline = time.monotonic() + KILL_LIMIT_S
-        while found is not None and found.process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
         # Its agent dies with it; what the roles had started in sessions of their own does not.
-        clear_leftovers()
+        deadline = time.monotonic() + KILL_LIMIT_S
+        while _find_own_leases(ref) and time.monotonic() < deadline:
+            clear_leftovers()
+            time.sleep(0.05)
 
     def preempt(self, ref: JobRef, member: int) -> str:
         """Tell the supervisor what a scheduler would tell it."""
@@ -180,3 +179,8 @@ class LocalBackend:
 
 def _count_members(ref: JobRef) -> int:
     return len(read_plan(job_path_of(ref.home)).members)
+
+
+def _find_own_leases(ref: JobRef) -> list[Lease]:
+    """Return what attempts of a job hold, or had held when they were killed."""
+    return [lease for lease in find_leases() if lease.attempt.startswith(f"{ref.job_id}-")]
