@@ -247,10 +247,11 @@ import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
+print("started", flush=True)
 time.sleep(600)
 """
     ref = launcher.submit(make_request(project, [role("train", stubborn)])).ref
-    wait_for(lambda: is_running(marker))
+    wait_for(lambda: "started" in read_role_log(ref.home))
     # The job's own grace is two minutes; the one who cancels has less patience.
     outcome = launcher.cancel(ref, grace_s=1.0)
     assert outcome.ended_by == "KILL"
