@@ -39,7 +39,8 @@ def make_request(
     resources: Resources | None = None,
     **options: Any,
 ) -> JobRequest:
-    resolved = load_spec(None, ("name=small-try", "task.name=arithmetic", *overrides))
+    task = () if any(text.startswith("task.name=") for text in overrides) else ("task.name=arithmetic",)
+    resolved = load_spec(None, ("name=small-try", *task, *overrides))
     return JobRequest(
         resolved=resolved,
         site=Site(name="cloud", profile=SageMakerSite(**{**PROFILE, **(profile or {})})),
