@@ -34,8 +34,8 @@ END_NAME = "container-end.json"
 """Written after the end: what the engine knew of it."""
 STOP_NAME = "container-stop.json"
 """Written before a signal: who wanted the end."""
-LOG_NAME = "container.log"
-"""What the container said on its standard output and error."""
+LOG_NAME = "supervisor.log"
+"""What the container said on its standard output and error: its process 1 is the supervisor."""
 _MAX_LOG_BYTES = 4 << 20
 _KILLED = SIGNAL_BASE + signal.SIGKILL
 _LIVING = {
