@@ -104,3 +104,13 @@ def test_a_list_that_cannot_be_read_or_written_is_said(world: World) -> None:
 def test_the_list_is_below_the_users_state(tmp_path: Path) -> None:
     assert index_path({"HOME": "/h"}) == Path("/h/.local/state/strop/jobs.jsonl")
     assert index_path({"XDG_STATE_HOME": "/s", "HOME": "/h"}) == Path("/s/strop/jobs.jsonl")
+
+
+def test_a_folder_that_cannot_be_listed_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(StoreError) as caught:
+        list_homes([world.runs], world.environ)
+    assert f"{world.runs} cannot be listed (Permission denied)" in str(caught.value)

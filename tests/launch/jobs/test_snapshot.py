@@ -320,3 +320,13 @@ def test_a_file_that_cannot_be_read_is_named(tree: Path) -> None:
     with pytest.raises(StoreError) as caught:
         hash_code(tree, ["a.py", "absent.py"])
     assert "absent.py cannot be read (No such file or directory)" in str(caught.value)
+
+
+def test_a_file_that_goes_while_the_tree_is_looked_at_is_named(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "a.py").unlink()
+    monkeypatch.setattr("strop.launch.jobs.snapshot._is_code", lambda root, name, skipped: True)
+    with pytest.raises(StoreError) as caught:
+        take_snapshot(tree)
+    assert "changes while it is looked at (No such file or directory" in str(caught.value)
