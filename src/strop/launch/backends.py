@@ -22,7 +22,7 @@ def open_backend(site: Site) -> Backend:
         case SlurmSite():
             from strop.launch.slurm.backend import SlurmBackend
 
-            return SlurmBackend(site.profile)
+            return SlurmBackend(site.profile, site=site.name)
         case SageMakerSite():
             from strop.launch.sagemaker.backend import SageMakerBackend
 
