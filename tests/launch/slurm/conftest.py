@@ -29,8 +29,8 @@ exec {python} "$@"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limited:
-    """A cluster whose jobs run into their limit of one minute while other tests run."""
+class Early:
+    """A cluster whose jobs mostly wait: for their limit of a minute, or to live again."""
 
     cluster: Cluster
     root: Path
@@ -38,24 +38,28 @@ class Limited:
 
 
 @pytest.fixture(scope="session")
-def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
+def early(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Early]:
     """Jobs that are submitted before any other, and looked at after all others."""
     require_system_part("slurm-wlm", is_installed())
     minute = Resources(time_limit_s=60.0)
-    root = tmp_path_factory.mktemp("limited-desk")
-    with slurm_cluster(tmp_path_factory.mktemp("limited")) as cluster, pytest.MonkeyPatch.context() as patch:
+    root = tmp_path_factory.mktemp("early-desk")
+    with slurm_cluster(tmp_path_factory.mktemp("early")) as cluster, pytest.MonkeyPatch.context() as patch:
         desk = open_desk(cluster, root, patch)
         # Told 30 s before, give or take a minute: Slurm looks at limits that often.
         told = desk.submit(
             a_role("--steps", "300"), name="told", resources=minute, grace_s=30.0, max_requeue=20
         )
         deaf = desk.submit(a_role("--steps", "3000", "--ignore-signals"), name="deaf", resources=minute)
+        saving = desk.submit(a_role("--codes", "75"), name="saving", max_requeue=2)
+        refused = desk.submit(a_role("--codes", "76,0"), name="refused")
+        refused_twice = desk.submit(a_role("--codes", "76"), name="refused-twice")
         patch.undo()
-        yield Limited(cluster=cluster, root=root, refs={"told": told, "deaf": deaf})
+        refs = (told, deaf, saving, refused, refused_twice)
+        yield Early(cluster=cluster, root=root, refs={ref.name: ref for ref in refs})
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory, limited: Limited) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, early: Early) -> Iterator[Cluster]:
     """A running cluster. Tests that stop parts of it use one of their own."""
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster

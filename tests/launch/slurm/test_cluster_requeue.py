@@ -31,14 +31,6 @@ def test_a_told_job_saves_and_goes_on_from_there(desk: Desk) -> None:
     assert slurm_log(ref).count("started train") == 2
 
 
-def test_a_job_that_always_saves_is_requeued_as_often_as_it_may(desk: Desk) -> None:
-    ref = desk.submit(a_role("--codes", "75"), max_requeue=2)
-    status = desk.wait_for(ref, *ALL_ENDS)
-    assert status.state is JobState.FAILED
-    assert status.reason.startswith("requeue budget")
-    assert len(desk.launcher.read_attempts(ref, 0)) == 3
-
-
 def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(desk: Desk) -> None:
     role = a_role("--steps", "3", "--codes", "75", "--special", "n2=1", nodes="all")
     ref = desk.submit(role, resources=Resources(num_nodes=2, time_limit_s=300.0))
@@ -50,23 +42,6 @@ def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(desk: Desk) -> Non
     assert (answer.state, answer.num_restarts) == (JobState.FAILED, 0)
     end = verdict(desk, ref)
     assert (end["exit_code"], end["nodes"]) == (1, ["n1", "n2"])
-
-
-def test_a_node_whose_preflight_fails_is_left_out_of_the_next_life(desk: Desk) -> None:
-    ref = desk.submit(a_role("--codes", "76,0"))
-    status = desk.wait_for(ref, *ALL_ENDS)
-    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    first, second = (attempt.nodes[0] for attempt in desk.launcher.read_attempts(ref, 0))
-    assert {first, second} == {"n1", "n2"}
-    assert (Path(ref.home) / "excluded-nodes").read_text() == f"{first}\n"
-
-
-def test_a_preflight_that_fails_twice_ends_the_job(desk: Desk) -> None:
-    ref = desk.submit(a_role("--codes", "76"))
-    status = desk.wait_for(ref, *ALL_ENDS, attempt=1)
-    assert (status.state, status.reason.split(":")[0]) == (JobState.FAILED, "preflight")
-    time.sleep(1.0)
-    assert desk.backend.ask([ref])[ref.job_id, 0].num_restarts == 1
 
 
 @pytest.mark.parametrize("words", [(), ("--ignore-signals",)], ids=["saves", "ignores signals"])
@@ -130,17 +105,15 @@ def test_a_cancelled_job_is_not_started_again(desk: Desk) -> None:
 
 
 def test_a_held_job_and_a_broken_dependency_say_so(desk: Desk, cluster: Cluster) -> None:
-    failed = desk.submit(a_role("--codes", "3"), name="failed")
-    assert desk.wait_for(failed, *ALL_ENDS).state is JobState.FAILED
-    options = {"dependency": f"afterok:{failed.job_id}"}
-    after = desk.submit(a_role(), name="after", options=options)
-    assert desk.wait_for(after, *ALL_ENDS).state is JobState.CANCELLED
-    blocker = desk.submit(a_role("--steps", "300", gpus=4), name="blocker", resources=gpus(4, nodes=2))
-    held = desk.submit(a_role(gpus=4), name="held", resources=gpus(4, nodes=2))
+    first = desk.submit(a_role("--steps", "15", "--codes", "3", gpus=4), name="first", resources=gpus(4, 2))
+    after = desk.submit(a_role(), name="after", options={"dependency": f"afterok:{first.job_id}"})
+    held = desk.submit(a_role(gpus=4), name="held", resources=gpus(4, 2))
     cluster.run("scontrol", "hold", held.job_id)
-    status = desk.wait_for(held, JobState.QUEUED)
-    desk.wait_until(
-        lambda: desk.status(held).reason == "held: JobHeldAdmin" or "held" in desk.status(held).reason
-    )
-    assert status.state is JobState.QUEUED
-    desk.launcher.cancel(blocker, grace_s=10.0)
+    desk.wait_until(lambda: desk.status(held).reason == "held: JobHeldAdmin")
+    assert (desk.status(held).state, desk.status(after).state) == (JobState.QUEUED, JobState.QUEUED)
+    assert desk.status(after).reason == "Dependency"
+    assert desk.wait_for(first, *ALL_ENDS).state is JobState.FAILED
+    assert desk.wait_for(after, *ALL_ENDS).state is JobState.CANCELLED
+    # Now it is known to be impossible.
+    with pytest.raises(CheckRefused, match="a dependency can never be met"):
+        desk.submit(a_role(), name="late", options={"dependency": f"afterok:{first.job_id}"})

@@ -18,6 +18,7 @@ from strop.launch.slurm.script import SCRIPT_NAME
 
 # Slurm's words to ours, the first that is found.
 _REFUSALS = (
+    ("dependency", "dependency"),
     ("invalid partition", "partition"),
     ("invalid account", "account"),
     ("invalid qos", "qos"),
@@ -26,7 +27,6 @@ _REFUSALS = (
     ("reservation", "reservation"),
     ("time limit", "time"),
     ("memory", "memory"),
-    ("dependency", "dependency"),
     ("node name", "nodes"),
     ("node configuration", "resources"),
     ("node count", "nodes"),
@@ -65,6 +65,9 @@ def _ask_scheduler(plan: JobPlan, environ: Mapping[str, str]) -> list[Problem]:
     if said.code == 0:
         return []
     words = _refusal_in(said)
+    if "presently disabled" in words and "--dependency=" in plan.files[SCRIPT_NAME]:
+        # All that Slurm says where a job that was to succeed has failed already.
+        words = f"a dependency can never be met ({words})"
     code = next((code for pattern, code in _REFUSALS if pattern in words.lower()), "scheduler")
     question = _QUESTIONS.get(code)
     return [
