@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from strop.errors import CheckRefused, RemoteDenied, RemoteUnreachable, StoreError
 from strop.launch.jobs.attempts import read_attempts
+from strop.launch.jobs.checkpoints import find_checkpoints
 from strop.launch.jobs.contract import JobState
+from strop.launch.jobs.fetch import Part, fetch_run
 from strop.launch.sagemaker.fake import JobScript, Stage, spot_script
 from strop.launch.sagemaker.job_log import JobLog
+from strop.store.atomic import AtomicDirectory
 from tests.launch.sagemaker.aws import Site
 
 
@@ -260,6 +264,40 @@ def test_the_record_is_read_from_the_mirror(site: Site) -> None:
     assert record.read("checkpoints/step-000020/COMPLETE") == b"{}"
     assert record.list("checkpoints/step-000020") == ["checkpoints/step-000020/COMPLETE"]
     assert record.describe("run.json") == f"{root}/traces/run.json"
+    assert record.read_from("metrics.jsonl", 10) == b""
+    assert record.read_from("none.jsonl", 0) == b""
+
+
+def test_of_several_records_of_a_step_the_complete_newest_is_shown(site: Site) -> None:
+    ref = site.backend.hand_over(site.plan())
+    root = ref.details["jobs"][0]["record_uri"]
+    for name in ("small-try_step20/COMPLETE", "small-try_step20-3/COMPLETE", "small-try_step20-5/weights"):
+        site.objects.write(f"{root}/{name}", name.encode())
+    site.objects.write(f"{root}/small-try_step7/COMPLETE", b"7")
+    site.objects.write(f"{root}/small-try_final/COMPLETE", b"final")
+    site.objects.write(f"{root}/traces/run.json", b"{}")
+    record = site.backend.open_record(ref, 0)
+    assert find_checkpoints(record) == [7, 20]
+    assert record.read("checkpoints/step-000020/COMPLETE") == b"small-try_step20-3/COMPLETE"
+    assert record.list("") == [
+        "checkpoints/step-000007/COMPLETE",
+        "checkpoints/step-000020/COMPLETE",
+        "run.json",
+    ]
+
+
+def test_a_run_is_fetched_from_its_mirror(site: Site, tmp_path: Path) -> None:
+    ref = site.backend.hand_over(site.plan())
+    root = ref.details["jobs"][0]["record_uri"]
+    with AtomicDirectory(tmp_path / "step") as partial:
+        (partial / "weights.bin").write_bytes(b"w" * 1000)
+    for path in (tmp_path / "step").iterdir():
+        site.objects.write(f"{root}/small-try_step20/{path.name}", path.read_bytes())
+    site.objects.write(f"{root}/traces/metrics.jsonl", b'{"step": 1}\n')
+    fetched = fetch_run(site.backend.open_record(ref, 0), tmp_path / "home", Part.ALL)
+    assert fetched.steps == (20,)
+    assert (tmp_path / "home/checkpoints/step-000020/weights.bin").read_bytes() == b"w" * 1000
+    assert (tmp_path / "home/metrics.jsonl").read_bytes() == b'{"step": 1}\n'
 
 
 def test_a_record_that_cannot_be_asked_is_an_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

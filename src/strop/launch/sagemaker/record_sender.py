@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from strop.errors import StoreError
-from strop.launch.jobs.store_record import TRACES
 from strop.launch.sagemaker.job_objects import JobObjects
+from strop.record.mirror.layout import TRACES
 
 EVERY_S = 10.0
 _RUN_FILES = ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl")
