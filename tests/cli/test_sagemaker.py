@@ -10,9 +10,16 @@ import click
 import pytest
 import typer
 
+from strop import __version__
 from strop.cli.output import Output
-from strop.cli.sagemaker import sagemaker_commands
+from strop.cli.sagemaker import _push, sagemaker_commands
 from strop.errors import CheckRefused, ConfigError
+from strop.launch.container.engine import Engine
+from strop.launch.sagemaker.client import AwsClients
+from strop.spec.site import SageMakerSite
+from tests.fixtures.object_store import use_store
+from tests.launch.sagemaker.aws import prepare_account
+from tests.launch.sagemaker.building import PROFILE, make_request
 
 SITES = """[sites.cloud]
 backend = "sagemaker"
@@ -99,6 +106,30 @@ def test_an_image_that_is_not_here_is_said_before_gpus_are_used(
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(CheckRefused, match="no container engine answers"):
         submit("--local", "--gpus", "0")
+
+
+def test_what_is_pushed_is_submitted_by_digest(
+    folder: Path, store_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_store(monkeypatch, store_address)
+    profile = SageMakerSite(**{**PROFILE, "endpoint_url": store_address})
+    clients = AwsClients(profile=profile)
+    for tag in ("0123456789abcdef", f"v{__version__}"):
+        prepare_account(clients, tag=tag)
+    program = tmp_path / "podman"
+    program.write_text(f'#!/bin/sh\necho "$1 $2 $3" >> {tmp_path}/words\ncat > /dev/null\n')
+    program.chmod(0o755)
+    engine = Engine(kind="podman", program=str(program), version="0")
+    request = make_request(image_tag="x")
+    pushed = _push(Output(), request, profile, engine, "localhost/strop:0123456789abcdef")
+    assert pushed.options["image"].startswith(f"{PROFILE['repository']}@sha256:")
+    assert "image_tag" not in pushed.options
+    words = (tmp_path / "words").read_text()
+    # Under its own tag, and under this version's, which `strop submit` looks for.
+    assert f"push {PROFILE['repository']}:0123456789abcdef" in words
+    assert f"push {PROFILE['repository']}:v{__version__}" in words
+    with pytest.raises(ConfigError, match="--push with image=None"):
+        _push(Output(), request, profile, engine, None)
 
 
 @pytest.mark.slow
