@@ -52,6 +52,8 @@ def _bring_mirror(uri: str, home: Path, newest: int | None) -> Restored | None:
     incoming = home.with_name(f"{home.name}.mirror")
     shutil.rmtree(incoming, ignore_errors=True)
     restored = restore_run(uri, incoming.parent, name=incoming.name)
+    # What earlier starts wrote of themselves stays in the store: here it could be taken for this one's.
+    shutil.rmtree(restored / "attempts", ignore_errors=True)
     shutil.copytree(restored, home, dirs_exist_ok=True, symlinks=True)
     shutil.rmtree(restored)
     known = "no state" if newest is None else f"step {newest}"

@@ -159,7 +159,9 @@ def _read_start(tree: OptMl, hosts: Hosts, settings: EntrySettings) -> _Start:
 def _live(start: _Start, settings: EntrySettings, stop: StopFlag, read_secret: SecretReader) -> int:
     job_path, hidden = make_job_folder(start.tree, dict(start.plan), start.home, read_secret)
     _bring_state(start)
-    sender = RecordSender(_choose_sink(start), start.home, start.attempt, has_run=start.hosts.is_head)
+    # With a store the run's own mirror sends the run's files: of one object there is one writer.
+    has_run = start.hosts.is_head and not _reaches_store(start)
+    sender = RecordSender(_choose_sink(start), start.home, start.attempt, has_run=has_run)
     started_at = time.time()
     control = join_hosts(
         start.hosts,
