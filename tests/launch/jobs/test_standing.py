@@ -231,6 +231,25 @@ def test_one_member_of_a_sweep_ends_alone(world: World) -> None:
     assert [one.state for one in world.launcher.status([ref])] == [S.QUEUED, S.CANCELLED]
 
 
+def test_secrets_go_with_the_last_member_that_ends_also_before_its_first_life(world: World) -> None:
+    (world.project / ".env").write_text("MY_TOKEN=canary-value-1\n")
+    ref = world.submit(sweep=("train.steps=2,3",))
+    path = job_path_of(ref.home) / "secrets.json"
+    world.launcher.cancel(ref, member=0, grace_s=1.0)
+    assert path.exists()
+    world.launcher.cancel(ref, member=1, grace_s=1.0)
+    assert not path.exists()
+
+
+def test_secrets_stay_where_only_a_record_says_that_it_has_failed(world: World, running: JobRef) -> None:
+    # Its scheduler may let it live again on another node, and is silent now.
+    (job_path_of(running.home) / "secrets.json").write_text("{}")
+    world.backend.end_attempt(Path(running.home) / "attempts" / "fake-1-0", 76)
+    world.backend.is_silent = True
+    assert world.launcher.cancel(running, grace_s=1.0).ended_by == "it had ended"
+    assert (job_path_of(running.home) / "secrets.json").exists()
+
+
 @pytest.mark.parametrize("member", [1, 99, -1])
 def test_a_member_that_a_job_does_not_have_is_refused(world: World, running: JobRef, member: int) -> None:
     for call in (

@@ -175,14 +175,23 @@ class Launcher:
             nothing is known to have ended.
         """
         require_member(ref, member)
+        ended_by = self._end(ref, member, grace_s)
+        statuses = self.status([ref])
+        if all(_is_settled(one) for one in statuses):
+            # One that ends before its first life has nobody to remove them.
+            remove_secrets(job_path_of(ref.home))
+        mine = tuple(one for one in statuses if member in {None, one.member})
+        return CancelOutcome(statuses=mine, ended_by=ended_by)
+
+    def _end(self, ref: JobRef, member: int | None, grace_s: float) -> str:
+        """Ask for an end, then force it; return what it took, or nothing where no end was seen."""
         if self._all_ended(ref, member):
-            return CancelOutcome(statuses=self._members(ref, member), ended_by="it had ended")
+            return "it had ended"
         self.backend.stop(ref, member, grace_s=grace_s)
         if self._wait_for_end(ref, member, grace_s):
-            return CancelOutcome(statuses=self._members(ref, member), ended_by="TERM")
+            return "TERM"
         self.backend.stop(ref, member, grace_s=0.0)
-        ended = self._wait_for_end(ref, member, KILL_LIMIT_S)
-        return CancelOutcome(statuses=self._members(ref, member), ended_by="KILL" if ended else "")
+        return "KILL" if self._wait_for_end(ref, member, KILL_LIMIT_S) else ""
 
     def read_attempts(self, ref: JobRef, member: int) -> list[AttemptRecord]:
         """Return what a member wrote of its attempts. Raises: StoreError."""
@@ -329,6 +338,12 @@ class Launcher:
         while not (ended := self._all_ended(ref, member)) and time.monotonic() < deadline:
             time.sleep(_ASK_EVERY_S)
         return ended
+
+
+def _is_settled(status: JobStatus) -> bool:
+    """Whether a member will not live again by itself, as its scheduler or its success says."""
+    is_said = status.source is StatusSource.SCHEDULER or status.state is JobState.SUCCEEDED
+    return status.state.is_terminal and is_said
 
 
 def _may_live_again(state: JobState) -> bool:
