@@ -13,6 +13,7 @@ import pytest
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.launch.jobs.contract import Answer, JobRef, JobState
 from strop.launch.jobs.drill import DrillReport, compare_metrics, drill
+from strop.record import RunDir
 from strop.store.atomic import AtomicDirectory
 from tests.fixtures.scripted_jobs import World
 
@@ -214,6 +215,25 @@ def test_without_a_run_to_compare_with_that_is_said_and_does_not_fail(rehearsal:
     assert given(report) == [True, True, True, True, None]
     assert report.has_passed
     assert "--against" in report.proofs[-1].detail
+
+
+def test_a_finished_run_of_the_same_spec_beside_the_job_is_compared_with(rehearsal: Rehearsal) -> None:
+    digest = rehearsal.world.plan_of(rehearsal.ref).spec_digest
+    for name, its_digest, is_finished in (
+        ("other", "x", True),
+        ("same", digest, True),
+        ("begun", digest, False),
+    ):
+        run = RunDir.create(rehearsal.world.runs, name, "", its_digest, {})
+        run.begin_attempt()
+        if is_finished:
+            run.mark_finished()
+        run.release()
+        train(run.path, *range(1, 9))
+    rehearsal.on_signal(lambda: good(rehearsal))
+    report = rehearsal.drill()
+    assert given(report) == [True] * 5
+    assert "8 steps are equal to those of same-" in report.proofs[-1].detail
 
 
 def test_a_run_without_a_common_step_shows_nothing(rehearsal: Rehearsal, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,26 @@ def test_a_kill_between_acceptance_and_note_loses_no_job(world: World, is_answer
     assert (again.ref.job_id, again.ref.home, again.is_new) == ("fake-1", str(home), False)
     assert world.backend.count("hand_over") == 1
     assert has_ref(home)
+
+
+def submit_and_be_killed(folder: str) -> None:
+    world = make_world_again(Path(folder))
+    world.backend.after_accepting = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    world.launcher.submit(world.request())
+
+
+def test_a_real_kill_frees_the_name_and_loses_no_job(world: World) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=submit_and_be_killed, args=(str(world.folder),)
+    )
+    process.start()
+    process.join(timeout=60.0)
+    assert process.exitcode == -signal.SIGKILL
+    world.environ = {"HOME": str(world.folder)}
+    again = world.launcher.submit(world.request(now=NOW + 60.0))
+    assert (again.ref.job_id, again.is_new) == ("fake-1", False)
+    assert world.backend.count("hand_over") == 0
+    assert len(list(world.runs.glob("run-*"))) == 1
 
 
 def test_a_kill_before_the_acceptance_is_made_good(world: World) -> None:

@@ -76,7 +76,6 @@ def drill(
         so; StoreError if a place does not answer, or there is no run at `against`.
     """
     require_member(ref, member)
-    undisturbed = None if against is None else _read_undisturbed(against)
     status = next(one for one in launcher.status([ref]) if one.member == member)
     if status.state is not JobState.RUNNING:
         raise CheckRefused(
@@ -87,6 +86,9 @@ def drill(
             )
         )
     plan = read_plan(job_path_of(ref.home))
+    # Before the signal: what is wrong with it costs nothing yet.
+    other = against or _find_undisturbed(ref, plan.spec_digest)
+    undisturbed = None if other is None else _read_undisturbed(other)
     record = launcher.backend.open_record(ref, member)
     before = _Seen.of(record)
     if not before.attempts:
@@ -111,8 +113,6 @@ def drill(
         say(f"{proofs[-1].name}: {proofs[-1].detail}")
         if not proofs[-1].is_given:
             return DrillReport(signal=signal_name, proofs=tuple(proofs))
-    if undisturbed is None and (found := _find_undisturbed(ref, plan.spec_digest)) is not None:
-        undisturbed = _read_undisturbed(found)
     proofs.append(_compare_curves(record, undisturbed))
     say(f"{proofs[-1].name}: {proofs[-1].detail}")
     return DrillReport(signal=signal_name, proofs=tuple(proofs))
