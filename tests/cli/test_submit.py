@@ -136,6 +136,9 @@ def test_a_job_is_submitted_and_the_next_commands_are_said(here: World, run: Run
     for command in ("status", "cancel"):
         assert f"strop {command}   {ref.job_id}" in ended.out
         assert run(command, ref.job_id).code == 0
+    again = run("submit", "run.toml", "--nodes", "2", "--gpus", "4", "--time", "30m")
+    assert f"run was submitted before: to local as job {ref.job_id}" in again.out
+    assert "--resume goes on in it" in again.err
     again = run("submit", "run.toml", "--nodes", "2", "--gpus", "4", "--time", "30m", "--json")
     assert json.loads(again.out)["is_new"] is False
     assert json.loads(again.out)["job_id"] == ref.job_id

@@ -271,6 +271,10 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
     if is_json:
         output.give_json(asdict(ref) | {"is_new": submitted.is_new})
         return
+    if not submitted.is_new:
+        output.say(
+            "this very plan is a job already; where it has ended, --resume goes on in it, --new repeats it"
+        )
     word = "submitted" if submitted.is_new else "was submitted before:"
     output.give(f"{ref.name} {word} to {ref.site} as job {ref.job_id}")
     if submitted.plan.gpu_hours:
