@@ -67,7 +67,7 @@ class LocalBackend:
         """Start the supervisor, detached, and wait until it has said that it is there."""
         job_path, job_id = job_path_of(plan.home), f"local-{secrets.token_hex(4)}"
         before = read_identity(job_path)
-        environ = clean_inherited(os.environ)
+        environ = clean_inherited(os.environ, secrets=plan.environment.secrets)
         # Submitted from inside a run, it would otherwise be ended with that run's leftovers.
         environ.pop(LEASE_VARIABLE, None)
         python = shutil.which(plan.argv[0]) or plan.argv[0]
