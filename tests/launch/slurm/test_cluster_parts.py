@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import JobRef, JobState, Resources
+from strop.launch.jobs.contract import JobEnvironment, JobRef, JobState, Resources
+from strop.launch.jobs.home import job_path_of
+from strop.launch.jobs.launcher import Launcher
 from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, seen, slurm_log
 from tools.slurm_cluster import Cluster
 
@@ -28,6 +30,20 @@ def test_a_sweep_is_an_array_whose_members_live_apart(desk: Desk, cluster: Clust
     numbers = [len(desk.launcher.read_attempts(ref, member)) for member in range(4)]
     assert numbers == [1, 1, 1, 2]
     desk.wait_until(lambda: cluster.run("squeue", "-h") == "")
+
+
+def test_the_last_member_of_a_sweep_takes_the_secrets_along(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "k3y")
+    launcher = Launcher(desk.backend, environ={**desk.launcher._environ, "API_KEY": "k3y"})
+    environment = JobEnvironment(secrets=("API_KEY",))
+    # The second member lives twice: what the first one took along would be missing then.
+    role = a_role("--steps", "5", "--special", "1=75,0")
+    ref = launcher.submit(desk.request(role, environment=environment, sweep=RATES[:2])).ref
+    for member in (0, 1):
+        desk.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=member)
+    desk.wait_until(lambda: not (job_path_of(ref.home) / "secrets.json").exists())
 
 
 def test_one_member_of_a_sweep_is_cancelled_alone(desk: Desk) -> None:

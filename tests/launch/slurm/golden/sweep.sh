@@ -85,4 +85,10 @@ elif [ "$verdict" = 76 ] && [ -z "$saw" ] && [ ! -e "$member/excluded-nodes" ]; 
   echo "${refused#,}" >"$member/excluded-nodes"
   live_again && scontrol update jobid="$job" ExcNodeList="${refused#,}" && exit 76
 fi
+# The member that ends last takes the secrets along; one that will live again has not ended.
+for other in "$home"/members/*/; do
+  newest=$(ls -t "$other"attempts/*/verdict.json 2>/dev/null | head -n 1)
+  if [ -z "$newest" ] || grep -q -e '"exit_code": 75,' -e '"exit_code": null,' "$newest"; then saw=others; fi
+done
+[ -n "$saw" ] || rm -f -- "$home/job/secrets.json"
 exit "$verdict"
