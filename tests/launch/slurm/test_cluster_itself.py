@@ -44,7 +44,13 @@ def test_the_script_brings_a_cluster_up_and_down_with_everything_that_runs_on_it
     said = _run("up", home)
     assert said == f"export SLURM_CONF={home}/slurm.conf\n"
     monkeypatch.setenv("SLURM_CONF", f"{home}/slurm.conf")
-    argv = ["sbatch", "--parsable", f"--output={tmp_path}/out", "--wrap", f"srun sleep 300 {tmp_path}"]
+    argv = [
+        "sbatch",
+        "--parsable",
+        f"--output={tmp_path}/out",
+        "--wrap",
+        f"srun bash -c 'sleep 300; echo {tmp_path}'",
+    ]
     try:
         subprocess.run(argv, check=True, capture_output=True, timeout=60)
         deadline = time.monotonic() + 30
@@ -58,7 +64,7 @@ def test_the_script_brings_a_cluster_up_and_down_with_everything_that_runs_on_it
             time.sleep(0.2)
     finally:
         _run("down", home)
-    assert _processes_below(home) == []
+    assert _processes_below(tmp_path) == []
 
 
 def test_a_tree_of_500_files_is_submitted_within_three_seconds(desk: Desk) -> None:

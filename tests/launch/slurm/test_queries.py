@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strop.errors import StoreError
@@ -164,6 +164,7 @@ _JSON = st.recursive(
 )
 
 
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.dictionaries(_WORDS, _JSON, max_size=8), max_size=4))
 def test_odd_json_is_left_out_or_read_and_never_fails(jobs: list[object]) -> None:
     found = read_json(json.dumps({"jobs": jobs}), now=NOW)
@@ -173,6 +174,7 @@ def test_odd_json_is_left_out_or_read_and_never_fails(jobs: list[object]) -> Non
         assert state is JobState.UNKNOWN or set(job.state.names) & {"RUNNING"}
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_garbage_is_no_job(text: str) -> None:
     assert read_json(text, now=NOW) in (None, [])

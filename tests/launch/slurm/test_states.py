@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.launch.jobs.contract import JobState
@@ -46,6 +46,7 @@ def test_long_and_short_names_mean_the_same(long: str, short: str, restarts: int
         assert read_state(SeenState(names=(name,), num_restarts=restarts))[0] is state
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_lau_6_a_name_that_nobody_knows_is_unknown(name: str) -> None:
     known = {word for row in TABLE for word in row[:2]}
