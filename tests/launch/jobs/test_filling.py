@@ -164,3 +164,11 @@ def test_homes_are_named_by_run_and_time_and_never_twice(tmp_path: Path) -> None
     second = name_home(tmp_path, "run", NOW)
     second.mkdir()
     assert [second.name, name_home(tmp_path, "run", NOW).name] == [f"{first.name}-2", f"{first.name}-3"]
+
+
+def test_members_of_a_sweep_have_places_of_their_own_in_a_store(world: World) -> None:
+    plan, _ = fill(world, sweep=("optimizer.lr=1e-5,2e-5",))
+    specs = [load_spec(Path(member.path) / "job" / "spec.toml").spec for member in plan.members]
+    home = Path(plan.home).name
+    assert [spec.store.mirror_as for spec in specs] == [f"{home}/0", f"{home}/1"]
+    assert [spec.optimizer.lr for spec in specs] == [1e-5, 2e-5]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, explain_refusal
-from strop.launch.jobs.contract import JobPlan, JobRequest
+from strop.launch.jobs.contract import JobPlan, JobRequest, MemberPlan
 from strop.launch.jobs.environment import write_environment
 from strop.launch.jobs.home import (
     ATTEMPTS_FOLDER,
@@ -66,7 +67,7 @@ def fill_home(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]) ->
     _write_spec(job_path, request.resolved)
     for member in plan.members:
         if member.overrides:
-            _write_member(Path(member.path), job_path / SPEC_NAME, member.overrides)
+            _write_member(home, member, job_path / SPEC_NAME)
     if request.snapshot is not None:
         pack_code(request.snapshot, job_path / CODE_NAME)
         write_bytes_atomically(job_path / DIFF_NAME, read_diff(request.snapshot).encode(errors="replace"))
@@ -146,7 +147,10 @@ def describe_resolved(resolved: ResolvedSpec) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
-def _write_member(member_path: Path, spec_path: Path, overrides: tuple[str, ...]) -> None:
-    resolved = load_spec(spec_path, overrides)
+def _write_member(home: Path, member: MemberPlan, spec_path: Path) -> None:
+    # Members are called 0, 1, ...: in a store they stand below the name of their job.
+    folder = re.sub(r"[^A-Za-z0-9._-]", "-", home.name).lstrip("._-") or "job"
+    resolved = load_spec(spec_path, [*member.overrides, f"store.mirror_as={folder}/{member.index}"])
+    member_path = Path(member.path)
     job_path_of(member_path).mkdir(exist_ok=True)
     write_bytes_atomically(job_path_of(member_path) / SPEC_NAME, write_spec(resolved).encode())
