@@ -45,9 +45,12 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
+# Tests of jobs wait for schedulers and containers more than they compute: they go beside the other slow ones.
 test: $(READY)
 	@$(IN_VENV) -m pytest -m "not slow"
-	@$(IN_VENV) -m pytest -m slow
+	@log=$$(mktemp); $(IN_VENV) -m pytest -m slow tests/launch >"$$log" 2>&1 & jobs=$$!; \
+	$(IN_VENV) -m pytest -m slow --ignore tests/launch && ended=0 || ended=$$?; \
+	wait "$$jobs" || ended=$$?; cat "$$log"; rm -f "$$log"; exit "$$ended"
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .
