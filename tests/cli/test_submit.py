@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import Answer, JobRef, JobState, Problem, Severity
+from strop.hardware.findings import Finding, Severity
+from strop.launch.jobs.contract import Answer, JobRef, JobState
 from strop.launch.jobs.home import job_path_of, read_plan, read_ref
 from strop.spec.site import Site
 from strop.store.atomic import AtomicDirectory
@@ -251,7 +252,7 @@ def test_a_dry_run_without_a_place_to_write_says_so(here: World, run: Run) -> No
 def test_check_tells_what_would_stop_the_job(here: World, run: Run) -> None:
     before = tree(here.folder)
     assert "nothing was found that would stop this job" in run("submit", "run.toml", "--check").out
-    missing = Problem(
+    missing = Finding(
         code="partition", given="partition x does not exist", allowed="gpu, cpu", next_step="name one"
     )
     here.backend.problems = [replace(missing, severity=Severity.UNKNOWN), missing]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused, ConfigError
-from strop.launch.jobs.contract import JobEnvironment, Severity
+from strop.hardware.findings import Severity
+from strop.launch.jobs.contract import JobEnvironment
 from strop.launch.jobs.launcher import Launcher
 from strop.launch.sagemaker.limits import check_request
 from tests.launch.sagemaker.aws import Site, prepare_account, site

@@ -248,7 +248,7 @@ def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json
 
 def _show_problems(output: Output, launcher: Any, plan: JobPlan, *, is_json: bool) -> None:
     from strop.errors import CheckRefused
-    from strop.launch.jobs.contract import Severity
+    from strop.hardware.findings import Severity
 
     problems = launcher.check(plan)
     if is_json:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from strop.hardware.findings import Finding, Severity
 from strop.launch.backends import open_backend
 from strop.launch.container.backend import ContainerBackend
 from strop.launch.container.probing import probe_plan
-from strop.launch.jobs.contract import Problem, Severity
 from strop.launch.jobs.planning import make_plan
 from strop.spec.site import ContainerSite
 from tests.fixtures.containers import write_sites
@@ -21,7 +21,7 @@ __all__ = ["project"]
 
 def probe(
     project: Path, *overrides: str, lines: tuple[str, ...] = (), image: str = "some/image:1"
-) -> list[Problem]:
+) -> list[Finding]:
     write_sites(project, image, *lines)
     request = make_request(project, [saver(1)], *overrides, site="box")
     plan = make_plan(request, open_backend(request.site))

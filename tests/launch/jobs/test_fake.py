@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from strop.errors import StoreError
-from strop.launch.jobs.contract import Answer, JobState, Severity
+from strop.hardware.findings import Severity
+from strop.launch.jobs.contract import Answer, JobState
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
 from strop.launch.jobs.planning import make_plan

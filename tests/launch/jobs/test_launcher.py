@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from strop.errors import StoreError
-from strop.launch.jobs.contract import JobState, Problem, Severity
+from strop.hardware.findings import Finding, Severity
+from strop.launch.jobs.contract import JobState
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of
 from strop.launch.jobs.launcher import REFUSED_NAME
 from tests.fixtures.scripted_jobs import NOW, Killed, World, be_killed, make_world, refusal
 
 S = JobState
-NOISE = Problem(code="x", given="g", allowed="a", next_step="n")
+NOISE = Finding(code="x", given="g", allowed="a", next_step="n")
 
 
 # Submitting once.

@@ -12,8 +12,9 @@ import pytest
 from botocore.exceptions import ClientError
 
 from strop.errors import CheckRefused, ConfigError, RemoteDenied, RemoteMissing, RemoteUnreachable
+from strop.hardware.findings import Severity
 from strop.launch.container.engine import Engine
-from strop.launch.jobs.contract import JobPlan, Severity
+from strop.launch.jobs.contract import JobPlan
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients, action_of
 from strop.launch.sagemaker.ecr import (

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused
-from strop.launch.jobs.contract import JobEnvironment, JobState, Severity
+from strop.hardware.findings import Severity
+from strop.launch.jobs.contract import JobEnvironment, JobState
 from strop.launch.jobs.home import job_path_of
 from strop.launch.jobs.launcher import Launcher
 from strop.spec.site import SlurmSite

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import JobState, Severity, StatusSource
+from strop.hardware.findings import Severity
+from strop.launch.jobs.contract import JobState, StatusSource
 from strop.launch.jobs.logs import LogFilter
 from tests.launch.slurm.conftest import open_desk
 from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, slurm_log

@@ -19,6 +19,7 @@ from typing import Any
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware import read_gpu_users, read_gpus
+from strop.hardware.findings import Finding
 from strop.launch.container.command import (
     DEVICES,
     HOST,
@@ -61,16 +62,7 @@ from strop.launch.container.image import (
 )
 from strop.launch.container.probing import probe_plan
 from strop.launch.container.watch import start_watcher
-from strop.launch.jobs.contract import (
-    Answer,
-    JobPlan,
-    JobRef,
-    JobRequest,
-    JobState,
-    LogSource,
-    Problem,
-    RecordFiles,
-)
+from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
 from strop.launch.local.identity import read_identity
@@ -93,7 +85,7 @@ class ContainerBackend:
         """Add the command line of the container."""
         return complete_plan(plan, request, self._profile)
 
-    def probe(self, plan: JobPlan) -> list[Problem]:
+    def probe(self, plan: JobPlan) -> list[Finding]:
         """Ask for engine, image, folders, cores, memory and devices."""
         return probe_plan(plan, self._profile)
 

@@ -11,17 +11,18 @@ from pathlib import Path, PurePosixPath
 
 from strop.errors import CheckRefused, StoreError, StropError
 from strop.hardware import free_disk_bytes, read_gpus
+from strop.hardware.findings import Finding, Severity
 from strop.launch.container.command import count_cpus, mounts_of, parse_memory_bytes
 from strop.launch.container.engine import Engine, locate_engine, prove_engine, quote_words
 from strop.launch.container.image import Variant, find_image, list_images, plan_image
-from strop.launch.jobs.contract import JobPlan, Problem, Severity
+from strop.launch.jobs.contract import JobPlan
 from strop.spec.site import ContainerSite
 
 _MIN_STORAGE_BYTES = 1 << 30
 _IMPORT_CHECK = "import strop.launch.local.supervisor"
 
 
-def probe_plan(plan: JobPlan, profile: ContainerSite) -> list[Problem]:
+def probe_plan(plan: JobPlan, profile: ContainerSite) -> list[Finding]:
     """Return every finding about a plan. Raises nothing that the engine or the disk does."""
     found = [*_probe_mounts(plan), *_probe_resources(plan)]
     try:
@@ -33,7 +34,7 @@ def probe_plan(plan: JobPlan, profile: ContainerSite) -> list[Problem]:
     return found
 
 
-def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Problem]:
+def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Finding]:
     engine = locate_engine(profile.engine)
     variant = Variant.BASE if profile.environment == "mounted" else Variant.FULL
     named = str(plan.details["image"])
@@ -42,7 +43,7 @@ def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Problem]:
     if image is None:
         prove_engine(engine)
         shown = ", ".join(list_images(engine)) or "none yet"
-        yield Problem(
+        yield Finding(
             code="image",
             given=f"{engine.kind} has no image {name!r}",
             allowed=f"an image that it has; of this project: {shown}",
@@ -57,12 +58,12 @@ def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Problem]:
         yield from _probe_python(proven, plan, name, image[0])
 
 
-def _probe_python(engine: Engine, plan: JobPlan, name: str, image_id: str) -> Iterator[Problem]:
+def _probe_python(engine: Engine, plan: JobPlan, name: str, image_id: str) -> Iterator[Finding]:
     """Look whether the image has an interpreter with strop."""
     words = ("--rm", "--pull", "never", "--network", "none", "--entrypoint", plan.python, image_id)
     done = engine.ask("run", *words, "-c", _IMPORT_CHECK, limit_s=120.0)
     if done.returncode != 0:
-        yield Problem(
+        yield Finding(
             code="python",
             given=f"{plan.python} of image {name!r} cannot be the supervisor: {quote_words(done)}",
             allowed="an image with an interpreter that has strop",
@@ -70,14 +71,14 @@ def _probe_python(engine: Engine, plan: JobPlan, name: str, image_id: str) -> It
         )
 
 
-def _probe_storage(engine: Engine) -> Iterator[Problem]:
+def _probe_storage(engine: Engine) -> Iterator[Finding]:
     """Look for room where containers write what is not in the job's home."""
     word = "{{.Store.GraphRoot}}" if engine.kind == "podman" else "{{.DockerRootDir}}"
     done = engine.ask("info", "--format", word)
     free = free_disk_bytes(Path(done.stdout.strip())) if done.returncode == 0 else None
     shown = "an unknown amount" if free is None else f"{free / 1e9:.2f} GB"
     if free is None or free < _MIN_STORAGE_BYTES:
-        yield Problem(
+        yield Finding(
             code="storage",
             given=f"the storage of {engine.kind} has {shown} free",
             allowed=f"{_MIN_STORAGE_BYTES / 1e9:.1f} GB or more for what is written beside the job's home",
@@ -86,13 +87,13 @@ def _probe_storage(engine: Engine) -> Iterator[Problem]:
         )
 
 
-def _probe_mounts(plan: JobPlan) -> Iterator[Problem]:
+def _probe_mounts(plan: JobPlan) -> Iterator[Finding]:
     shown = mounts_of(plan.details)
     for mount in shown:
         # The home is made when the job is submitted.
         if mount.source == plan.home or Path(mount.source).exists():
             continue
-        yield Problem(
+        yield Finding(
             code="mount",
             given=f"{mount.source} is not there, and was to be shown as {mount.target}",
             allowed="folders of this machine",
@@ -103,7 +104,7 @@ def _probe_mounts(plan: JobPlan) -> Iterator[Problem]:
     for path in plan.details.get("paths", ()):
         if not Path(path).exists() or any(PurePosixPath(path).is_relative_to(target) for target in inside):
             continue
-        yield Problem(
+        yield Finding(
             code="path",
             given=f"the run file names {path}, which the container will not see",
             allowed="paths in the job's home or in a folder that is shown inside",
@@ -112,10 +113,10 @@ def _probe_mounts(plan: JobPlan) -> Iterator[Problem]:
         )
 
 
-def _probe_resources(plan: JobPlan) -> Iterator[Problem]:
+def _probe_resources(plan: JobPlan) -> Iterator[Finding]:
     num_cpus, has_cpus = count_cpus(plan), os.cpu_count() or 1
     if num_cpus is not None and num_cpus > has_cpus:
-        yield Problem(
+        yield Finding(
             code="cpus",
             given=f"{num_cpus} cores are asked for, and this machine has {has_cpus}",
             allowed=f"{has_cpus} at most",
@@ -123,7 +124,7 @@ def _probe_resources(plan: JobPlan) -> Iterator[Problem]:
         )
     has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if plan.resources.memory is not None and parse_memory_bytes(plan.resources.memory) > has_bytes:
-        yield Problem(
+        yield Finding(
             code="memory",
             given=f"{plan.resources.memory} is asked for, and this machine has {has_bytes / 1e9:.1f} GB",
             allowed="no more than there is",
@@ -131,7 +132,7 @@ def _probe_resources(plan: JobPlan) -> Iterator[Problem]:
         )
     num_gpus = plan.resources.gpus_per_node
     if num_gpus and num_gpus > (has_gpus := len(read_gpus())):
-        yield Problem(
+        yield Finding(
             code="gpus",
             given=f"{num_gpus} GPUs are asked for, and this machine has {has_gpus}",
             allowed=f"{has_gpus} at most",
@@ -139,8 +140,8 @@ def _probe_resources(plan: JobPlan) -> Iterator[Problem]:
         )
 
 
-def _problem(code: str, error: StropError, severity: Severity) -> Problem:
+def _problem(code: str, error: StropError, severity: Severity) -> Finding:
     # A message has its three parts already.
     given, _, rest = str(error).partition(". Allowed: ")
     allowed, _, next_step = rest.partition(". Next: ")
-    return Problem(code=code, given=given, allowed=allowed, next_step=next_step, severity=severity)
+    return Finding(code=code, given=given, allowed=allowed, next_step=next_step, severity=severity)

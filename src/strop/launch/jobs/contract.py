@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.errors import explain_refusal
+from strop.hardware.findings import Finding
 from strop.spec import ResolvedSpec
 from strop.spec.site import Site
 
@@ -44,32 +44,6 @@ class JobState(StrEnum):
 
 
 _TERMINAL = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT}
-
-
-class Severity(StrEnum):
-    """How bad a finding of `check` is."""
-
-    ERROR = "error"
-    """The job would fail; it is not submitted."""
-    WARNING = "warning"
-    UNKNOWN = "unknown"
-    """The probe could not run: not a success."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """One finding of `check`, in the three parts of every message."""
-
-    code: str
-    """A short fixed word, for example `partition`."""
-    given: str
-    allowed: str
-    next_step: str
-    severity: Severity = Severity.ERROR
-
-    def __str__(self) -> str:
-        """Say it in one sentence."""
-        return explain_refusal(self.given, allowed=self.allowed, next_step=self.next_step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,7 +327,7 @@ class Backend(Protocol):
         Raises: ConfigError for what can be known to be impossible.
         """
 
-    def probe(self, plan: JobPlan) -> list[Problem]:
+    def probe(self, plan: JobPlan) -> list[Finding]:
         """Ask, reading only, what would stop the job: names, rights, images, room."""
 
     def hand_over(self, plan: JobPlan) -> JobRef:

@@ -21,17 +21,9 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.hardware.findings import Finding
 from strop.launch.jobs.attempts import write_verdict
-from strop.launch.jobs.contract import (
-    Answer,
-    JobPlan,
-    JobRef,
-    JobRequest,
-    JobState,
-    LogSource,
-    Problem,
-    RecordFiles,
-)
+from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import ATTEMPTS_FOLDER, has_plan, job_path_of, read_plan
 from strop.launch.jobs.planning import tag_of
@@ -55,7 +47,7 @@ class FakeBackend:
 
     def __init__(self, folder: Path) -> None:
         self.calls: list[Call] = []
-        self.problems: list[Problem] = []
+        self.problems: list[Finding] = []
         """What `probe` finds."""
         self.refusal = ""
         """Words that a submission is refused with; empty: it is accepted."""
@@ -90,7 +82,7 @@ class FakeBackend:
         argv = ("fake-submit", tag_of(plan.plan_hash), str(job_path_of(plan.home) / "job.sh"))
         return replace(plan, files={"job.sh": script}, argv=argv)
 
-    def probe(self, plan: JobPlan) -> list[Problem]:
+    def probe(self, plan: JobPlan) -> list[Finding]:
         """Return the scripted problems."""
         self.calls.append(Call(verb="probe", detail=plan.home))
         return list(self.problems)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, ConfigError, StoreError, StropError, explain_refusal
 from strop.hardware import free_disk_bytes
+from strop.hardware.findings import Finding, Severity
 from strop.launch.jobs.attempts import read_attempts
 from strop.launch.jobs.contract import (
     Answer,
@@ -26,8 +27,6 @@ from strop.launch.jobs.contract import (
     JobState,
     JobStatus,
     LogLine,
-    Problem,
-    Severity,
     StatusSource,
 )
 from strop.launch.jobs.filling import fill_home, find_homes_of, name_home, refuse_foreign_home
@@ -83,7 +82,7 @@ class Launcher:
         """Return what would be submitted, without any effect. Raises: ConfigError."""
         return make_plan(request, self.backend)
 
-    def check(self, plan: JobPlan) -> list[Problem]:
+    def check(self, plan: JobPlan) -> list[Finding]:
         """Return what would stop the job, reading only; the worst first."""
         found = [*_check_disk(Path(plan.home)), *self.backend.probe(plan)]
         order = list(Severity)
@@ -351,14 +350,14 @@ def _may_live_again(state: JobState) -> bool:
     return state is JobState.UNKNOWN or (state.is_terminal and state is not JobState.SUCCEEDED)
 
 
-def _check_disk(home: Path) -> list[Problem]:
+def _check_disk(home: Path) -> list[Finding]:
     """Look for room where the job's home will be."""
     place = next((path for path in (home, *home.parents) if path.is_dir()), None)
     free = None if place is None else free_disk_bytes(place)
     if free is not None and free >= MIN_FREE_BYTES:
         return []
     return [
-        Problem(
+        Finding(
             code="disk",
             given=f"{home}: {'its disk is unknown' if free is None else f'{free / 1e9:.2f} GB are free'}",
             allowed=f"{MIN_FREE_BYTES / 1e9:.1f} GB or more for logs and checkpoints",

@@ -15,19 +15,10 @@ from pathlib import Path
 from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware import Lease, clear_leftovers, find_leases
 from strop.hardware.detached import start_detached
+from strop.hardware.findings import Finding, Severity
 from strop.hardware.identity import identify
 from strop.hardware.leases import LEASE_VARIABLE
-from strop.launch.jobs.contract import (
-    Answer,
-    JobPlan,
-    JobRef,
-    JobRequest,
-    JobState,
-    LogSource,
-    Problem,
-    RecordFiles,
-    Severity,
-)
+from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
 from strop.launch.jobs.environment import clean_inherited
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
@@ -49,12 +40,12 @@ class LocalBackend:
         argv = (plan.python, "-m", "strop.launch.local.supervisor", "--job", str(job_path_of(plan.home)))
         return replace(plan, argv=argv, roles=roles)
 
-    def probe(self, plan: JobPlan) -> list[Problem]:
+    def probe(self, plan: JobPlan) -> list[Finding]:
         """Look for the interpreter."""
         if shutil.which(plan.python) is not None:
             return []
         return [
-            Problem(
+            Finding(
                 code="python",
                 given=f"{plan.python} is no program of this machine",
                 allowed="the interpreter of an environment that has strop",

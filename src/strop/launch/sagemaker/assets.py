@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
-from strop.launch.jobs.contract import Problem, Severity
+from strop.hardware.findings import Finding, Severity
 from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec import RunSpec
 from strop.spec.display import dotted, walk_values
@@ -66,7 +66,7 @@ def refuse_local(assets: list[NamedAsset]) -> None:
 
 def find_unstaged(
     assets: list[Mapping[str, Any]], store: str, objects: JobObjects, *, offline: bool
-) -> list[Problem]:
+) -> list[Finding]:
     """Say what the store lacks. An error where the job may ask nobody else.
 
     `assets`: `key`, `value` and `place` of each. Raises: StoreError if the store does not answer.
@@ -80,7 +80,7 @@ def find_unstaged(
             continue
         is_error = offline or asset["value"].startswith("s3://")
         problems.append(
-            Problem(
+            Finding(
                 code="asset",
                 given=f"{asset['key']}={asset['value']}: {uri} is not in the store",
                 allowed="a complete record there" + ("" if is_error else ", or a hub that the job can reach"),

@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError, explain_refusal
-from strop.launch.jobs.contract import (
-    Answer,
-    JobPlan,
-    JobRef,
-    JobRequest,
-    LogSource,
-    Problem,
-    RecordFiles,
-)
+from strop.hardware.findings import Finding
+from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, LogSource, RecordFiles
 from strop.launch.jobs.environment import ENVIRONMENT_NAME
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
 from strop.launch.jobs.secrets import SECRETS_NAME
@@ -74,7 +67,7 @@ class SageMakerBackend:
         """Add the requests of all members. Raises: ConfigError with everything that would be refused."""
         return complete_plan(plan, request)
 
-    def probe(self, plan: JobPlan) -> list[Problem]:
+    def probe(self, plan: JobPlan) -> list[Finding]:
         """Ask AWS, by reading calls alone, what would stop the job."""
         return probe_site(plan, self._profile, self._clients, self._objects)
 

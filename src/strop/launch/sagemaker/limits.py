@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from strop.launch.jobs.contract import Problem
+from strop.hardware.findings import Finding
 from strop.launch.sagemaker.service_model import does_match, input_shape, load_shapes
 
 # Source: the text of the API on these fields; the model itself has other limits or none.
@@ -25,7 +25,7 @@ _NEXT = "change it in the site profile or by its flag"
 Shapes = Mapping[str, Any]
 
 
-def check_request(request: Mapping[str, Any], operation: str = "CreateTrainingJob") -> list[Problem]:
+def check_request(request: Mapping[str, Any], operation: str = "CreateTrainingJob") -> list[Finding]:
     """Return everything in a request that the service would refuse; [] if nothing is known.
 
     Raises: ConfigError if botocore is not installed.
@@ -37,19 +37,19 @@ def check_request(request: Mapping[str, Any], operation: str = "CreateTrainingJo
     return problems
 
 
-def check_value(value: Any, shape: str, path: str) -> list[Problem]:
+def check_value(value: Any, shape: str, path: str) -> list[Finding]:
     """Check one value against one shape of the model, for example `TrainingJobName`."""
     shapes = load_shapes()
     return list(_check(value, shapes[shape], shapes, path))
 
 
-def check_combinations(request: Mapping[str, Any]) -> list[Problem]:
+def check_combinations(request: Mapping[str, Any]) -> list[Finding]:
     """Check the rules that stand in no model: what fields mean together."""
     rules = (_check_times, _check_resources, _check_channels, _check_texts, _check_algorithm)
     return [problem for rule in rules for problem in rule(request)]
 
 
-def _check(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Problem]:
+def _check(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
     kind = shape["type"]
     expected = _TYPES[kind]
     if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
@@ -58,11 +58,11 @@ def _check(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> I
     yield from _CHECKS.get(kind, _check_nothing)(value, shape, shapes, path)
 
 
-def _check_nothing(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Problem]:
+def _check_nothing(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
     yield from ()
 
 
-def _check_structure(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Problem]:
+def _check_structure(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
     members = shape["members"]
     for name in shape.get("required", ()):
         if name not in value:
@@ -74,20 +74,20 @@ def _check_structure(value: Any, shape: Mapping[str, Any], shapes: Shapes, path:
             yield from _check(inner, shapes[members[name]["shape"]], shapes, _below(path, name))
 
 
-def _check_list(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Problem]:
+def _check_list(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
     yield from _check_range(len(value), shape, path, value, "items")
     for index, inner in enumerate(value):
         yield from _check(inner, shapes[shape["member"]["shape"]], shapes, f"{path}[{index}]")
 
 
-def _check_map(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Problem]:
+def _check_map(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
     yield from _check_range(len(value), shape, path, value, "entries")
     for key, inner in value.items():
         yield from _check(key, shapes[shape["key"]["shape"]], shapes, f"the key {_show(key)} of {path}")
         yield from _check(inner, shapes[shape["value"]["shape"]], shapes, _below(path, str(key)))
 
 
-def _check_string(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Problem]:
+def _check_string(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
     # Apart from the pattern: that of names alone accepts 'a', a hundred hyphens, 'b'.
     yield from _check_range(len(value), shape, path, value, "characters")
     if "pattern" in shape and not does_match(shape["pattern"], value):
@@ -96,7 +96,7 @@ def _check_string(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: st
         yield _problem("enumeration", path, value, f"one of {_choices(shape['enum'], value)}")
 
 
-def _check_number(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Problem]:
+def _check_number(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
     yield from _check_range(value, shape, path, value, "")
 
 
@@ -111,7 +111,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "double": (int, float),
     "boolean": (bool,),
 }
-_CHECKS: dict[str, Callable[[Any, Mapping[str, Any], Shapes, str], Iterator[Problem]]] = {
+_CHECKS: dict[str, Callable[[Any, Mapping[str, Any], Shapes, str], Iterator[Finding]]] = {
     "structure": _check_structure,
     "list": _check_list,
     "map": _check_map,
@@ -125,7 +125,7 @@ _CHECKS: dict[str, Callable[[Any, Mapping[str, Any], Shapes, str], Iterator[Prob
 
 def _check_range(
     size: float, shape: Mapping[str, Any], path: str, value: Any, unit: str
-) -> Iterator[Problem]:
+) -> Iterator[Finding]:
     low, high = shape.get("min"), shape.get("max")
     if low is not None and size < low:
         yield _problem("min", path, value, f"{low} {unit} or more".replace("  ", " "), size, unit)
@@ -133,7 +133,7 @@ def _check_range(
         yield _problem("max", path, value, f"{high} {unit} or fewer".replace("  ", " "), size, unit)
 
 
-def _check_times(request: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_times(request: Mapping[str, Any]) -> Iterator[Finding]:
     stopping = request.get("StoppingCondition", {})
     runtime_s, wait_s = stopping.get("MaxRuntimeInSeconds"), stopping.get("MaxWaitTimeInSeconds")
     if runtime_s is not None and runtime_s > MAX_RUNTIME_S:
@@ -160,7 +160,7 @@ def _check_times(request: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _check_resources(request: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_resources(request: Mapping[str, Any]) -> Iterator[Finding]:
     resources = request.get("ResourceConfig")
     if resources is None:
         yield _missing("ResourceConfig")
@@ -178,14 +178,14 @@ def _check_resources(request: Mapping[str, Any]) -> Iterator[Problem]:
         yield _missing("StoppingCondition")
 
 
-def _check_channels(request: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_channels(request: Mapping[str, Any]) -> Iterator[Finding]:
     names = Counter(channel.get("ChannelName") for channel in request.get("InputDataConfig", ()))
     for name, count in names.items():
         if count > 1:
             yield _problem("channels", "InputDataConfig", f"{count} channels named {name}", "unique names")
 
 
-def _check_texts(request: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_texts(request: Mapping[str, Any]) -> Iterator[Finding]:
     for key, value in request.get("HyperParameters", {}).items():
         if len(value) > MAX_HYPERPARAMETER_CHARACTERS:
             yield _problem(
@@ -202,7 +202,7 @@ def _check_texts(request: Mapping[str, Any]) -> Iterator[Problem]:
             yield _problem("tags", "Tags", f"{count} of {key}", "unique keys that do not begin with aws:")
 
 
-def _check_algorithm(request: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_algorithm(request: Mapping[str, Any]) -> Iterator[Finding]:
     algorithm = request.get("AlgorithmSpecification")
     if algorithm is None:
         yield _missing("AlgorithmSpecification")
@@ -212,15 +212,15 @@ def _check_algorithm(request: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _problem(
     code: str, path: str, value: Any, allowed: str, size: float | None = None, unit: str = ""
-) -> Problem:
+) -> Finding:
     counted = f" has {size:g} {unit}" if size is not None and unit else ""
-    return Problem(
+    return Finding(
         code=code, given=f"{path or 'the request'}={_show(value)}{counted}", allowed=allowed, next_step=_NEXT
     )
 
 
-def _missing(path: str) -> Problem:
-    return Problem(
+def _missing(path: str) -> Finding:
+    return Finding(
         code="required", given=f"{path} is missing", allowed="a request that has it", next_step=_NEXT
     )
 

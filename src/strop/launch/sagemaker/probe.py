@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from strop.errors import ConfigError, RemoteDenied, RemoteMissing, StropError
-from strop.launch.jobs.contract import JobPlan, Problem, Severity
+from strop.hardware.findings import Finding, Severity
+from strop.launch.jobs.contract import JobPlan
 from strop.launch.sagemaker.assets import find_unstaged
 from strop.launch.sagemaker.client import AwsClients, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
@@ -27,13 +28,13 @@ _MAX_ACTIONS = 50
 
 def probe_site(
     plan: JobPlan, profile: SageMakerSite, clients: AwsClients, objects: JobObjects
-) -> list[Problem]:
+) -> list[Finding]:
     """Ask everything; the credentials first, because without them nothing else has an answer."""
     found = list(_ask("credentials", lambda: _check_identity(clients)))
     if any(problem.severity is Severity.ERROR for problem in found):
         return found
     request = plan.details["jobs"][0]["request"]
-    checks: dict[str, Callable[[], Iterator[Problem]]] = {
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "image": lambda: _check_image(clients, request["AlgorithmSpecification"]["TrainingImage"]),
         "role": lambda: _check_role(clients, profile),
         "bucket": lambda: _check_bucket(clients, profile),
@@ -47,7 +48,7 @@ def probe_site(
     return found
 
 
-def _ask(code: str, check: Callable[[], Iterator[Problem]]) -> Iterator[Problem]:
+def _ask(code: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """Yield what a check finds; where it cannot ask, that."""
     try:
         yield from check()
@@ -62,12 +63,12 @@ def _ask(code: str, check: Callable[[], Iterator[Problem]]) -> Iterator[Problem]
         yield _problem(code, str(error), "", Severity.UNKNOWN)
 
 
-def _check_identity(clients: AwsClients) -> Iterator[Problem]:
+def _check_identity(clients: AwsClients) -> Iterator[Finding]:
     clients.call("sts", "get_caller_identity")
     yield from ()
 
 
-def _check_image(clients: AwsClients, text: str) -> Iterator[Problem]:
+def _check_image(clients: AwsClients, text: str) -> Iterator[Finding]:
     image = parse_reference(text)
     if image is None or image.registry is None:
         yield _problem(
@@ -80,7 +81,7 @@ def _check_image(clients: AwsClients, text: str) -> Iterator[Problem]:
     find_digest(clients, image)
 
 
-def _check_role(clients: AwsClients, profile: SageMakerSite) -> Iterator[Problem]:
+def _check_role(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding]:
     name = (profile.role or "").rpartition("/")[2]
     role = clients.call("iam", "get_role", resource=profile.role or "", RoleName=name)["Role"]
     trust = role.get("AssumeRolePolicyDocument", {})
@@ -94,7 +95,7 @@ def _check_role(clients: AwsClients, profile: SageMakerSite) -> Iterator[Problem
         )
 
 
-def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Problem]:
+def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding]:
     bucket = profile.bucket or ""
     head = clients.call("s3", "head_bucket", resource=f"s3://{bucket}", Bucket=bucket)
     region = head.get("BucketRegion") or head.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get(
@@ -117,7 +118,7 @@ def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Probl
     )
 
 
-def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Problem]:
+def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding]:
     """Ask the simulator, which only computes: it says of each action whether it would be allowed."""
     caller = clients.identity()
     if ":assumed-role/" in caller:
@@ -159,7 +160,7 @@ def _context(statement: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _check_quota(clients: AwsClients, request: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_quota(clients: AwsClients, request: Mapping[str, Any]) -> Iterator[Finding]:
     resources = request["ResourceConfig"]
     groups = resources.get("InstanceGroups") or [resources]
     is_spot = request["EnableManagedSpotTraining"]
@@ -181,7 +182,7 @@ def _check_quota(clients: AwsClients, request: Mapping[str, Any]) -> Iterator[Pr
             )
 
 
-def _check_vpc(request: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_vpc(request: Mapping[str, Any]) -> Iterator[Finding]:
     resources = request["ResourceConfig"]
     groups = resources.get("InstanceGroups") or [resources]
     num_instances = sum(group["InstanceCount"] for group in groups)
@@ -195,20 +196,20 @@ def _check_vpc(request: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _check_assets(plan: JobPlan, request: Mapping[str, Any], objects: JobObjects) -> Iterator[Problem]:
+def _check_assets(plan: JobPlan, request: Mapping[str, Any], objects: JobObjects) -> Iterator[Finding]:
     offline = request["EnableNetworkIsolation"] or request["Environment"].get("STROP_OFFLINE") == "1"
     yield from find_unstaged(
         plan.details["named_assets"], plan.details["store"], objects, offline=bool(offline)
     )
 
 
-def _problem(code: str, given: str, allowed: str, severity: Severity, *, next_step: str = "") -> Problem:
+def _problem(code: str, given: str, allowed: str, severity: Severity, *, next_step: str = "") -> Finding:
     """Build a finding; an error of strop brings its three parts along."""
     if not allowed:
         given, _, rest = given.partition(". Allowed: ")
         allowed, _, step = rest.partition(". Next: ")
         next_step = next_step or step
-    return Problem(
+    return Finding(
         code=code,
         given=given,
         allowed=allowed or "an answer",

@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from strop.errors import ConfigError, explain_refusal
-from strop.launch.jobs.contract import JobPlan, JobRequest, MemberPlan, Problem
+from strop.hardware.findings import Finding
+from strop.launch.jobs.contract import JobPlan, JobRequest, MemberPlan
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.assets import list_assets, refuse_local
 from strop.launch.sagemaker.limits import check_request
@@ -69,7 +70,7 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     return replace(plan, details=details, notices=notices, files={**plan.files, REQUEST_FILE: shown})
 
 
-def describe_problems(problems: list[Problem]) -> ConfigError:
+def describe_problems(problems: list[Finding]) -> ConfigError:
     """Build one error of all that is wrong with a request."""
     return ConfigError("\n".join(str(problem) for problem in problems))
 

@@ -15,16 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
-from strop.launch.jobs.contract import (
-    Answer,
-    JobPlan,
-    JobRef,
-    JobRequest,
-    JobState,
-    LogSource,
-    Problem,
-    RecordFiles,
-)
+from strop.hardware.findings import Finding
+from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import has_ref, job_path_of, read_ref
 from strop.launch.slurm.clients import Said, ask_client, clean_environment
@@ -86,7 +78,7 @@ class SlurmBackend:
             notices=tuple(notices),
         )
 
-    def probe(self, plan: JobPlan) -> list[Problem]:
+    def probe(self, plan: JobPlan) -> list[Finding]:
         """Ask `sbatch --test-only`, and look for what that does not see: folders, interpreter, image."""
         return probe_plan(plan, environ=_submit_environment(plan, os.environ))
 

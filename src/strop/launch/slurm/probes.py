@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from strop.errors import StoreError
-from strop.launch.jobs.contract import JobPlan, Problem, Severity
+from strop.hardware.findings import Finding, Severity
+from strop.launch.jobs.contract import JobPlan
 from strop.launch.slurm.clients import Said, ask_client
 from strop.launch.slurm.script import SCRIPT_NAME
 
@@ -44,7 +45,7 @@ _QUESTIONS = {
 }
 
 
-def probe_plan(plan: JobPlan, *, environ: Mapping[str, str]) -> list[Problem]:
+def probe_plan(plan: JobPlan, *, environ: Mapping[str, str]) -> list[Finding]:
     """Return everything that speaks against a plan. Reads only; a probe that cannot run is a finding too."""
     return [
         *_ask_scheduler(plan, environ),
@@ -55,7 +56,7 @@ def probe_plan(plan: JobPlan, *, environ: Mapping[str, str]) -> list[Problem]:
     ]
 
 
-def _ask_scheduler(plan: JobPlan, environ: Mapping[str, str]) -> list[Problem]:
+def _ask_scheduler(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
     # The script comes by standard input: its home does not exist yet.
     argv = ("sbatch", "--test-only", "--export=ALL", "--chdir=/", "--output=/dev/null")
     try:
@@ -71,7 +72,7 @@ def _ask_scheduler(plan: JobPlan, environ: Mapping[str, str]) -> list[Problem]:
     code = next((code for pattern, code in _REFUSALS if pattern in words.lower()), "scheduler")
     question = _QUESTIONS.get(code)
     return [
-        Problem(
+        Finding(
             code=code,
             given=f"sbatch would refuse {plan.name}: {words}",
             allowed="what the cluster has" + (f", as {question} says" if question else ""),
@@ -80,7 +81,7 @@ def _ask_scheduler(plan: JobPlan, environ: Mapping[str, str]) -> list[Problem]:
     ]
 
 
-def _ask_for_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Problem]:
+def _ask_for_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
     account = plan.details.get("account")
     if not account or shutil.which("sacctmgr", path=environ.get("PATH")) is None:
         return []
@@ -96,7 +97,7 @@ def _ask_for_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Problem]
     if account in known:
         return []
     return [
-        Problem(
+        Finding(
             code="account",
             given=f"account {account} is none of user {plan.user}",
             allowed=", ".join(known) or "none at all",
@@ -105,7 +106,7 @@ def _ask_for_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Problem]
     ]
 
 
-def _look_at_folders(plan: JobPlan) -> list[Problem]:
+def _look_at_folders(plan: JobPlan) -> list[Finding]:
     home = Path(plan.home)
     if not home.is_absolute():
         return [_missing("home", f"run folder {home} is relative", "an absolute path", "give --output-dir")]
@@ -119,7 +120,7 @@ def _look_at_folders(plan: JobPlan) -> list[Problem]:
     return [_missing("home", given, "a folder on a disk that the nodes share", "give another --output-dir")]
 
 
-def _look_for_python(plan: JobPlan) -> list[Problem]:
+def _look_for_python(plan: JobPlan) -> list[Finding]:
     if plan.details.get("image") or shutil.which(plan.python) is not None:
         return []
     return [
@@ -132,7 +133,7 @@ def _look_for_python(plan: JobPlan) -> list[Problem]:
     ]
 
 
-def _look_for_image(plan: JobPlan) -> list[Problem]:
+def _look_for_image(plan: JobPlan) -> list[Finding]:
     image = plan.details.get("image")
     if not image:
         return []
@@ -157,11 +158,11 @@ def _refusal_in(said: Said) -> str:
     return "; ".join(filter(None, lines)) or f"exit code {said.code}"
 
 
-def _missing(code: str, given: str, allowed: str, next_step: str) -> Problem:
-    return Problem(code=code, given=given, allowed=allowed, next_step=next_step)
+def _missing(code: str, given: str, allowed: str, next_step: str) -> Finding:
+    return Finding(code=code, given=given, allowed=allowed, next_step=next_step)
 
 
-def _unknown(code: str, given: str, next_step: str) -> Problem:
-    return Problem(
+def _unknown(code: str, given: str, next_step: str) -> Finding:
+    return Finding(
         code=code, given=given, allowed="an answer", next_step=next_step, severity=Severity.UNKNOWN
     )
