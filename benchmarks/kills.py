@@ -218,7 +218,12 @@ def judge(stage: _Stage, times: Mapping[str, float]) -> Measured:
     left = _living(stage) + [str(path) for path in _leftover_files(stage)]
     num_equal = sum(compare_metrics({step: mine[step]}, theirs) is None for step in mine)
     figures = [
-        Figure(name="kills", unit="of one run", value=sum(stage.killed.values()), measured=()),
+        Figure(
+            name="kills",
+            unit="of one run",
+            value=sum(stage.killed.values()),
+            measured=tuple(stage.killed.values()),
+        ),
         Figure(
             name="steps equal to the undisturbed run",
             unit="share",
@@ -230,11 +235,15 @@ def judge(stage: _Stage, times: Mapping[str, float]) -> Measured:
             name="last checkpoint equal, byte by byte",
             unit="1 is yes",
             value=float(digests[0] == digests[1]),
-            measured=(),
+            measured=(float(digests[0] == digests[1]),),
             at_least=1.0,
         ),
         Figure(
-            name="processes, leases and folders left", unit="count", value=len(left), measured=(), at_most=0
+            name="processes, leases and folders left",
+            unit="count",
+            value=len(left),
+            measured=(len(left),),
+            at_most=0,
         ),
     ]
     details: dict[str, Any] = {

@@ -10,6 +10,7 @@ from benchmarks.figures import Figure
 from benchmarks.run import FIGURES, measure_figures
 from tests.conftest import require_system_part
 from tests.fixtures.sandboxed import best_level
+from tools.slurm_cluster import is_installed
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,11 @@ def test_a_goal_is_reached_at_its_bound(
 def test_every_benchmark_of_figures_works(name: str, smollm2_dir: Path) -> None:
     if name == "code-judge":
         require_system_part("a sandbox with namespaces", best_level() == "namespace")
+    if name == "launch":
+        require_system_part("slurm-wlm", is_installed())
     measured = measure_figures(name, is_quick=True, model=str(smollm2_dir))
     assert any(figure.at_least is not None or figure.at_most is not None for figure in measured.figures)
     assert all(figure.measured for figure in measured.figures)
+    if name == "kills":
+        # Not a speed: five kills must leave the same curve and nothing else, on any machine.
+        assert all(figure.is_reached for figure in measured.figures), measured.details
