@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.figures import Figure, Measured
+from benchmarks.startup import person_environment
 from strop.launch.backends import open_backend
 from strop.launch.jobs.contract import RolePlan
 from strop.launch.jobs.launcher import Launcher
@@ -60,7 +61,7 @@ def _desk() -> Iterator[tuple[Path, dict[str, str]]]:
         ):
             subprocess.run(["git", *words], cwd=project, check=True)
         variables = {
-            **os.environ,
+            **person_environment(),
             **cluster.environment,
             "XDG_STATE_HOME": str(folder / "state"),
             "XDG_CONFIG_HOME": str(folder / "config"),
