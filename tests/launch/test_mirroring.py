@@ -15,9 +15,10 @@ from typing import cast
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteDenied, RemoteUnreachable, StoreError
-from strop.launch.mirroring import continue_from, probe_store
+from strop.launch.mirroring import continue_from, limit_after_signal, probe_store
 from strop.launch.training import TrainOutcome, train_here
 from strop.record import EventKind, RunDir, list_runs
+from strop.record.fence import GRACE_VARIABLE
 from strop.record.mirror.layout import notes_path
 from strop.record.mirror.restore import find_remote_run
 from strop.spec import StoreSpec, load_spec
@@ -272,6 +273,16 @@ def test_the_command_goes_on_from_a_mirror(here: Here, tmp_path: Path, whole: Cu
     shutil.rmtree(run.path)
     assert wait_for_end(start_command(words, log_path)) == 76
     assert "holds a finished run" in log_path.read_text()
+
+
+@pytest.mark.parametrize(("given", "limit_s"), [(None, 60.0), ("24", 12.0), ("600", 60.0)])
+def test_a_mirror_takes_half_of_a_launchers_grace_at_most(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, limit_s: float
+) -> None:
+    monkeypatch.delenv(GRACE_VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(GRACE_VARIABLE, given)
+    assert limit_after_signal(StoreSpec(stop_flush_limit_s=60.0)) == limit_s
 
 
 @pytest.mark.slow

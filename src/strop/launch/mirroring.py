@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from strop.errors import CheckRefused, Interrupted, RemoteDenied, StoreError, explain_refusal
 from strop.hardware import ChildProcess, spawn, terminate
 from strop.record import Event, EventKind, RunDir
+from strop.record.fence import GRACE_VARIABLE
 from strop.record.mirror.claim import RunIdentity, claim_mirror
 from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, notes_path
 from strop.record.mirror.restore import RemoteRun, find_remote_run, restore_run
@@ -154,7 +155,7 @@ class Mirroring:
         is_hurried = isinstance(error, Interrupted) or (
             error is not None and not isinstance(error, Exception)
         )
-        limit_s = self._spec.stop_flush_limit_s if is_hurried else self._spec.flush_limit_s
+        limit_s = limit_after_signal(self._spec) if is_hurried else self._spec.flush_limit_s
         try:
             self._flush(limit_s)
         finally:
@@ -258,6 +259,15 @@ class Mirroring:
         event = Event(kind=kind, step=self._step, cause=cause, detail=detail)
         self._run_dir.events.append(event)
         self._observer.on_event(event)
+
+
+def limit_after_signal(spec: StoreSpec) -> float:
+    """Return how long the mirror may take after a signal: half of what a launcher gives at most.
+
+    The checkpoint is on the disk. Killed while it waits, the run would have failed; so it ends in good order.
+    """
+    given = os.environ.get(GRACE_VARIABLE)
+    return spec.stop_flush_limit_s if given is None else min(spec.stop_flush_limit_s, float(given) / 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

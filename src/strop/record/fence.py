@@ -20,6 +20,8 @@ ATTEMPT_VARIABLE = "STROP_ATTEMPT"
 """Name of the attempt's folder, set by a launcher."""
 NUMBER_VARIABLE = "STROP_ATTEMPT_NUMBER"
 """Its number, from 0, set by a launcher."""
+GRACE_VARIABLE = "STROP_TERM_GRACE_S"
+"""Seconds that a role has from SIGTERM until it is killed, set by a launcher."""
 _MARK = re.compile(r"fence-(\d+)\.json")
 
 

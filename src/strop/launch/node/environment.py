@@ -15,7 +15,7 @@ from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, Allocation, GpuR
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.launch.jobs.contract import JobPlan, RolePlan
 from strop.launch.node.task import NodeTask
-from strop.record.fence import ATTEMPT_VARIABLE, NUMBER_VARIABLE
+from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 from strop.store import user_cache_dir
 
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -72,6 +72,7 @@ def build_environment(
         "TMPDIR": str(work_path / "tmp"),
         ATTEMPT_VARIABLE: task.attempt,
         NUMBER_VARIABLE: str(task.number),
+        GRACE_VARIABLE: f"{min(task.grace_s, task.term_grace_s):g}",
         "STROP_NODE": str(task.node),
         "STROP_NUM_NODES": str(task.num_nodes),
         "STROP_NODE_ADDRESS": task.address,
