@@ -1,0 +1,47 @@
+"""A real training of a small model on the cluster, preempted with the cluster's own signal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.commands import Run, folder, run
+from tests.fixtures.jobs import wait_for
+from tests.launch.slurm.plans import Desk
+
+__all__ = ["folder", "run"]
+pytestmark = pytest.mark.slow
+
+
+def state_of(run: Run, name: str) -> str:
+    (found,) = json.loads(run("status", name, "--json").out)
+    return str(found["state"])
+
+
+@pytest.fixture
+def place(folder: Path, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a login node, with a list of jobs and leases of this test alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder.parent / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder.parent / "config"))
+    monkeypatch.setenv("STROP_RUNTIME_DIR", str(folder.parent / "runtime"))
+    return folder
+
+
+def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: Path, run: Run) -> None:
+    """Incident LAU-2: USR2 through SLURM, a newer checkpoint, exit 75, and an undisturbed curve."""
+    settings = ("train.steps=80", "train.checkpoint_every=30", "name=drilled")
+    assert run("train", "run.toml", *settings, "output.dir=runs/undisturbed").code == 0
+    sent = run("submit", "run.toml", *settings, "--on", "slurm", "--time", "5m", "--cpus", 1)
+    assert sent.code == 0, sent.err
+    (home,) = Path("runs").glob("drilled-*")
+    metrics = home / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, limit_s=90)
+    drilled = run("drill", "drilled", "--steps", 3, "--restart-limit", 90)
+    assert drilled.code == 0, drilled.err
+    given = [" ".join(line.split()[:2]) for line in drilled.out.splitlines() if " yes " in line]
+    assert given == ["newer checkpoint", "orderly end", "next attempt", "steps since", "equal curve"]
+    wait_for(lambda: state_of(run, "drilled") == "succeeded", limit_s=120)
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, 81))
