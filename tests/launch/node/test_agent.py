@@ -186,7 +186,8 @@ def test_silence_ends_the_run_with_the_stacks_of_all_roles(project: Path) -> Non
     )
     stopped = role(
         "engine",
-        "import os, signal\ndef serves():\n    os.kill(os.getpid(), signal.SIGSTOP)\nserves()",
+        "import os, signal, time\n"
+        "def serves():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(600)\nserves()",
         must_succeed=False,
     )
     node = a_node(project, [hanging, stopped], max_silence_s=5.0)
