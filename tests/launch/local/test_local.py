@@ -15,6 +15,7 @@ from strop.launch.local.identity import read_identity
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
 
 __all__ = ["project"]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from strop.launch.local.backend import LocalBackend
 from tests.fixtures.jobs import is_running, make_request, project, role, saver, wait_for
 
 __all__ = ["project"]
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
