@@ -69,6 +69,9 @@ class SubmitArguments:
     dependency: Annotated[Text, typer.Option(help="SLURM: jobs to wait for, as afterok:123.")] = None
     comment: Annotated[Text, typer.Option(help="SLURM: words for the job's comment.")] = None
     container_image: Annotated[Text, typer.Option(help="Image that the job runs in.")] = None
+    devices: Annotated[
+        Text, typer.Option(metavar="0,1", help="Container: these GPUs of this machine, by index or UUID.")
+    ] = None
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="KEY=V,V", help="One member for each value; repeatable.")
     ] = None
@@ -109,6 +112,7 @@ _OF_BACKEND = (
     "dependency",
     "comment",
     "container_image",
+    "devices",
     "array",
     "instance_type",
     "instance_count",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.launch.jobs.contract import Answer, JobState
 from strop.launch.jobs.home import job_path_of
+from strop.launch.jobs.last_known import recall_end
 from strop.launch.jobs.overview import find_orphans, list_statuses, status_to_json
 from tests.fixtures.scripted_jobs import RUNNING, World
 
@@ -80,3 +83,19 @@ def test_a_status_for_programs_has_its_attempt(world: World) -> None:
     (told,) = (status_to_json(one) for one in list_statuses([world.runs], world.environ))
     assert told["attempt"] == {"name": "fake-1-2", "number": 2, "exit_code": 75}
     assert (told["state"], told["home"], told["job_id"]) == ("preempted", str(Path(ref.home)), "fake-1")
+
+
+def test_schedulers_are_not_asked_for_jobs_that_were_seen_to_end(world: World) -> None:
+    ended, living = world.submit(), world.submit("name=second")
+    world.backend.answer(ended, Answer(state=JobState.CANCELLED, raw="CANCELLED"))
+    world.backend.answer(living, RUNNING)
+    assert sorted(names(world)) == [("run", "cancelled"), ("second", "starting")]
+    # The scheduler has forgotten it meanwhile, and is asked for the other one alone.
+    world.backend.answer(ended, None)
+    before = len(world.backend.calls)
+    assert sorted(names(world)) == [("run", "cancelled"), ("second", "starting")]
+    (asked,) = [call for call in world.backend.calls[before:] if call.verb == "ask"]
+    assert asked.detail == living.job_id
+    # One that goes on in its home may have the same id: what was seen before it was submitted says nothing.
+    again = replace(ended, submitted_at=time.time() + 60.0)
+    assert recall_end(again, [0]) is None

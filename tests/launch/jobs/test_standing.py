@@ -318,3 +318,12 @@ def test_a_home_that_was_moved_away_is_named(world: World, running: JobRef) -> N
     assert "cannot be read" in refusal(lambda: world.launcher.status([running]), StoreError)
     with pytest.raises(StoreError):
         read_plan(job_path_of(running.home))
+
+
+def test_followed_logs_end_when_nobody_has_known_the_job_for_long(
+    world: World, running: JobRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strop.launch.jobs.launcher.UNKNOWN_LIMIT_S", 0.5)
+    world.backend.answer(running, None)
+    assert list(world.launcher.logs(running, 0, LogFilter(role="nobody"), is_followed=True)) == []
+    assert world.standing_of(running)[0] is JobState.UNKNOWN

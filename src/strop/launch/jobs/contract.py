@@ -281,6 +281,8 @@ class JobStatus:
     since: float | None = None
     age_s: float = 0.0
     """How old the answer is; above 0 for one that is only the last known."""
+    is_silent: bool = False
+    """Whether a source that could have known did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,16 @@ def recall(ref: JobRef, member: int, why: str, *, is_asked: bool = False) -> Job
         state, at = JobState(known["state"]), float(known["at"])
     except (KeyError, ValueError, TypeError):
         state, at = JobState.UNKNOWN, 0.0
-    is_of_this_job = known.get("job_id") == ref.job_id
+    # Some schedulers give a job that goes on in its home the name that it had before.
+    is_of_this_job = known.get("job_id") == ref.job_id and at >= ref.submitted_at
     if not is_of_this_job or state is JobState.UNKNOWN or (is_asked and not state.is_terminal):
         return JobStatus(
-            ref=ref, member=member, state=JobState.UNKNOWN, reason=why, source=StatusSource.NOTHING
+            ref=ref,
+            member=member,
+            state=JobState.UNKNOWN,
+            reason=why,
+            source=StatusSource.NOTHING,
+            is_silent=not is_asked,
         )
     seen = known.get("reason")
     return JobStatus(
@@ -55,7 +63,19 @@ def recall(ref: JobRef, member: int, why: str, *, is_asked: bool = False) -> Job
         reason=f"{seen}; {why}" if seen else why,
         source=StatusSource.LAST_KNOWN,
         age_s=max(0.0, time.time() - at),
+        is_silent=not is_asked,
     )
+
+
+def recall_end(ref: JobRef, members: Sequence[int]) -> list[JobStatus] | None:
+    """Return how all members of a job ended, if that was seen; None: somebody must be asked.
+
+    An end stays one, so that old jobs cost their schedulers nothing.
+    """
+    found = [recall(ref, member, "", is_asked=True) for member in members]
+    if not all(one.state.is_terminal for one in found):
+        return None
+    return [replace(one, reason=one.reason.rstrip("; ")) for one in found]
 
 
 def _read_states(path: Path) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,6 +47,8 @@ KILL_LIMIT_S = 60.0
 """How long a scheduler may take to show that a killed job has ended."""
 SETTLE_LIMIT_S = 10.0
 """How long a scheduler may take to see the end of a job whose record says that it has ended."""
+UNKNOWN_LIMIT_S = 60.0
+"""How long logs of a job are followed that its scheduler does not know: it may just have been submitted."""
 _ASK_EVERY_S = 0.5
 
 
@@ -161,7 +163,8 @@ class Launcher:
         record = self.backend.open_record(ref, member)
         files = FileLogs(record, wanted) if source is None else FilteredLogs(source, wanted)
         if is_followed:
-            yield from follow(files, is_over=lambda: self._is_over(ref, member))
+            over = _End(lambda: self._members(ref, member)[0])
+            yield from follow(files, is_over=over.is_seen)
             return
         lines = files.read_rest()
         require_logs(files, record)
@@ -323,9 +326,6 @@ class Launcher:
         place = self.backend.open_record(ref, member).describe("attempts")
         return f"the scheduler does not know it, and there is no record in {place}"
 
-    def _is_over(self, ref: JobRef, member: int) -> bool:
-        return self._members(ref, member)[0].state.is_terminal
-
     def _members(self, ref: JobRef, member: int | None) -> tuple[JobStatus, ...]:
         return tuple(one for one in self.status([ref]) if member in {None, one.member})
 
@@ -337,6 +337,24 @@ class Launcher:
         while not (ended := self._all_ended(ref, member)) and time.monotonic() < deadline:
             time.sleep(_ASK_EVERY_S)
         return ended
+
+
+class _End:
+    """The end of a member, for whoever follows its logs: also one that nobody can tell any more."""
+
+    def __init__(self, ask: Callable[[], JobStatus]) -> None:
+        self._ask = ask
+        self._unknown_since: float | None = None
+
+    def is_seen(self) -> bool:
+        """Whether it has ended, or a scheduler that answers has known nothing of it for long."""
+        status = self._ask()
+        is_unknown = status.state is JobState.UNKNOWN and not status.is_silent
+        if not is_unknown:
+            self._unknown_since = None
+            return status.state.is_terminal
+        self._unknown_since = self._unknown_since or time.monotonic()
+        return time.monotonic() - self._unknown_since > UNKNOWN_LIMIT_S
 
 
 def _is_settled(status: JobStatus) -> bool:

@@ -11,6 +11,7 @@ from strop.launch.backends import backend_of, open_backend
 from strop.launch.jobs.contract import JobPlan, JobRef, JobState, JobStatus, StatusSource
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
 from strop.launch.jobs.index import list_homes
+from strop.launch.jobs.last_known import recall_end
 from strop.launch.jobs.launcher import Launcher
 from strop.spec.sites import BACKENDS, KnownSite, find_site, list_sites
 
@@ -29,6 +30,10 @@ def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStat
             plan, ref = read_plan(job_path_of(home)), read_ref(job_path_of(home))
         except StoreError as error:
             found.append(_damaged(home, error))
+            continue
+        ended = recall_end(ref, [member.index for member in plan.members])
+        if ended is not None:
+            found += ended
             continue
         key = f"{plan.backend} {sorted(plan.profile.items(), key=str)}"
         groups.setdefault(key, (plan, []))[1].append(ref)
