@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from strop.spec.schema import (
     settings,
     valid_names,
 )
+from strop.spec.sites import SECTIONS, SITES_TABLE
 from strop.spec.writer import value_of
 
 
@@ -54,8 +56,8 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
         return Explanation(
             key=EXTENDS, type="text", default='"none"', allowed="one run file", description=EXTENDS_HELP
         )
-    if len(path) == 1 and path[0] in section_names():
-        return _explain_section(path[0])
+    if path[0] == SITES_TABLE or (len(path) == 1 and path[0] in section_names()):
+        return _explain_site(path) if path[0] == SITES_TABLE else _explain_section(path[0])
     if free_table(path) is not None:
         return _explain_free_key(path, resolved)
     found = find_settings(path)
@@ -120,6 +122,39 @@ def _explain_section(name: str) -> Explanation:
         allowed="a table of " + ", ".join(key.partition(".")[2] for key in keys),
         description=section_description(name),
         keys=keys,
+    )
+
+
+def _explain_site(path: KeyPath) -> Explanation:
+    """Explain `sites`, `sites.BACKEND` or `sites.BACKEND.SETTING`: what a site profile may say."""
+    found = {
+        (SITES_TABLE, backend, name): Setting(path=(SITES_TABLE, backend, name), variant=None, info=info)
+        for backend, section in SECTIONS.items()
+        for name, info in section.model_fields.items()
+    }
+    if path in found:
+        return _describe((found[path],))
+    inside = [dotted(one) for one in found if one[: len(path)] == path]
+    if not inside:
+        names = {dotted(one) for one in found}
+        near = difflib.get_close_matches(dotted(path), names, n=3)
+        raise ConfigError(
+            explain_refusal(
+                f"unknown key {show_text(dotted(path))}",
+                allowed=f"{SITES_TABLE}.KIND.SETTING with a KIND of {', '.join(SECTIONS)}",
+                next_step=f"did you mean {' or '.join(near)}?" if near else f"`strop explain {SITES_TABLE}`",
+            )
+        )
+    description = "Profiles of sites, in strop-sites.toml as [sites.NAME]; told apart by `backend`."
+    if len(path) > 1:
+        description = SECTIONS[path[1]].__doc__ or ""
+    return Explanation(
+        key=dotted(path),
+        type="section",
+        default="every setting its own",
+        allowed="a table of settings",
+        description=description,
+        keys=tuple(inside),
     )
 
 

@@ -82,6 +82,8 @@ class Setting:
             name = "choice"
         elif get_origin(kind) is dict:
             name = "table"
+        elif get_origin(kind) is tuple:
+            name = "list of texts"
         else:
             name = {int: "integer", float: "number", str: "text", bool: "true or false"}[kind]
         return f"{name} or none" if self.is_nullable else name
@@ -107,7 +109,10 @@ class Setting:
     @property
     def default_text(self) -> str:
         """Its default as a run file would write it, or 'required'."""
-        return "required" if self.info.is_required() else format_value(self.info.default)
+        if self.info.is_required():
+            return "required"
+        default = self.info.get_default(call_default_factory=True, validated_data={})
+        return format_value(list(default) if isinstance(default, tuple) else default)
 
 
 def _limit_text(limit: Any) -> str:

@@ -23,13 +23,13 @@ from strop.spec.tree import Tree, read_tree
 
 PROJECT_FILE = "strop-sites.toml"
 USER_FILE = "sites.toml"
-_TABLE = "sites"
+SITES_TABLE = "sites"
 _PROFILE: TypeAdapter[SiteProfile] = TypeAdapter(SiteProfile)
-_SECTIONS: dict[str, type[SiteSection]] = {
+SECTIONS: dict[str, type[SiteSection]] = {
     get_args(section.model_fields["backend"].annotation)[0]: section
     for section in get_args(get_args(SiteProfile)[0])
 }
-BACKENDS = tuple(_SECTIONS)
+BACKENDS = tuple(SECTIONS)
 """Kinds of sites, each also the name of a site without a profile."""
 
 
@@ -48,7 +48,7 @@ def find_site(name: str, project_path: Path, environ: Mapping[str, str]) -> Site
     Raises: ConfigError if no file and no backend is called so, or a setting is not allowed.
     """
     trees = _read_trees(project_path, environ)
-    tables = [tree.values[_TABLE][name] for tree in trees if name in tree.values[_TABLE]]
+    tables = [tree.values[SITES_TABLE][name] for tree in trees if name in tree.values[SITES_TABLE]]
     if not tables and name not in BACKENDS:
         raise _unknown_site(name, trees, project_path, environ)
     merged: dict[str, Any] = {}
@@ -56,10 +56,10 @@ def find_site(name: str, project_path: Path, environ: Mapping[str, str]) -> Site
         merged |= table
     merged.setdefault("backend", name if name in BACKENDS else None)
     origins = {
-        path: tree.origin((_TABLE, name, *path))
+        path: tree.origin((SITES_TABLE, name, *path))
         for tree in trees
-        if name in tree.values[_TABLE]
-        for path, _ in walk_values(tree.values[_TABLE][name])
+        if name in tree.values[SITES_TABLE]
+        for path, _ in walk_values(tree.values[SITES_TABLE][name])
     }
     _refuse_credentials(merged, name, origins)
     try:
@@ -72,19 +72,19 @@ def find_site(name: str, project_path: Path, environ: Mapping[str, str]) -> Site
 def list_sites(project_path: Path, environ: Mapping[str, str]) -> list[KnownSite]:
     """Return the sites that files name, by name. Raises: ConfigError if a file cannot be read."""
     trees = _read_trees(project_path, environ)
-    names = sorted({name for tree in trees for name in tree.values[_TABLE]})
+    names = sorted({name for tree in trees for name in tree.values[SITES_TABLE]})
     return [
         KnownSite(
             name=name,
             backend=next(
                 (
-                    str(tree.values[_TABLE][name]["backend"])
+                    str(tree.values[SITES_TABLE][name]["backend"])
                     for tree in reversed(trees)
-                    if "backend" in tree.values[_TABLE].get(name, {})
+                    if "backend" in tree.values[SITES_TABLE].get(name, {})
                 ),
                 name,
             ),
-            files=tuple(tree.shown for tree in trees if name in tree.values[_TABLE]),
+            files=tuple(tree.shown for tree in trees if name in tree.values[SITES_TABLE]),
         )
         for name in names
     ]
@@ -100,8 +100,8 @@ def _read_trees(project_path: Path, environ: Mapping[str, str]) -> list[Tree]:
     """Read the files that there are, the stronger last."""
     trees = [read_tree(str(path)) for path in site_files(project_path, environ) if path.is_file()]
     for tree in trees:
-        tables = tree.values.get(_TABLE)
-        strange = [key for key in tree.values if key != _TABLE]
+        tables = tree.values.get(SITES_TABLE)
+        strange = [key for key in tree.values if key != SITES_TABLE]
         if (
             strange
             or not isinstance(tables, dict)
@@ -110,7 +110,7 @@ def _read_trees(project_path: Path, environ: Mapping[str, str]) -> list[Tree]:
             raise ConfigError(
                 explain_refusal(
                     f"{tree.origin((strange[0],)) if strange else tree.shown} holds no table of sites",
-                    allowed=f"tables [{_TABLE}.NAME], one for each site",
+                    allowed=f"tables [{SITES_TABLE}.NAME], one for each site",
                     next_step="correct the file",
                 )
             )
@@ -120,7 +120,7 @@ def _read_trees(project_path: Path, environ: Mapping[str, str]) -> list[Tree]:
 def _unknown_site(
     name: str, trees: list[Tree], project_path: Path, environ: Mapping[str, str]
 ) -> ConfigError:
-    known = [*dict.fromkeys(site for tree in trees for site in tree.values[_TABLE]), *BACKENDS]
+    known = [*dict.fromkeys(site for tree in trees for site in tree.values[SITES_TABLE]), *BACKENDS]
     near = difflib.get_close_matches(name, known, n=1)
     looked = " and ".join(str(path) for path in site_files(project_path, environ))
     return ConfigError(
@@ -129,7 +129,7 @@ def _unknown_site(
             allowed=", ".join(dict.fromkeys(known)),
             next_step=f"did you mean {near[0]}?"
             if near
-            else f"write a table [{_TABLE}.{name}] in one of them",
+            else f"write a table [{SITES_TABLE}.{name}] in one of them",
         )
     )
 
@@ -141,7 +141,7 @@ def _refuse_credentials(table: Mapping[str, Any], name: str, origins: Mapping[An
         if form is not None:
             raise ConfigError(
                 explain_refusal(
-                    f"{_TABLE}.{name}.{dotted(path)} ({origins.get(path, '')}) looks like {form}",
+                    f"{SITES_TABLE}.{name}.{dotted(path)} ({origins.get(path, '')}) looks like {form}",
                     allowed="the name of an environment variable in `secrets`; no secret itself",
                     next_step="put the value into your environment, and its name into `secrets`",
                 )
@@ -151,13 +151,13 @@ def _refuse_credentials(table: Mapping[str, Any], name: str, origins: Mapping[An
 def _explain(detail: Any, table: Mapping[str, Any], name: str, origins: Mapping[Any, str]) -> str:
     backend = table.get("backend")
     path = tuple(str(part) for part in detail["loc"] if str(part) != backend or len(detail["loc"]) == 1)
-    section = _SECTIONS.get(str(backend))
-    shown = f"{_TABLE}.{name}" + (f".{dotted(path)}" if path else "")
+    section = SECTIONS.get(str(backend))
+    shown = f"{SITES_TABLE}.{name}" + (f".{dotted(path)}" if path else "")
     where = origins.get(path) or next((text for key, text in origins.items() if key[:1] == path[:1]), "")
     where = f" ({where})" if where else ""
     if section is None:
         return explain_refusal(
-            f"{_TABLE}.{name}.backend={show_value(backend)} is no kind of site",
+            f"{SITES_TABLE}.{name}.backend={show_value(backend)} is no kind of site",
             allowed=", ".join(BACKENDS),
             next_step="set backend",
         )
