@@ -45,12 +45,14 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
-# Tests of jobs wait for schedulers and containers more than they compute: they go beside the other slow ones.
+# Slow tests that wait for schedulers, containers and other programs more than they compute run beside all others.
+BESIDE := tests/launch tests/benchmarks tests/evaluate
+
 test: $(READY)
-	@$(IN_VENV) -m pytest -m "not slow"
-	@log=$$(mktemp); $(IN_VENV) -m pytest -m slow tests/launch >"$$log" 2>&1 & jobs=$$!; \
-	$(IN_VENV) -m pytest -m slow --ignore tests/launch && ended=0 || ended=$$?; \
-	wait "$$jobs" || ended=$$?; cat "$$log"; rm -f "$$log"; exit "$$ended"
+	@log=$$(mktemp); $(IN_VENV) -m pytest -m slow $(BESIDE) >"$$log" 2>&1 & beside=$$!; ended=0; \
+	{ $(IN_VENV) -m pytest -m "not slow" && $(IN_VENV) -m pytest -m slow $(addprefix --ignore=,$(BESIDE)); } \
+		|| ended=$$?; \
+	wait "$$beside" || ended=$$?; cat "$$log"; rm -f "$$log"; exit "$$ended"
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .
