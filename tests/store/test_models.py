@@ -366,3 +366,18 @@ def test_the_real_package_is_converted_once_for_two_callers(
     assert {"generation_config.json", "chat_template.jinja", "tokenizer_config.json"} <= files
     # 134,515,008 parameters of 4 bytes (tied embedding stored once), and a header.
     assert 0 < (first.path / "model.safetensors").stat().st_size - 4 * 134_515_008 < 100_000
+
+
+def test_a_model_that_no_cache_has_costs_no_import_of_the_hubs_client(tmp_path: Path) -> None:
+    asked = (
+        "import sys; from strop.store.hub import find_cached_snapshot as find;"
+        " assert find('some/model', None) is None; print('huggingface_hub' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asked],
+        env={**os.environ, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
