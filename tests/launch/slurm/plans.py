@@ -71,7 +71,7 @@ def a_request(
         home=str(root / f"{name}-1"),
         python=sys.executable,
         user="someone",
-        submitted_at=1.8e9,
+        submitted_at=1.7e9,
     )
     return replace(request, **changes)
 
