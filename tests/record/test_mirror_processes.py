@@ -67,7 +67,8 @@ class Process:
 
 
 def upload(order: str, log_path: str) -> None:
-    """Mirror, with the output in a file."""
+    """Mirror, with the output in a file, in a session of its own as a run starts it."""
+    os.setsid()
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -168,6 +169,21 @@ def test_an_attempt_that_slept_and_wakes_up_ends(played: PlayedRun, s3_root: str
 
 
 @pytest.mark.slow
+def test_an_uploader_leaves_the_processors_to_the_trainer(played: PlayedRun, s3_root: str) -> None:
+    process = Process(played, s3_root)
+    try:
+        process.wait_for("may write to")
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+        autogroup = Path(f"/proc/{process.pid}/autogroup")
+        # Where Linux shares among sessions first, a process's own niceness counts for nothing.
+        session = autogroup.read_text().split() if autogroup.exists() else []
+        assert session[-1:] in ([], ["19"])
+        assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
+    finally:
+        process.close()
+
+
+@pytest.mark.slow
 def test_signals_for_the_trainer_do_not_end_the_uploader(played: PlayedRun, s3_root: str) -> None:
     """A scheduler may tell every process of a job to stop: then there is most to be sent."""
     process = Process(played, s3_root)
@@ -175,7 +191,6 @@ def test_signals_for_the_trainer_do_not_end_the_uploader(played: PlayedRun, s3_r
         process.wait_for("may write to")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             process.send(number)
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
         played.train(1, 2)
         flush_path(played.run.path).parent.mkdir(exist_ok=True)
         flush_path(played.run.path).touch()

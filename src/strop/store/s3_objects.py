@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, local
 from typing import Any
 
 from strop.errors import CorruptRecord, StoreError, explain_refusal
@@ -38,6 +38,7 @@ from strop.store.uris import parse_s3
 _MAX_PARTS = 10_000
 _SHA256_KEY = "strop-sha256"
 _CHUNK_BYTES = 1 << 20
+_HASHED_BYTES = 1 << 18
 _GONE = ("404", "NoSuchKey")
 NUM_WHOLE_ATTEMPTS = 3
 """How often an object is moved whose digest is wrong although every step went well."""
@@ -65,6 +66,35 @@ def cut_parts(size_bytes: int, part_bytes: int) -> list[_Part]:
     ]
 
 
+class _Buffers(local):
+    """Memory of one thread for the part that it sends, used again: fresh memory costs more than its hashes.
+
+    A file given to the client instead would be read twice, and sent in pieces of 16 KiB.
+    """
+
+    buffer = bytearray()
+
+    def read_part(self, path: Path, part: _Part) -> tuple[bytearray, str, str]:
+        """Return a stretch of a file, its MD5 in hex, and its CRC-32 as S3 writes it.
+
+        Holds until the thread's next call. Shorter if the file has become so.
+        """
+        if len(self.buffer) < part.size_bytes:
+            self.buffer = bytearray(part.size_bytes)
+        md5, crc32 = hashlib.md5(usedforsecurity=False), 0
+        with memoryview(self.buffer) as view, path.open("rb", buffering=0) as file:
+            file.seek(part.start)
+            left = view[: part.size_bytes]
+            # In pieces that are hashed while they are in the processor's cache.
+            while num_bytes := file.readinto(left[:_HASHED_BYTES]):
+                md5.update(left[:num_bytes])
+                crc32 = zlib.crc32(left[:num_bytes], crc32)
+                left = left[num_bytes:]
+            size_bytes = part.size_bytes - len(left)
+        whole = self.buffer if size_bytes == len(self.buffer) else self.buffer[:size_bytes]
+        return whole, md5.hexdigest(), base64.b64encode(crc32.to_bytes(4, "big")).decode()
+
+
 class S3Objects:
     """Objects under s3:// URIs."""
 
@@ -75,6 +105,7 @@ class S3Objects:
         # with the server on the same machine, that cost a fifth of the speed.
         self._may_hash = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
         self._pace = Pace(self._settings.max_bytes_per_s)
+        self._buffers = _Buffers()
 
     def find(self, uri: str) -> StoredObject | None:
         """Ask for the head of an object."""
@@ -291,17 +322,13 @@ class S3Objects:
         self, path: Path, uri: str, upload: dict[str, Any], part: _Part
     ) -> tuple[dict[str, Any], bool]:
         """Send one part; return how S3 wants it named when all are joined, and whether it is proven."""
-        from s3transfer.utils import ReadFileChunk
-
         with self._may_hash:
-            md5, crc32 = _hash_part(path, part)
+            body, md5, crc32 = self._buffers.read_part(path, part)
         checksum = {"ChecksumCRC32": crc32} if knows_crc(self._client) else {}
 
         def send() -> Any:
             self._pace.wait_for(part.size_bytes)
-            # Read as it is sent: parts in memory would cost more than their hashes.
-            with ReadFileChunk.from_filename(str(path), part.start, part.size_bytes) as body:
-                return self._client.upload_part(**upload, **checksum, PartNumber=part.number, Body=body)
+            return self._client.upload_part(**upload, **checksum, PartNumber=part.number, Body=body)
 
         answer = self._call(uri, "sent", send)
         named = {"PartNumber": part.number, "ETag": answer["ETag"], **checksum}
@@ -414,19 +441,6 @@ def _in_order(futures: list[Future[Any]]) -> Iterator[Any]:
         for future in futures:
             if not future.cancelled():
                 future.exception()
-
-
-def _hash_part(path: Path, part: _Part) -> tuple[str, str]:
-    """Return the MD5 of a stretch of a file in hex, and its CRC-32 as S3 writes it."""
-    md5, crc32, left_bytes = hashlib.md5(usedforsecurity=False), 0, part.size_bytes
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        file.seek(part.start)
-        while left_bytes and (num_bytes := file.readinto(buffer[:left_bytes])):
-            md5.update(buffer[:num_bytes])
-            crc32 = zlib.crc32(buffer[:num_bytes], crc32)
-            left_bytes -= num_bytes
-    return md5.hexdigest(), base64.b64encode(crc32.to_bytes(4, "big")).decode()
 
 
 def _is_etag(answer: dict[str, Any], md5: str) -> bool:

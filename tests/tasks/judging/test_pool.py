@@ -229,47 +229,6 @@ def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_b
     assert after["pid"] != computed["pid"]
 
 
-@pytest.mark.parametrize(
-    ("own", "written"), [("", "10"), ("/autogroup-12 nice 3\n", "13"), ("/autogroup-12 nice 15\n", "19")]
-)
-@pytest.mark.parametrize("is_writable", [True, False])
-def test_a_session_without_a_group_of_its_own_can_step_back_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, written: str, *, is_writable: bool
-) -> None:
-    monkeypatch.setattr(worker, "_PROC", tmp_path)
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        for name, text in (("self", own), (str(process.pid), "")):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "autogroup").write_text(text)
-        if not is_writable:
-            (tmp_path / str(process.pid) / "autogroup").unlink()
-            (tmp_path / str(process.pid)).rmdir()
-        one = worker.Worker(process.pid)
-        before = os.getpriority(os.PRIO_PROCESS, process.pid)
-        one.step_back()
-        assert one.is_low
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(before + 10, 19)
-        if is_writable:
-            assert (tmp_path / str(process.pid) / "autogroup").read_text() == written
-        process.kill()
-
-
-def test_a_kernel_that_knows_no_priority_of_a_group_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(which: int, who: int, priority: int) -> None:
-        raise OSError(22, "Invalid argument")
-
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "autogroup").write_text("not told here\n")
-    monkeypatch.setattr(worker, "_PROC", tmp_path)
-    monkeypatch.setattr(os, "setpriority", refuse)
-    one = worker.Worker(os.getpid())
-    one.step_back()
-    # It is replaced after this call, as any that was hurried.
-    assert one.is_spent
-
-
 def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> None:
     async def work(workers: WorkerPool) -> dict[str, int]:
         os.kill((await workers.call({}))["pid"], signal.SIGKILL)

@@ -6,20 +6,16 @@ Not here: who starts and ends it (`nursery`), and how long a call may take (`poo
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from strop.errors import CorruptRecord
+from strop.hardware.priority import step_back
 from strop.sandbox.frames import pack, unpack
 
 _NICENESS_STEP = 10
-_MAX_NICENESS = 19
 _MAX_CALLS = 1000
-_PROC = Path("/proc")
 _MAX_PEAK_BYTES = 1 << 30
 
 
@@ -84,19 +80,8 @@ class Worker(asyncio.Protocol):
 
     def step_back(self) -> None:
         """Let everyone else go first from now on. Only for one that has worked: it is in its own session."""
-        try:
-            # Where Linux shares the CPU among sessions first, a process's niceness counts only within
-            # its session, and a worker is one by itself: see sched(7), 'The autogroup feature'.
-            own = _session_niceness((_PROC / "self/autogroup").read_text())
-            (_PROC / str(self.pid) / "autogroup").write_text(str(_lowered(own)))
-        except BlockingIOError:
-            return  # Ten a second are allowed: the next time, then.
-        except (OSError, ValueError):
-            pass  # Not this system.
-        # Some container kernels know no priority of a group; then the worker is only replaced earlier.
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PGRP, self.pid, _lowered(os.getpriority(os.PRIO_PROCESS, 0)))
-        self.is_low = True
+        # Where Linux wants to be asked less often: the next time.
+        self.is_low = step_back(self.pid, by=_NICENESS_STEP)
 
     @property
     def call_cpu_s(self) -> float:
@@ -117,17 +102,3 @@ class Worker(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
-
-
-def _session_niceness(autogroup: str) -> int:
-    """Return the niceness in a text such as '/autogroup-12 nice 0'.
-
-    It is empty for a session that is in no group of its own, as those that began before Linux was told
-    to make groups, or in a container: such a session's share is the usual one.
-    """
-    words = autogroup.split()
-    return int(words[-1]) if words else 0
-
-
-def _lowered(niceness: int) -> int:
-    return min(niceness + _NICENESS_STEP, _MAX_NICENESS)
