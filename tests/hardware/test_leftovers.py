@@ -26,6 +26,7 @@ from strop.hardware.leases import (
 )
 from strop.hardware.leftovers import find_processes, find_strays
 from strop.store.lock import FileLock
+from strop.store.variables import set_variables
 
 # Takes a lease, makes its processes carry it, does something, says its id, and waits to be killed.
 _HOLDER = """
@@ -239,12 +240,12 @@ def test_a_process_knows_the_run_that_it_was_started_under(
 ) -> None:
     assert find_inherited() is None
     with take_lease("run", "1") as held:
-        with held.applied():
+        with set_variables(held.variables):
             assert find_inherited() == held.lease
             assert os.environ[LEASE_VARIABLE] == held.lease.lease_id
         assert LEASE_VARIABLE not in os.environ
         monkeypatch.setenv(LEASE_VARIABLE, "outer")
-        with held.applied():
+        with set_variables(held.variables):
             pass
         assert os.environ[LEASE_VARIABLE] == "outer"
         assert find_inherited() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -23,6 +24,7 @@ from strop.store import (
     read_policy,
 )
 from strop.store.data_files import collect_data_files, find_data
+from strop.store.variables import set_variables
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, follow
 from tests.store.contract_suite import write_files
@@ -151,3 +153,13 @@ def test_who_collects_is_told_of_every_file(filled_store: str) -> None:
     with follow_store(follow(filled_store)), collect_data_files() as files:
         fetch_data_file("org/data", DATA)
     assert [(file.source, file.name, file.origin) for file in files] == [("org/data", DATA, "store")]
+
+
+def test_variables_are_what_they_were_after_a_block_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_TEST_SET", "before")
+    monkeypatch.delenv("STROP_TEST_UNSET", raising=False)
+    with suppress(KeyError), set_variables({"STROP_TEST_SET": "in", "STROP_TEST_UNSET": "in"}):
+        assert (os.environ["STROP_TEST_SET"], os.environ["STROP_TEST_UNSET"]) == ("in", "in")
+        raise KeyError
+    assert os.environ["STROP_TEST_SET"] == "before"
+    assert "STROP_TEST_UNSET" not in os.environ

@@ -19,8 +19,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -104,19 +104,6 @@ class HeldLease:
     def variables(self) -> Mapping[str, str]:
         """What the environment of every process of the run needs."""
         return {LEASE_VARIABLE: self.lease.lease_id}
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Let every process that is started meanwhile carry the id."""
-        before = os.environ.get(LEASE_VARIABLE)
-        os.environ.update(self.variables)
-        try:
-            yield
-        finally:
-            if before is None:
-                os.environ.pop(LEASE_VARIABLE, None)
-            else:
-                os.environ[LEASE_VARIABLE] = before
 
     def make_directory(self, parent: Path | None = None) -> Path:
         """Make a private temporary directory that goes with the lease; by default below TMPDIR.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from strop.hardware import clear_leftovers, find_inherited
@@ -19,6 +19,7 @@ from strop.hardware.gpus import read_gpus
 from strop.hardware.preflight import PreflightRequest, run_preflight
 from strop.hardware.torch_build import read_torch_build
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES, DeviceForm, parse_visible_devices
+from strop.store.variables import set_variables
 
 _ROLE = "train"
 """Learner and engine together."""
@@ -54,7 +55,7 @@ def claim_machine(
     needs = dict.fromkeys(shares, need_bytes)
     request = GpuRequest(wanted=shares, inherited=inherited, need_bytes=needs)
     held, allocation = lease_gpus(run_path.name, attempt, request)
-    with held, held.applied():
+    with held, set_variables(held.variables):
         warnings: list[str] = []
         if allocation.uuids:
             asked = PreflightRequest(
@@ -65,7 +66,8 @@ def claim_machine(
             )
             found = [_judge(finding, inherited) for finding in run_preflight(asked)]
             warnings = [str(finding) for finding in require_none(found)]
-        with _seen(allocation):
+        # Early enough: CUDA reads its variable when it is first used.
+        with set_variables(_device_variables(allocation)):
             notices = (*cleared, *allocation.notices, *warnings)
             yield Claim(notices=notices, devices=allocation.record())
 
@@ -82,33 +84,14 @@ def _judge(finding: Finding, inherited: str | None) -> Finding:
     """Let a person who names a GPU share it: that is then a warning."""
     if finding.code != "foreign_process" or inherited is None:
         return finding
-    return Finding(
-        code=finding.code,
-        given=finding.given,
-        allowed=finding.allowed,
-        next_step=f"nothing, if that is meant: {VISIBLE_DEVICES} names this GPU",
-        where=finding.where,
-        severity=Severity.WARNING,
-    )
+    next_step = f"nothing, if that is meant: {VISIBLE_DEVICES} names this GPU"
+    return replace(finding, next_step=next_step, severity=Severity.WARNING)
 
 
-@contextmanager
-def _seen(allocation: Allocation) -> Iterator[None]:
-    """Let this process and its children see the GPUs of the allocation alone.
-
-    CUDA reads the variable when it is first used, which is later.
-    """
+def _device_variables(allocation: Allocation) -> dict[str, str]:
+    """Return what lets this process and its children see the GPUs of the allocation alone."""
     roles = allocation.roles
     variables = dict(roles[_ROLE].variables) if allocation.uuids else {}
     if variables and "infer" in roles:
         variables[INFER_DEVICES] = roles["infer"].visible.text or ""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return variables

@@ -16,6 +16,7 @@ from typing import get_args
 from strop.errors import ConfigError, explain_refusal
 from strop.spec import StoreSpec
 from strop.store.uris import join_uri, require_known_scheme
+from strop.store.variables import set_variables
 
 URI_VARIABLE = "STROP_STORE_URI"
 ORDER_VARIABLE = "STROP_STORE_ORDER"
@@ -122,13 +123,5 @@ def follow_store(spec: StoreSpec) -> Iterator[SourcePolicy]:
         yield read_policy()
         return
     require_root(spec.uri)
-    before = {name: os.environ.get(name) for name in (URI_VARIABLE, ORDER_VARIABLE)}
-    os.environ.update({URI_VARIABLE: spec.uri, ORDER_VARIABLE: spec.order})
-    try:
+    with set_variables({URI_VARIABLE: spec.uri, ORDER_VARIABLE: spec.order}):
         yield read_policy()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -6,7 +6,6 @@ the length of a call, so that a profile decides and the rest of the process keep
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec.site import SageMakerSite
 from strop.store.contract import StoredObject
+from strop.store.variables import set_variables
 
 if TYPE_CHECKING:
     from strop.store.s3_client import S3Settings
@@ -32,17 +32,8 @@ def site_variables(profile: SageMakerSite) -> Iterator[None]:
         "AWS_ENDPOINT_URL": profile.endpoint_url,
     }
     given = {name: value for name, value in wanted.items() if value is not None}
-    with _LOCK:
-        before = {name: os.environ.get(name) for name in given}
-        os.environ.update(given)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+    with _LOCK, set_variables(given):
+        yield
 
 
 class SiteObjects:

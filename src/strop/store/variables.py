@@ -1,0 +1,25 @@
+"""Environment variables that hold for a while: for this process and all that it starts meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def set_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the length of a block; afterwards each is what it was, or not set.
+
+    The environment is the whole process's: threads that must not see it take a lock around the block.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
