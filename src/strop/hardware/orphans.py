@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from strop.hardware.identity import identify
+
 _PR_SET_CHILD_SUBREAPER = 36  # From <linux/prctl.h>.
 
 
@@ -31,7 +33,8 @@ def bury_orphans(own_pids: Collection[int]) -> int:
     """
     num_buried = 0
     for pid in _children():
-        if pid not in own_pids and _is_zombie(pid):
+        if pid not in own_pids:
+            # Waits for nothing: of a child that runs the answer is 0.
             with suppress(ChildProcessError):
                 num_buried += os.waitpid(pid, os.WNOHANG)[0] == pid
     return num_buried
@@ -43,29 +46,18 @@ def show_stacks_of_children(limit_s: float) -> list[int]:
     SIGABRT does that where PYTHONFAULTHANDLER is set, or `faulthandler.enable` was called. What was stopped
     is continued first. Waits until they have ended, at most `limit_s`.
     """
-    pids = [pid for pid in _children() if not _is_zombie(pid)]
+    running = [child for pid in _children() if (child := identify(pid)) is not None]
     for number in (signal.SIGCONT, signal.SIGABRT):
-        for pid in pids:
+        for child in running:
             with suppress(OSError):
-                os.kill(pid, number)
+                os.kill(child.pid, number)
     deadline = time.monotonic() + limit_s
-    while any(not _is_gone(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(child.is_alive() for child in running) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return pids
-
-
-def _is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists() or _is_zombie(pid)
+    return [child.pid for child in running]
 
 
 def _children() -> Iterator[int]:
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
             yield from map(int, path.read_text().split())
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (OSError, LookupError):
-        return False
