@@ -43,6 +43,13 @@ def explain_refusal(given: str, *, allowed: str, next_step: str) -> str:
     return f"{given.rstrip('.')}. Allowed: {allowed.rstrip('.')}. Next: {next_step.rstrip('.')}{end}"
 
 
+def split_refusal(message: str) -> tuple[str, str, str]:
+    """Return the three parts of a message of `explain_refusal`; of any other text the first part is all."""
+    given, _, rest = message.partition(". Allowed: ")
+    allowed, _, next_step = rest.partition(". Next: ")
+    return given, allowed, next_step
+
+
 class StropError(Exception):
     """Everything strop raises on purpose; the command line catches it and prints its message."""
 

@@ -255,7 +255,7 @@ def test_check_tells_what_would_stop_the_job(here: World, run: Run) -> None:
     missing = Finding(
         code="partition", given="partition x does not exist", allowed="gpu, cpu", next_step="name one"
     )
-    here.backend.problems = [replace(missing, severity=Severity.UNKNOWN), missing]
+    here.backend.findings = [replace(missing, severity=Severity.UNKNOWN), missing]
     ended = run("submit", "run.toml", "--check")
     assert ended.code == 76
     assert ended.out.splitlines()[0].startswith("error: partition x does not exist. Allowed: gpu, cpu.")

@@ -31,7 +31,8 @@ adopt_orphans()
 own, ended, running = start(""), fork_and_leave(0), fork_and_leave(600)
 while {state_of(own.pid), state_of(ended)} != {"Z"}:
     time.sleep(0.01)
-print(bury_orphans([own.pid]), state_of(own.pid), state_of(ended), state_of(running) == "S", own.wait())
+is_running = state_of(running) not in "Zgone"
+print(bury_orphans([own.pid]), state_of(own.pid), state_of(ended), is_running, own.wait())
 os.kill(running, 9)
 """
 

@@ -173,7 +173,7 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
         _show_dry_run(output, plan, request, is_json=given.json)
         return
     if given.check:
-        _show_problems(output, launcher, plan, is_json=given.json)
+        _show_findings(output, launcher, plan, is_json=given.json)
         return
     if given.resume is not None:
         submitted = launcher.resume(_find(given.resume, request), request)
@@ -250,20 +250,17 @@ def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json
     output.say("nothing was submitted")
 
 
-def _show_problems(output: Output, launcher: Any, plan: JobPlan, *, is_json: bool) -> None:
-    from strop.errors import CheckRefused
-    from strop.hardware.findings import Severity
+def _show_findings(output: Output, launcher: Any, plan: JobPlan, *, is_json: bool) -> None:
+    from strop.hardware.findings import require_none
 
-    problems = launcher.check(plan)
+    findings = launcher.check(plan)
     if is_json:
-        output.give_json([asdict(problem) for problem in problems])
-    for problem in problems if not is_json else ():
-        output.give(f"{problem.severity}: {problem}")
-    errors = [problem for problem in problems if problem.severity is Severity.ERROR]
-    if errors:
-        raise CheckRefused("\n".join(map(str, errors)))
+        output.give_json([asdict(finding) for finding in findings])
+    for finding in findings if not is_json else ():
+        output.give(f"{finding.severity}: {finding}")
+    require_none(findings)
     if not is_json:
-        output.give("nothing was found that would stop this job" if not problems else "no error was found")
+        output.give("nothing was found that would stop this job" if not findings else "no error was found")
 
 
 def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from strop.errors import HubUnreachable, RemoteMissing, explain_refusal
+from strop.errors import HubUnreachable, RemoteMissing, explain_refusal, split_refusal
 from strop.store.cache import user_cache_dir
 from strop.store.hub import find_cached_file, probe_hub
 from strop.store.hub_store import ask_hub, offline_refusal
@@ -235,4 +235,4 @@ def _cache_dir(uri: str) -> Path:
 
 
 def _given(error: Exception) -> str:
-    return str(error).partition(". Allowed: ")[0]
+    return split_refusal(str(error))[0]

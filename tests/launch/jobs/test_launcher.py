@@ -155,7 +155,7 @@ def test_what_a_scheduler_refuses_keeps_its_home_and_words_but_no_secret(world: 
 
 
 def test_an_error_that_check_finds_stops_the_job_before_anything_is_made(world: World) -> None:
-    world.backend.problems = [
+    world.backend.findings = [
         replace(NOISE, code="a", given="just a warning", severity=Severity.WARNING),
         replace(NOISE, code="partition", given="partition gpus does not exist", severity=Severity.ERROR),
     ]
@@ -167,7 +167,7 @@ def test_an_error_that_check_finds_stops_the_job_before_anything_is_made(world: 
 
 
 def test_warnings_and_probes_that_could_not_run_stop_nothing(world: World) -> None:
-    world.backend.problems = [replace(NOISE, severity=one) for one in (Severity.WARNING, Severity.UNKNOWN)]
+    world.backend.findings = [replace(NOISE, severity=one) for one in (Severity.WARNING, Severity.UNKNOWN)]
     assert world.submit().job_id == "fake-1"
 
 
@@ -274,7 +274,7 @@ def test_the_estimate_counts_members_nodes_and_hours(world: World) -> None:
 
 def test_findings_come_with_the_worst_first(world: World) -> None:
     order = [Severity.UNKNOWN, Severity.WARNING, Severity.ERROR]
-    world.backend.problems = [replace(NOISE, severity=one) for one in order]
+    world.backend.findings = [replace(NOISE, severity=one) for one in order]
     found = world.launcher.check(world.launcher.plan(world.request()))
     assert [one.severity for one in found] == [Severity.ERROR, Severity.WARNING, Severity.UNKNOWN]
 

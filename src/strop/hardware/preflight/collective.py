@@ -10,7 +10,7 @@ from typing import Any
 from strop.errors import StropError
 from strop.hardware.endpoints import publish_ports, wait_for_ports
 from strop.hardware.fake_nvidia_smi import Fault, find_rehearsal, read_faults
-from strop.hardware.findings import Finding
+from strop.hardware.findings import Finding, find_refusal
 from strop.hardware.ports import HeldPort, find_host_address, find_interface, hold_port
 from strop.hardware.preflight.probes import FOLDER_NAME, await_probes, start_probe
 from strop.hardware.preflight.request import NodeGroup, PreflightRequest
@@ -32,10 +32,7 @@ def check_collective(request: PreflightRequest) -> list[Finding]:
     try:
         answer = _take_part(request, group)
     except StropError as refusal:
-        given, _, rest = str(refusal).partition(" Allowed: ")
-        allowed, _, next_step = rest.partition(" Next: ")
-        where = group.name if group.index == 0 else group.names[0]
-        return [Finding(code="rendezvous", given=given, allowed=allowed, next_step=next_step, where=where)]
+        return [find_refusal("rendezvous", refusal, where=group.names[0])]
     return list(judge_collective(group, answer))
 
 

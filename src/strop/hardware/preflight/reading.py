@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.errors import CheckRefused
+from strop.errors import CheckRefused, split_refusal
 from strop.hardware.device_checks import check_device
 from strop.hardware.fake_nvidia_smi import find_rehearsal
 from strop.hardware.findings import Finding, Severity
@@ -120,7 +120,7 @@ def _check_place(request: PreflightRequest) -> Iterator[Finding]:
     except CheckRefused as refusal:
         yield Finding(
             code="run_directory",
-            given=str(refusal).partition(" Allowed: ")[0],
+            given=split_refusal(str(refusal))[0],
             allowed="a directory that this node can write to",
             next_step="see that it is mounted here with write access, or exclude this node",
             where=request.node,

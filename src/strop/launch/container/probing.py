@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from strop.errors import CheckRefused, StoreError, StropError
+from strop.errors import CheckRefused, StoreError
 from strop.hardware import free_disk_bytes, read_gpus
-from strop.hardware.findings import Finding, Severity
+from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.launch.container.command import count_cpus, mounts_of, parse_memory_bytes
 from strop.launch.container.engine import Engine, locate_engine, prove_engine, quote_words
 from strop.launch.container.image import Variant, find_image, list_images, plan_image
@@ -28,9 +28,9 @@ def probe_plan(plan: JobPlan, profile: ContainerSite) -> list[Finding]:
     try:
         found += _probe_engine(plan, profile)
     except CheckRefused as error:
-        found.append(_problem("engine", error, Severity.ERROR))
+        found.append(find_refusal("engine", error))
     except StoreError as error:
-        found.append(_problem("engine", error, Severity.UNKNOWN))
+        found.append(find_refusal("engine", error, severity=Severity.UNKNOWN))
     return found
 
 
@@ -138,10 +138,3 @@ def _probe_resources(plan: JobPlan) -> Iterator[Finding]:
             allowed=f"{has_gpus} at most",
             next_step="ask for fewer, or send the run to another site",
         )
-
-
-def _problem(code: str, error: StropError, severity: Severity) -> Finding:
-    # A message has its three parts already.
-    given, _, rest = str(error).partition(". Allowed: ")
-    allowed, _, next_step = rest.partition(". Next: ")
-    return Finding(code=code, given=given, allowed=allowed, next_step=next_step, severity=severity)

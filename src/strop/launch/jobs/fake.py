@@ -47,7 +47,7 @@ class FakeBackend:
 
     def __init__(self, folder: Path) -> None:
         self.calls: list[Call] = []
-        self.problems: list[Finding] = []
+        self.findings: list[Finding] = []
         """What `probe` finds."""
         self.refusal = ""
         """Words that a submission is refused with; empty: it is accepted."""
@@ -83,9 +83,9 @@ class FakeBackend:
         return replace(plan, files={"job.sh": script}, argv=argv)
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Return the scripted problems."""
+        """Return the scripted findings."""
         self.calls.append(Call(verb="probe", detail=plan.home))
-        return list(self.problems)
+        return list(self.findings)
 
     def hand_over(self, plan: JobPlan) -> JobRef:
         """Accept a job, or refuse it as the script says."""

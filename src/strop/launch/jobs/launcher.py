@@ -15,7 +15,7 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, ConfigError, StoreError, StropError, explain_refusal
 from strop.hardware import free_disk_bytes
-from strop.hardware.findings import Finding, Severity
+from strop.hardware.findings import Finding, Severity, require_none
 from strop.launch.jobs.attempts import read_attempts
 from strop.launch.jobs.contract import (
     Answer,
@@ -88,7 +88,7 @@ class Launcher:
         """Return what would stop the job, reading only; the worst first."""
         found = [*_check_disk(Path(plan.home)), *self.backend.probe(plan)]
         order = list(Severity)
-        return sorted(found, key=lambda problem: order.index(problem.severity))
+        return sorted(found, key=lambda finding: order.index(finding.severity))
 
     def submit(self, request: JobRequest, *, is_new: bool = False) -> Submitted:
         """Submit once: the same plan again is the job that it made the first time.
@@ -100,7 +100,7 @@ class Launcher:
         plan, root = self.plan(request), Path(request.home).parent
         if not root.is_dir():
             # There cannot be an earlier one. What is refused leaves no folder behind.
-            self._refuse_problems(plan)
+            require_none(self.check(plan))
         with _lock_name(root, plan.name):
             earlier = None if is_new else self._find_earlier(plan, root)
             if earlier is None:
@@ -113,7 +113,7 @@ class Launcher:
             accepted = None if earlier is None else self.backend.find_accepted(plan)
             if accepted is not None:
                 return self._keep(accepted, plan, is_new=False)
-            self._refuse_problems(plan)
+            require_none(self.check(plan))
             return self._fill_and_hand_over(plan, request)
 
     def resume(self, home: Path, request: JobRequest) -> Submitted:
@@ -134,7 +134,7 @@ class Launcher:
                 return self._keep(accepted, old, is_new=False)
             if noted is not None:
                 self._refuse_living(noted)
-            self._refuse_problems(plan)
+            require_none(self.check(plan))
             return self._fill_and_hand_over(plan, request, is_resumed=True)
 
     def status(self, refs: Sequence[JobRef]) -> list[JobStatus]:
@@ -223,11 +223,6 @@ class Launcher:
                 )
             )
         return None
-
-    def _refuse_problems(self, plan: JobPlan) -> None:
-        errors = [problem for problem in self.check(plan) if problem.severity is Severity.ERROR]
-        if errors:
-            raise CheckRefused("\n".join(map(str, errors)))
 
     def _refuse_living(self, ref: JobRef) -> None:
         """Refuse to let a job live again whose first life may go on.

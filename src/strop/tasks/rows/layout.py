@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import DataError, HubUnreachable, RemoteMissing, explain_refusal
+from strop.errors import DataError, HubUnreachable, RemoteMissing, explain_refusal, split_refusal
 from strop.store.data_files import DataFile, fetch_data_file, locate_named, note_data_file
 from strop.store.uris import is_remote
 
@@ -150,7 +150,7 @@ def _fetch(source: str, file: str) -> Path:
     try:
         return fetch_data_file(source, file)
     except (RemoteMissing, HubUnreachable) as error:
-        cause = str(error).partition(". Allowed: ")[0]
+        cause, _, _ = split_refusal(str(error))
         raise DataError(
             explain_refusal(
                 f"task.source={source}: {file} is not to be had ({cause})",
