@@ -45,38 +45,38 @@ def answers(*, inspect: str = '[{"Id": "abc", "Size": 1}]', run: str = "exit 0",
     )
 
 
-def test_a_site_that_has_everything_has_no_problems(project: Path, podman: Path) -> None:
+def test_a_site_that_has_everything_finds_nothing(project: Path, podman: Path) -> None:
     assert probe(project) == []
 
 
 def test_a_missing_image_is_named_with_those_that_there_are(project: Path, podman: Path) -> None:
     install(podman, "podman", answers(inspect="[]"))
-    (problem,) = probe(project)
-    assert (problem.code, problem.severity) == ("image", Severity.ERROR)
-    assert problem.given == "podman has no image 'some/image:1'"
-    assert "localhost/strop:1" in problem.allowed
+    (finding,) = probe(project)
+    assert (finding.code, finding.severity) == ("image", Severity.ERROR)
+    assert finding.given == "podman has no image 'some/image:1'"
+    assert "localhost/strop:1" in finding.allowed
 
 
 def test_an_image_without_our_interpreter_is_found_before_the_start(project: Path, podman: Path) -> None:
     fails = 'case "$*" in *"-c import strop"*) echo "No module named strop" >&2; exit 1;; esac'
     install(podman, "podman", answers(run=fails))
-    (problem,) = probe(project)
-    assert problem.given == "python of image 'some/image:1' cannot be the supervisor: No module named strop"
+    (finding,) = probe(project)
+    assert finding.given == "python of image 'some/image:1' cannot be the supervisor: No module named strop"
 
 
 def test_an_engine_that_starts_nothing_says_so_in_its_own_words(project: Path, podman: Path) -> None:
     install(podman, "podman", answers(run='echo "no cgroups today" >&2; exit 126'))
-    (problem,) = probe(project)
-    assert problem.severity is Severity.ERROR
-    assert problem.given == "podman 4.3.1 starts no container: no cgroups today"
-    assert str(problem).count("Allowed:") == 1
+    (finding,) = probe(project)
+    assert finding.severity is Severity.ERROR
+    assert finding.given == "podman 4.3.1 starts no container: no cgroups today"
+    assert str(finding).count("Allowed:") == 1
 
 
 def test_an_engine_that_does_not_answer_is_no_success(project: Path, podman: Path) -> None:
     install(podman, "podman", answers(inspect="").replace("echo ''", 'echo "database is locked" >&2'))
-    (problem,) = probe(project)
-    assert (problem.code, problem.severity) == ("engine", Severity.UNKNOWN)
-    assert problem.given == "podman image did not answer: database is locked"
+    (finding,) = probe(project)
+    assert (finding.code, finding.severity) == ("engine", Severity.UNKNOWN)
+    assert finding.given == "podman image did not answer: database is locked"
 
 
 def test_no_engine_at_all(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,24 +87,24 @@ def test_no_engine_at_all(project: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     profile = request.site.profile
     assert isinstance(profile, ContainerSite)
-    (problem,) = probe_plan(plan, profile)
-    assert problem.given == "no container engine answers: podman: not on PATH; docker: not on PATH"
+    (finding,) = probe_plan(plan, profile)
+    assert finding.given == "no container engine answers: podman: not on PATH; docker: not on PATH"
     monkeypatch.setenv("PATH", request_path)
 
 
 def test_room_for_containers_is_asked_for(project: Path, podman: Path) -> None:
     # A file system without any room, on every Linux.
     install(podman, "podman", answers(root="/proc"))
-    (problem,) = probe(project)
-    assert (problem.code, problem.given) == ("storage", "the storage of podman has 0.00 GB free")
+    (finding,) = probe(project)
+    assert (finding.code, finding.given) == ("storage", "the storage of podman has 0.00 GB free")
     install(podman, "podman", answers(root="/no/such/folder/at/all"))
     assert {one.severity for one in probe(project)} <= {Severity.UNKNOWN}
 
 
 def test_folders_that_are_missing_or_not_shown_are_named(project: Path, podman: Path, tmp_path: Path) -> None:
     lines = ('mounts = ["/no/such/folder:/data:ro"]', 'hf_home = "/no/cache"')
-    problems = probe(project, f'model.uri="{tmp_path}"', lines=lines)
-    found = {problem.given: problem.severity for problem in problems}
+    findings = probe(project, f'model.uri="{tmp_path}"', lines=lines)
+    found = {finding.given: finding.severity for finding in findings}
     assert found == {
         "/no/such/folder is not there, and was to be shown as /data": Severity.ERROR,
         "/no/cache is not there, and was to be shown as /no/cache": Severity.WARNING,
@@ -115,10 +115,10 @@ def test_folders_that_are_missing_or_not_shown_are_named(project: Path, podman: 
 
 
 def test_more_than_this_machine_has_is_refused_before_the_engine_does(project: Path, podman: Path) -> None:
-    problems = probe(project, "job.cpus=1000", 'job.memory="900T"')
-    assert [problem.code for problem in problems] == ["cpus", "memory"]
-    (problem,) = [one for one in probe(project, "job.gpus=8") if one.code == "gpus"]
-    assert problem.given.startswith("8 GPUs are asked for, and this machine has ")
+    findings = probe(project, "job.cpus=1000", 'job.memory="900T"')
+    assert [finding.code for finding in findings] == ["cpus", "memory"]
+    (finding,) = [one for one in probe(project, "job.gpus=8") if one.code == "gpus"]
+    assert finding.given.startswith("8 GPUs are asked for, and this machine has ")
 
 
 def test_the_projects_own_image_is_looked_for_by_its_content(project: Path, podman: Path) -> None:
@@ -130,9 +130,9 @@ def test_the_projects_own_image_is_looked_for_by_its_content(project: Path, podm
     for environment, variant in (("image", "full"), ("mounted", "base")):
         own = profile.model_copy(update={"image": None, "environment": environment})
         plan = make_plan(request, ContainerBackend(own))
-        (problem,) = probe_plan(plan, own)
-        assert problem.given.startswith("podman has no image 'localhost/strop:")
-        assert problem.next_step == f"build it: python -m strop.launch.container --variant {variant}"
+        (finding,) = probe_plan(plan, own)
+        assert finding.given.startswith("podman has no image 'localhost/strop:")
+        assert finding.next_step == f"build it: python -m strop.launch.container --variant {variant}"
     named = replace(request, options={"container_image": "another:2"})
-    (problem,) = probe_plan(make_plan(named, ContainerBackend(profile)), profile)
-    assert problem.given == "podman has no image 'another:2'"
+    (finding,) = probe_plan(make_plan(named, ContainerBackend(profile)), profile)
+    assert finding.given == "podman has no image 'another:2'"

@@ -148,7 +148,7 @@ def test_a_full_disk_is_no_success_and_its_record_is_completed_once_there_is_roo
         launcher = Launcher(backend)
         plan = launcher.plan(request)
         # The check of the launcher wants more room than this disk has; here the disk fills up later.
-        assert "disk" in {problem.code for problem in launcher.check(plan)}
+        assert "disk" in {finding.code for finding in launcher.check(plan)}
         fill_home(plan, request, os.environ)
         ref = backend.hand_over(plan)
         wait_for(lambda: inspect(ref.job_id)["State"]["Status"] == "exited", limit_s=60.0)

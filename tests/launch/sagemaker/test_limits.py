@@ -37,10 +37,10 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def codes(request: dict[str, Any]) -> list[str]:
-    return [problem.code for problem in check_request(request)]
+    return [finding.code for finding in check_request(request)]
 
 
-def test_a_good_request_has_no_problem() -> None:
+def test_a_good_request_finds_nothing() -> None:
     assert check_request(GOOD) == []
 
 
@@ -96,7 +96,7 @@ def test_what_the_service_would_refuse(path: str, value: Any, code: str) -> None
     found = check_request(changed(path, value))
     assert found[0].code == code
     # What is too short or too long may have the wrong form besides.
-    assert {problem.code for problem in found} <= {code, "pattern"}
+    assert {finding.code for finding in found} <= {code, "pattern"}
     assert path.partition(".")[0] in found[0].given
 
 
@@ -118,7 +118,7 @@ def test_what_is_just_allowed(path: str, value: Any) -> None:
 
 
 def test_every_missing_field_is_named() -> None:
-    given_texts = [problem.given for problem in check_request({"TrainingJobName": "a"})]
+    given_texts = [finding.given for finding in check_request({"TrainingJobName": "a"})]
     assert given_texts == [
         "RoleArn is missing",
         "OutputDataConfig is missing",
@@ -134,11 +134,11 @@ def test_two_channels_of_one_name_are_refused() -> None:
 
 
 def test_a_message_has_its_three_parts_and_the_nearest_choices() -> None:
-    problem = check_request(changed("ResourceConfig.InstanceType", "ml.p4de.24xlarg"))[0]
-    assert str(problem).startswith(
+    finding = check_request(changed("ResourceConfig.InstanceType", "ml.p4de.24xlarg"))[0]
+    assert str(finding).startswith(
         "ResourceConfig.InstanceType='ml.p4de.24xlarg'. Allowed: one of ml.p4de.24xlarge, "
     )
-    assert str(problem).endswith("Next: change it in the site profile or by its flag.")
+    assert str(finding).endswith("Next: change it in the site profile or by its flag.")
 
 
 def test_all_patterns_of_the_request_can_be_compiled() -> None:

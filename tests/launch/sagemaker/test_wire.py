@@ -78,17 +78,17 @@ def ecr_plan(site: Site, tag: str, **changes: Any) -> JobPlan:
 
 def errors(site: Site, plan: JobPlan) -> dict[str, str]:
     return {
-        problem.code: str(problem)
-        for problem in site.backend.probe(plan)
-        if problem.severity is Severity.ERROR
+        finding.code: str(finding)
+        for finding in site.backend.probe(plan)
+        if finding.severity is Severity.ERROR
     }
 
 
-def test_a_good_site_has_no_problem_and_only_reading_calls_are_sent(site: Site) -> None:
+def test_a_good_site_has_no_finding_and_only_reading_calls_are_sent(site: Site) -> None:
     prepare_account(site.clients, tag="tag-good")
     seen = record(site)
     found = site.backend.probe(ecr_plan(site, "tag-good"))
-    assert [problem for problem in found if problem.severity is Severity.ERROR] == []
+    assert [finding for finding in found if finding.severity is Severity.ERROR] == []
     assert seen
     assert [name for name in seen if not name.startswith(READS)] == []
     assert site.fake.calls == []
@@ -139,10 +139,10 @@ def test_what_is_missing_is_named(
     assert words in found[code]
 
 
-def test_expired_credentials_are_the_only_problem(site: Site) -> None:
+def test_expired_credentials_are_the_only_finding(site: Site) -> None:
     record(site, get_caller_identity=refusal("ExpiredToken"))
     found = site.backend.probe(ecr_plan(site, "x"))
-    assert [problem.code for problem in found] == ["credentials"]
+    assert [finding.code for finding in found] == ["credentials"]
     assert "the credentials have expired" in found[0].given
     assert "log in again" in found[0].next_step
 
@@ -162,8 +162,8 @@ def test_a_question_that_may_not_be_asked_is_unknown(site: Site) -> None:
         site, simulate_principal_policy=refusal("AccessDenied"), list_service_quotas=refusal("AccessDenied")
     )
     found = site.backend.probe(ecr_plan(site, "tag-unknown"))
-    unknown = [problem for problem in found if problem.severity is Severity.UNKNOWN]
-    assert {problem.code for problem in unknown} == {"rights", "quota"}
+    unknown = [finding for finding in found if finding.severity is Severity.UNKNOWN]
+    assert {finding.code for finding in unknown} == {"rights", "quota"}
     assert "servicequotas:ListServiceQuotas" in next(str(one) for one in unknown if one.code == "quota")
 
 

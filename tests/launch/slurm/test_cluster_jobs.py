@@ -82,8 +82,8 @@ def test_a_check_finds_what_would_stop_a_job(
     desk: Desk, cluster: Cluster, code: str, changes: dict[str, object]
 ) -> None:
     request = desk.request(**changes)
-    problems = desk.launcher.check(desk.launcher.plan(request))
-    assert code in [problem.code for problem in problems if problem.severity is Severity.ERROR], problems
+    findings = desk.launcher.check(desk.launcher.plan(request))
+    assert code in [finding.code for finding in findings if finding.severity is Severity.ERROR], findings
     with pytest.raises(CheckRefused):
         desk.launcher.submit(request)
     assert not Path(request.home).exists()
@@ -93,19 +93,19 @@ def test_a_check_finds_what_would_stop_a_job(
 def test_a_check_finds_a_home_that_cannot_be_made_and_a_missing_interpreter(desk: Desk) -> None:
     (desk.root / "file").write_text("")
     request = replace(desk.request(), home=str(desk.root / "file" / "run-1"), python="/nowhere/python")
-    problems = desk.backend.probe(desk.launcher.plan(request))
-    assert [problem.code for problem in problems] == ["home", "python"]
-    assert "is a file" in str(problems[0])
+    findings = desk.backend.probe(desk.launcher.plan(request))
+    assert [finding.code for finding in findings] == ["home", "python"]
+    assert "is a file" in str(findings[0])
 
 
-def test_a_good_plan_has_no_problem(desk: Desk) -> None:
+def test_a_good_plan_finds_nothing(desk: Desk) -> None:
     request = desk.request(resources=gpus(2), options={"gpu_type": "h100", "partition": "high"})
     assert desk.launcher.check(desk.launcher.plan(request)) == []
 
 
 def test_an_account_that_nobody_can_look_up_is_a_question_and_no_error(desk: Desk) -> None:
-    problems = desk.launcher.check(desk.launcher.plan(desk.request(options={"account": "lab"})))
-    assert [(problem.code, problem.severity) for problem in problems] == [("account", Severity.UNKNOWN)]
+    findings = desk.launcher.check(desk.launcher.plan(desk.request(options={"account": "lab"})))
+    assert [(finding.code, finding.severity) for finding in findings] == [("account", Severity.UNKNOWN)]
 
 
 def test_what_sbatch_refuses_is_said_in_its_own_words(desk: Desk) -> None:

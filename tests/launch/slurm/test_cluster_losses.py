@@ -54,8 +54,8 @@ def test_without_a_controller_nothing_is_lost(desk: Desk, frail: Cluster) -> Non
         assert status.age_s > 5.0
         lines = [line.text for line in desk.launcher.logs(ref, 0, LogFilter(), is_followed=False)]
         assert f"attempt {ref.job_id}-0 node 0 begins at step 0" in lines
-        problems = desk.backend.probe(desk.launcher.plan(desk.request(name="other")))
-        assert [(problem.code, problem.severity) for problem in problems] == [("scheduler", Severity.UNKNOWN)]
+        findings = desk.backend.probe(desk.launcher.plan(desk.request(name="other")))
+        assert [(finding.code, finding.severity) for finding in findings] == [("scheduler", Severity.UNKNOWN)]
     finally:
         frail.start_controller()
     desk.wait_until(lambda: desk.status(ref).source is StatusSource.SCHEDULER)

@@ -71,7 +71,7 @@ def find_unstaged(
 
     `assets`: `key`, `value` and `place` of each. Raises: StoreError if the store does not answer.
     """
-    problems = []
+    findings = []
     for asset in assets:
         uri = asset["value"] if asset["value"].startswith("s3://") else None
         if uri is None and asset["place"] is not None:
@@ -79,7 +79,7 @@ def find_unstaged(
         if uri is None or objects.find(uri) or objects.find(f"{uri.rstrip('/')}/COMPLETE"):
             continue
         is_error = offline or asset["value"].startswith("s3://")
-        problems.append(
+        findings.append(
             Finding(
                 code="asset",
                 given=f"{asset['key']}={asset['value']}: {uri} is not in the store",
@@ -88,7 +88,7 @@ def find_unstaged(
                 severity=Severity.ERROR if is_error else Severity.WARNING,
             )
         )
-    return problems
+    return findings
 
 
 def _sections(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -355,13 +355,13 @@ def write_log_lines(logs: Any, stream: str, lines: tuple[str, ...], at: float) -
 def _refuse_invalid(request: Mapping[str, Any]) -> None:
     from botocore.exceptions import ParamValidationError
 
-    problems = check_request(request)
-    if not problems:
+    findings = check_request(request)
+    if not findings:
         return
-    texts = "; ".join(str(problem) for problem in problems)
-    if any(problem.code in _CLIENT_CHECKS for problem in problems):
+    texts = "; ".join(str(finding) for finding in findings)
+    if any(finding.code in _CLIENT_CHECKS for finding in findings):
         raise ParamValidationError(report=texts)
-    number = f"{len(problems)} validation error{'s' if len(problems) > 1 else ''} detected: "
+    number = f"{len(findings)} validation error{'s' if len(findings) > 1 else ''} detected: "
     raise _error("ValidationException", "CreateTrainingJob", number + texts)
 
 

@@ -31,10 +31,10 @@ def check_request(request: Mapping[str, Any], operation: str = "CreateTrainingJo
     Raises: ConfigError if botocore is not installed.
     """
     shapes = load_shapes()
-    problems = list(_check(request, input_shape(operation), shapes, ""))
-    if operation == "CreateTrainingJob" and not any(problem.code == "type" for problem in problems):
-        problems += check_combinations(request)
-    return problems
+    findings = list(_check(request, input_shape(operation), shapes, ""))
+    if operation == "CreateTrainingJob" and not any(finding.code == "type" for finding in findings):
+        findings += check_combinations(request)
+    return findings
 
 
 def check_value(value: Any, shape: str, path: str) -> list[Finding]:
@@ -46,14 +46,14 @@ def check_value(value: Any, shape: str, path: str) -> list[Finding]:
 def check_combinations(request: Mapping[str, Any]) -> list[Finding]:
     """Check the rules that stand in no model: what fields mean together."""
     rules = (_check_times, _check_resources, _check_channels, _check_texts, _check_algorithm)
-    return [problem for rule in rules for problem in rule(request)]
+    return [finding for rule in rules for finding in rule(request)]
 
 
 def _check(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
     kind = shape["type"]
     expected = _TYPES[kind]
     if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-        yield _problem("type", path, value, f"a {kind}")
+        yield _finding("type", path, value, f"a {kind}")
         return
     yield from _CHECKS.get(kind, _check_nothing)(value, shape, shapes, path)
 
@@ -69,7 +69,7 @@ def _check_structure(value: Any, shape: Mapping[str, Any], shapes: Shapes, path:
             yield _missing(_below(path, name))
     for name, inner in value.items():
         if name not in members:
-            yield _problem("unknown", _below(path, name), inner, f"one of {_choices(sorted(members))}")
+            yield _finding("unknown", _below(path, name), inner, f"one of {_choices(sorted(members))}")
         else:
             yield from _check(inner, shapes[members[name]["shape"]], shapes, _below(path, name))
 
@@ -91,9 +91,9 @@ def _check_string(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: st
     # Apart from the pattern: that of names alone accepts 'a', a hundred hyphens, 'b'.
     yield from _check_range(len(value), shape, path, value, "characters")
     if "pattern" in shape and not does_match(shape["pattern"], value):
-        yield _problem("pattern", path, value, f"a text of the form {shape['pattern']}")
+        yield _finding("pattern", path, value, f"a text of the form {shape['pattern']}")
     if "enum" in shape and value not in shape["enum"]:
-        yield _problem("enumeration", path, value, f"one of {_choices(shape['enum'], value)}")
+        yield _finding("enumeration", path, value, f"one of {_choices(shape['enum'], value)}")
 
 
 def _check_number(value: Any, shape: Mapping[str, Any], shapes: Shapes, path: str) -> Iterator[Finding]:
@@ -128,23 +128,23 @@ def _check_range(
 ) -> Iterator[Finding]:
     low, high = shape.get("min"), shape.get("max")
     if low is not None and size < low:
-        yield _problem("min", path, value, f"{low} {unit} or more".replace("  ", " "), size, unit)
+        yield _finding("min", path, value, f"{low} {unit} or more".replace("  ", " "), size, unit)
     if high is not None and size > high:
-        yield _problem("max", path, value, f"{high} {unit} or fewer".replace("  ", " "), size, unit)
+        yield _finding("max", path, value, f"{high} {unit} or fewer".replace("  ", " "), size, unit)
 
 
 def _check_times(request: Mapping[str, Any]) -> Iterator[Finding]:
     stopping = request.get("StoppingCondition", {})
     runtime_s, wait_s = stopping.get("MaxRuntimeInSeconds"), stopping.get("MaxWaitTimeInSeconds")
     if runtime_s is not None and runtime_s > MAX_RUNTIME_S:
-        yield _problem(
+        yield _finding(
             "max",
             "StoppingCondition.MaxRuntimeInSeconds",
             runtime_s,
             f"{MAX_RUNTIME_S}, which are 28 days, or less",
         )
     if wait_s is not None and runtime_s is not None and wait_s < runtime_s:
-        yield _problem(
+        yield _finding(
             "wait",
             "StoppingCondition.MaxWaitTimeInSeconds",
             wait_s,
@@ -152,7 +152,7 @@ def _check_times(request: Mapping[str, Any]) -> Iterator[Finding]:
         )
     is_spot = bool(request.get("EnableManagedSpotTraining"))
     if is_spot and (wait_s is None or runtime_s is None):
-        yield _problem(
+        yield _finding(
             "spot",
             "EnableManagedSpotTraining",
             True,
@@ -168,7 +168,7 @@ def _check_resources(request: Mapping[str, Any]) -> Iterator[Finding]:
     has_groups = bool(resources.get("InstanceGroups"))
     tops = [name for name in ("InstanceType", "InstanceCount") if name in resources]
     if has_groups and tops:
-        yield _problem(
+        yield _finding(
             "groups", "ResourceConfig.InstanceGroups", "given", f"groups without a top-level {tops[0]}"
         )
     if not has_groups and len(tops) < 2 and "TrainingPlanArn" not in resources:
@@ -182,13 +182,13 @@ def _check_channels(request: Mapping[str, Any]) -> Iterator[Finding]:
     names = Counter(channel.get("ChannelName") for channel in request.get("InputDataConfig", ()))
     for name, count in names.items():
         if count > 1:
-            yield _problem("channels", "InputDataConfig", f"{count} channels named {name}", "unique names")
+            yield _finding("channels", "InputDataConfig", f"{count} channels named {name}", "unique names")
 
 
 def _check_texts(request: Mapping[str, Any]) -> Iterator[Finding]:
     for key, value in request.get("HyperParameters", {}).items():
         if len(value) > MAX_HYPERPARAMETER_CHARACTERS:
-            yield _problem(
+            yield _finding(
                 "max",
                 f"HyperParameters.{key}",
                 value,
@@ -199,7 +199,7 @@ def _check_texts(request: Mapping[str, Any]) -> Iterator[Finding]:
     tags = Counter(tag.get("Key", "") for tag in request.get("Tags", ()))
     for key, count in tags.items():
         if count > 1 or key.lower().startswith("aws:"):
-            yield _problem("tags", "Tags", f"{count} of {key}", "unique keys that do not begin with aws:")
+            yield _finding("tags", "Tags", f"{count} of {key}", "unique keys that do not begin with aws:")
 
 
 def _check_algorithm(request: Mapping[str, Any]) -> Iterator[Finding]:
@@ -210,7 +210,7 @@ def _check_algorithm(request: Mapping[str, Any]) -> Iterator[Finding]:
         yield _missing("AlgorithmSpecification.TrainingImage")
 
 
-def _problem(
+def _finding(
     code: str, path: str, value: Any, allowed: str, size: float | None = None, unit: str = ""
 ) -> Finding:
     counted = f" has {size:g} {unit}" if size is not None and unit else ""

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from strop.errors import ConfigError, RemoteDenied, RemoteMissing, StropError
-from strop.hardware.findings import Finding, Severity
+from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.launch.jobs.contract import JobPlan
 from strop.launch.sagemaker.assets import find_unstaged
 from strop.launch.sagemaker.client import AwsClients, all_pages
@@ -31,7 +31,7 @@ def probe_site(
 ) -> list[Finding]:
     """Ask everything; the credentials first, because without them nothing else has an answer."""
     found = list(_ask("credentials", lambda: _check_identity(clients)))
-    if any(problem.severity is Severity.ERROR for problem in found):
+    if any(finding.severity is Severity.ERROR for finding in found):
         return found
     request = plan.details["jobs"][0]["request"]
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
@@ -52,15 +52,13 @@ def _ask(code: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]
     """Yield what a check finds; where it cannot ask, that."""
     try:
         yield from check()
-    except RemoteMissing as error:
-        yield _problem(code, str(error), "", Severity.ERROR)
+    except (RemoteMissing, ConfigError) as error:
+        yield find_refusal(code, error)
     except RemoteDenied as error:
         severity = Severity.ERROR if code in {"credentials", "bucket"} else Severity.UNKNOWN
-        yield _problem(code, str(error), "", severity)
-    except ConfigError as error:
-        yield _problem(code, str(error), "", Severity.ERROR)
+        yield find_refusal(code, error, severity=severity)
     except StropError as error:
-        yield _problem(code, str(error), "", Severity.UNKNOWN)
+        yield find_refusal(code, error, severity=Severity.UNKNOWN)
 
 
 def _check_identity(clients: AwsClients) -> Iterator[Finding]:
@@ -71,7 +69,7 @@ def _check_identity(clients: AwsClients) -> Iterator[Finding]:
 def _check_image(clients: AwsClients, text: str) -> Iterator[Finding]:
     image = parse_reference(text)
     if image is None or image.registry is None:
-        yield _problem(
+        yield _finding(
             "image",
             f"image {text} is in no registry of ECR, so nobody was asked for it",
             "an image that the execution role may pull",
@@ -87,7 +85,7 @@ def _check_role(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding
     trust = role.get("AssumeRolePolicyDocument", {})
     document = json.loads(unquote(trust)) if isinstance(trust, str) else trust
     if _SERVICE not in json.dumps(document):
-        yield _problem(
+        yield _finding(
             "role",
             f"role {name} does not trust {_SERVICE}",
             "a role that the service may act as",
@@ -102,7 +100,7 @@ def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
         "x-amz-bucket-region"
     )
     if region and profile.region and region != profile.region:
-        yield _problem(
+        yield _finding(
             "bucket",
             f"bucket {bucket} is in {region}, and the job in {profile.region}",
             "a bucket in the job's region",
@@ -144,7 +142,7 @@ def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
     if denied:
         known = set(actions_of(policy))
         assert set(denied) <= known | {name.lower() for name in known}
-        yield _problem(
+        yield _finding(
             "rights",
             f"{clients.identity()} may not {', '.join(denied)}",
             "an identity with every right that a submission needs",
@@ -172,7 +170,7 @@ def _check_quota(clients: AwsClients, request: Mapping[str, Any]) -> Iterator[Fi
         use = "spot training job usage" if is_spot else "training job usage"
         name = f"{group['InstanceType']} for {use}"
         if name in limits and limits[name] < group["InstanceCount"]:
-            yield _problem(
+            yield _finding(
                 "quota",
                 f"{group['InstanceCount']} x {group['InstanceType']}, and the account's quota"
                 f" '{name}' is {limits[name]:g}",
@@ -187,7 +185,7 @@ def _check_vpc(request: Mapping[str, Any]) -> Iterator[Finding]:
     groups = resources.get("InstanceGroups") or [resources]
     num_instances = sum(group["InstanceCount"] for group in groups)
     if num_instances > 1 and "VpcConfig" not in request and not request["EnableNetworkIsolation"]:
-        yield _problem(
+        yield _finding(
             "vpc",
             f"{num_instances} instances and no subnets or security_groups in the site profile",
             "several instances in a VPC whose security group allows itself, in and out",
@@ -203,16 +201,7 @@ def _check_assets(plan: JobPlan, request: Mapping[str, Any], objects: JobObjects
     )
 
 
-def _problem(code: str, given: str, allowed: str, severity: Severity, *, next_step: str = "") -> Finding:
-    """Build a finding; an error of strop brings its three parts along."""
-    if not allowed:
-        given, _, rest = given.partition(". Allowed: ")
-        allowed, _, step = rest.partition(". Next: ")
-        next_step = next_step or step
-    return Finding(
-        code=code,
-        given=given,
-        allowed=allowed or "an answer",
-        next_step=next_step or _POLICY_HINT,
-        severity=severity,
-    )
+def _finding(
+    code: str, given: str, allowed: str, severity: Severity, *, next_step: str = _POLICY_HINT
+) -> Finding:
+    return Finding(code=code, given=given, allowed=allowed, next_step=next_step, severity=severity)

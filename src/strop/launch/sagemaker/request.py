@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from strop.errors import ConfigError, explain_refusal
-from strop.hardware.findings import Finding
 from strop.launch.jobs.contract import JobPlan, JobRequest, MemberPlan
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.assets import list_assets, refuse_local
@@ -68,11 +67,6 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     # The exact words, for a dry run and for the job's home.
     shown = json.dumps([job["request"] for job in jobs] if len(jobs) > 1 else jobs[0]["request"], indent=1)
     return replace(plan, details=details, notices=notices, files={**plan.files, REQUEST_FILE: shown})
-
-
-def describe_problems(problems: list[Finding]) -> ConfigError:
-    """Build one error of all that is wrong with a request."""
-    return ConfigError("\n".join(str(problem) for problem in problems))
 
 
 def _build_job(
@@ -313,10 +307,10 @@ def _check_all(jobs: list[dict[str, Any]]) -> list[str]:
     """Check every request; return notices instead where the service's model is not installed."""
     if find_spec("botocore") is None:
         return [f"the request is not checked against SageMaker's limits: boto3 is not installed ({INSTALL})"]
-    problems = [problem for job in jobs for problem in check_request(job["request"])]
-    unique = list({problem.given: problem for problem in problems}.values())
+    findings = [finding for job in jobs for finding in check_request(job["request"])]
+    unique = list({finding.given: finding for finding in findings}.values())
     if unique:
-        raise describe_problems(unique)
+        raise ConfigError("\n".join(map(str, unique)))
     return []
 
 
