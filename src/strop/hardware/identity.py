@@ -1,4 +1,4 @@
-"""Which process this is, for whoever finds its number later.
+"""Which process this is, for whoever finds its number later, and whose.
 
 A process number alone names nobody: it is used again, after a reboot by anybody, and in a container it is
 another process's. A process is the same if the machine has not booted since, the number is of the same
@@ -7,6 +7,7 @@ namespace, and the process began in the same tick. No clock that can be set has 
 
 from __future__ import annotations
 
+import getpass
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -64,6 +65,14 @@ def identify_self() -> ProcessIdentity:
             )
         )
     return found
+
+
+def find_user_name() -> str:
+    """Return what this user is called: by number where the machine has no name, as in many containers."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return str(os.getuid())
 
 
 @cache

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from strop.hardware.findings import Finding, Severity
+from strop.hardware.identity import find_user_name
 from strop.launch.backends import open_backend
-from strop.launch.container.backend import ContainerBackend
+from strop.launch.container.backend import ContainerBackend, remove_leftovers
+from strop.launch.container.engine import locate_engine
 from strop.launch.container.probing import probe_plan
 from strop.launch.jobs.planning import make_plan
 from strop.spec.site import ContainerSite
@@ -136,3 +138,13 @@ def test_the_projects_own_image_is_looked_for_by_its_content(project: Path, podm
     named = replace(request, options={"container_image": "another:2"})
     (finding,) = probe_plan(make_plan(named, ContainerBackend(profile)), profile)
     assert finding.given == "podman has no image 'another:2'"
+
+
+def test_a_user_without_a_name_has_jobs_too(podman: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Incident: where the user was a number alone, as in many containers, no container was ever started."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_200_000)
+    assert find_user_name() == "4200000"
+    assert list(ContainerBackend(ContainerSite(backend="container")).list_tagged()) == []
+    assert remove_leftovers(locate_engine()) == []

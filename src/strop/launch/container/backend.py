@@ -20,6 +20,7 @@ from typing import Any
 from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware import read_gpu_users, read_gpus
 from strop.hardware.findings import Finding
+from strop.hardware.identity import find_user_name
 from strop.launch.container.command import (
     DEVICES,
     HOST,
@@ -39,6 +40,7 @@ from strop.launch.container.ending import (
     STOP_NAME,
     answer_for,
     inspect_containers,
+    is_over,
     note_stop,
     read_container_file,
     secrets_mtime_ns,
@@ -179,10 +181,8 @@ class ContainerBackend:
 
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield the jobs of this user that the engine has containers of, from their labels."""
-        import getpass
-
         engine = locate_engine(self._profile.engine)
-        for name, facts in list_containers(engine, f"label=strop.user={getpass.getuser()}").items():
+        for name, facts in list_containers(engine, f"label=strop.user={find_user_name()}").items():
             labels = facts["Config"]["Labels"]
             yield JobRef(
                 name=labels["strop.name"],
@@ -331,11 +331,9 @@ def remove_leftovers(engine: Engine) -> list[str]:
 
     One whose home has gone is removed. Raises: StoreError if the engine does not answer.
     """
-    import getpass
-
     removed: list[str] = []
-    for name, facts in list_containers(engine, f"label=strop.user={getpass.getuser()}").items():
-        if str(facts["State"]["Status"]) not in {"exited", "stopped", "dead"}:
+    for name, facts in list_containers(engine, f"label=strop.user={find_user_name()}").items():
+        if not is_over(facts):
             continue
         job_path = job_path_of(facts["Config"]["Labels"]["strop.home"])
         if read_container_file(job_path, START_NAME) is None:

@@ -106,6 +106,11 @@ def inspect_containers(engine: Engine, names: list[str]) -> dict[str, dict[str, 
     return {str(one["Name"]).lstrip("/"): one for one in found or ()}
 
 
+def is_over(facts: Mapping[str, Any] | None) -> bool:
+    """Whether a container has ended, by what the engine knows of it; None: it does not know it any more."""
+    return facts is None or str(facts["State"]["Status"]) in _ENDED
+
+
 def answer_for(job_path: Path, facts: Mapping[str, Any] | None) -> Answer | None:
     """Return where a job stands by what the engine says now, or by what was kept of its end.
 
@@ -148,7 +153,7 @@ def settle(job_path: Path) -> bool:
         return True
     engine, name = engine_from_json(start["engine"]), str(start["container"])
     facts = inspect_containers(engine, [name]).get(name)
-    if facts is not None and str(facts["State"]["Status"]) not in _ENDED:
+    if not is_over(facts):
         return False
     if facts is not None:
         end = read_end(facts)

@@ -10,29 +10,42 @@ by its label.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import strop
 from strop.errors import StoreError
 from strop.hardware.detached import start_detached
 from strop.hardware.leases import LEASE_VARIABLE
-from strop.launch.container.ending import START_NAME, note_stop, read_container_file, settle
+from strop.launch.container.ending import (
+    START_NAME,
+    inspect_containers,
+    is_over,
+    note_stop,
+    read_container_file,
+    settle,
+)
 from strop.launch.container.engine import Engine, engine_from_json
 from strop.launch.jobs.contract import JobState
 from strop.launch.jobs.environment import clean_inherited
 from strop.launch.jobs.home import read_plan
 
 RETRY_S = 5.0
-_FOREVER_S = 10 * 365 * 86400.0
+_POLL_S = 0.1
+T = TypeVar("T")
 
 
-def watch(job_path: Path) -> int:
+def watch(job_path: Path, *, retry_s: float = RETRY_S) -> int:
     """Wait for the container of a job, and settle. Returns 0, or 1 where there is none.
+
+    `retry_s`: how long after an engine or a disk that failed it is asked again.
 
     Raises: StoreError if the job's folder cannot be read.
     """
@@ -41,23 +54,20 @@ def watch(job_path: Path) -> int:
         return 1
     engine, name = engine_from_json(start["engine"]), str(start["container"])
     plan = read_plan(job_path)
-    limit_s = plan.resources.time_limit_s
-    if limit_s is not None:
-        left_s = float(start["started_at"]) + limit_s - time.time()
-        if not _wait(engine, name, max(0.0, left_s - plan.grace_s)):
-            note_stop(job_path, JobState.TIMEOUT)
-            engine.ask("kill", "--signal", "TERM", name)
-            if not _wait(engine, name, min(plan.grace_s, max(1.0, left_s))):
-                engine.ask("kill", "--signal", "KILL", name)
+    if plan.resources.time_limit_s is not None:
+        left_s = float(start["started_at"]) + plan.resources.time_limit_s - time.time()
+        if not _wait(engine, name, left_s - plan.grace_s, retry_s):
+            _try(lambda: note_stop(job_path, JobState.TIMEOUT))
+            _try(lambda: engine.ask("kill", "--signal", "TERM", name))
+            grace_s = min(plan.grace_s, max(1.0, left_s))
+            while not _wait(engine, name, grace_s, retry_s):
+                _try(lambda: engine.ask("kill", "--signal", "KILL", name))
+                grace_s = retry_s
     while True:
-        _wait(engine, name, _FOREVER_S)
-        try:
-            if settle(job_path):
-                return 0
-        except StoreError as error:
-            sys.stderr.write(f"{error}\n")
-            sys.stderr.flush()
-        time.sleep(RETRY_S)
+        _wait(engine, name, math.inf, retry_s)
+        if _try(lambda: settle(job_path)):
+            return 0
+        time.sleep(retry_s)
 
 
 def start_watcher(job_path: Path) -> None:
@@ -75,21 +85,37 @@ def start_watcher(job_path: Path) -> None:
     start_detached(argv, job_path / "watch.log", environ, cwd=Path("/"))
 
 
-def _wait(engine: Engine, name: str, limit_s: float) -> bool:
-    """Return whether a container ended, or was found to be gone, in time."""
-    waiting = subprocess.Popen(
-        engine.argv("wait", name),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        waiting.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        waiting.kill()
-        waiting.wait()
-        return False
+def _wait(engine: Engine, name: str, limit_s: float, retry_s: float) -> bool:
+    """Return whether a container has ended, or is gone, in time. An engine that fails has told neither."""
+    deadline = time.monotonic() + limit_s
+    while not _try(lambda: is_over(inspect_containers(engine, [name]).get(name))):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0.0:
+            return False
+        waiting = subprocess.Popen(
+            engine.argv("wait", name),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            exit_code = waiting.wait(None if left_s == math.inf else left_s)
+        except subprocess.TimeoutExpired:
+            waiting.kill()
+            waiting.wait()
+            continue
+        time.sleep(min(left_s, retry_s if exit_code else _POLL_S))
     return True
+
+
+def _try(action: Callable[[], T]) -> T | None:
+    """Do something, or say why it failed: a watcher does not end before what it watches."""
+    try:
+        return action()
+    except StoreError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        return None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,9 +5,7 @@ After this nothing is read any more until something is submitted: a plan is made
 
 from __future__ import annotations
 
-import getpass
 import itertools
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
+from strop.hardware.identity import find_user_name
 from strop.launch.jobs.contract import CodeSnapshot, JobRequest, Resources, RolePlan
 from strop.launch.jobs.environment import EnvironmentFlags, gather_environment
 from strop.launch.jobs.filling import name_home
@@ -96,7 +95,7 @@ def read_request(
         project_path=project_path,
         home=home,
         python=python,
-        user=_find_user(),
+        user=find_user_name(),
         submitted_at=now,
         sweep=sweep,
         options=options.backend,
@@ -224,14 +223,6 @@ def _take_code(
     excluded += [found.parents[1] for found in project_path.glob("*/job/plan.json")]
     excluded += _job_log_files(site, project_path)
     return take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
-
-
-def _find_user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        # In a container the user may have a number alone.
-        return str(os.getuid())
 
 
 def _list_roles(command: str, resolved: ResolvedSpec, python: str) -> list[RolePlan]:

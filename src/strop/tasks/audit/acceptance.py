@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from strop.hardware.identity import find_user_name
 from strop.tasks.audit.report import Acceptance, AuditReport, Verdict
 
 _SHOWN_VERSION_CHARS = 12
@@ -27,7 +27,7 @@ def accept_probes(report: AuditReport, reasons: Mapping[str, str]) -> AuditRepor
                 Acceptance(
                     probe=probe,
                     reason=reason,
-                    user=_user(),
+                    user=find_user_name(),
                     accepted_at=time.time(),
                     task_version=report.task_version,
                 )
@@ -55,11 +55,3 @@ def describe_acceptance(report: AuditReport, reasons: Mapping[str, str]) -> str:
 
 def _holds(version: str, task_version: str) -> bool:
     return not version or task_version.startswith(version)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        # A user id without a name, as in many containers.
-        return "unknown"
