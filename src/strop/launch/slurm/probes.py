@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from strop.errors import StoreError
-from strop.hardware.findings import Finding, Severity
+from strop.hardware.findings import Finding, Severity, find_refusal
 from strop.launch.jobs.contract import JobPlan
 from strop.launch.slurm.clients import Said, ask_client
 from strop.launch.slurm.script import SCRIPT_NAME
@@ -62,7 +62,7 @@ def _ask_scheduler(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
     try:
         said = ask_client(argv, environ=environ, given=plan.files[SCRIPT_NAME])
     except StoreError as error:
-        return [_unknown("scheduler", str(error), "ask again when the cluster answers")]
+        return [find_refusal("scheduler", error, severity=Severity.UNKNOWN)]
     if said.code == 0:
         return []
     words = _refusal_in(said)
@@ -89,7 +89,7 @@ def _ask_for_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]
     try:
         said = ask_client(argv, environ=environ)
     except StoreError as error:
-        return [_unknown("account", str(error), "ask again when the database answers")]
+        return [find_refusal("account", error, severity=Severity.UNKNOWN)]
     if said.code:
         words = said.errors.strip() or said.output.strip()
         return [_unknown("account", f"nobody can say whether account {account} exists: {words}", "go on")]
