@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
-from strop.evaluate import Comparison, Difference, EvalResult, compare_results, read_result
-from strop.evaluate.comparison import list_plan_differences
 from strop.record import RunDir
 from strop.record.run_dir import LOCK_NAME, STATE_NAME
 from strop.spec import load_spec
@@ -18,6 +17,10 @@ from strop.spec.base import DEFAULT
 from strop.spec.display import dotted, walk_values
 from strop.store import FileLock
 from strop.store.leftovers import is_process_alive
+
+# Imported where it is used: it brings numpy and all of the tasks, which a list of runs may have no time for.
+if TYPE_CHECKING:
+    from strop.evaluate import Comparison, Difference, EvalResult
 
 
 class RunPhase(StrEnum):
@@ -94,8 +97,12 @@ def read_results(run_path: Path) -> list[EvalResult]:
 
     Raises: CorruptRecord if one is damaged.
     """
-    results = [read_result(path) for path in (run_path / "eval").glob("*.json")]
-    return sorted(results, key=lambda result: result.step)
+    paths = list((run_path / "eval").glob("*.json"))
+    if not paths:
+        return []
+    from strop.evaluate import read_result
+
+    return sorted([read_result(path) for path in paths], key=lambda result: result.step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +122,9 @@ def compare_runs(before: Path, after: Path, *, declared: Sequence[str] | None = 
     Raises: StoreError if there is none to compare; CheckRefused if one is invalid, the protocols
         differ, or a setting differs that was not declared.
     """
+    from strop.evaluate import compare_results
+    from strop.evaluate.comparison import list_plan_differences
+
     one, other = _last_result(before), _last_result(after)
     change = compare_results(one, other)
     if before.is_file() or after.is_file():
@@ -142,6 +152,8 @@ def _refuse_undeclared(differences: Sequence[Difference], declared: Sequence[str
 
 def _last_result(path: Path) -> EvalResult:
     if path.is_file():
+        from strop.evaluate import read_result
+
         return read_result(path)
     RunDir.open(path)
     results = read_results(path)
@@ -158,6 +170,8 @@ def _last_result(path: Path) -> EvalResult:
 
 def _list_differences(before: Path, after: Path) -> tuple[Difference, ...]:
     """Return the settings in which two runs differ; places of output are no difference."""
+    from strop.evaluate import Difference
+
     one, other = (
         {dotted(key): value for key, value in walk_values(load_spec(path / "spec.toml").spec.model_dump())}
         for path in (before, after)

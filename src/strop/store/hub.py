@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +109,9 @@ def probe_hub(address: str, repo: str) -> None:
 
     Raises: HubUnreachable if it does not answer within `PROBE_LIMIT_S`.
     """
+    import urllib.error
+    import urllib.request
+
     failure: list[str] = ["no answer"]
 
     def ask() -> None:

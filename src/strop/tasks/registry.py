@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -37,28 +38,7 @@ from strop.spec.task import (
     judge_sections,
     plain_sections,
 )
-from strop.tasks.blend import Blend
-from strop.tasks.code.apps import Apps
-from strop.tasks.code.humaneval import HumanEval
-from strop.tasks.code.mbpp import Mbpp
 from strop.tasks.contract import Task
-from strop.tasks.curriculum import Curriculum
-from strop.tasks.generated.arithmetic import Arithmetic
-from strop.tasks.generated.dummy import Dummy
-from strop.tasks.generated.reasoning_gym import ReasoningGym
-from strop.tasks.generated.reverse_text import ReverseText
-from strop.tasks.instructions import InstructionTask
-from strop.tasks.llm_judge.task import LlmJudge
-from strop.tasks.mathematics.aime import Aime
-from strop.tasks.mathematics.deepscaler import Deepscaler
-from strop.tasks.mathematics.gsm8k import Gsm8k
-from strop.tasks.mathematics.hendrycks_math import HendrycksMath
-from strop.tasks.mathematics.math500 import Math500
-from strop.tasks.mathematics.symbolic import warm_up
-from strop.tasks.mixture import Mixture
-from strop.tasks.mmlu import Mmlu, MmluChoice
-from strop.tasks.rlvr_mixed import RlvrMixed
-from strop.tasks.sft_jsonl import SftJsonl
 
 TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
     {
@@ -91,36 +71,51 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
 
 
 def _build_mixture(spec: MixtureSpec) -> Task:
+    from strop.tasks.mixture import Mixture
+
     return Mixture(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
 
 
 def _build_blend(spec: BlendSpec) -> Task:
+    from strop.tasks.blend import Blend
+
     return Blend(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
 
 
+def _deferred(place: str) -> Callable[[Any], Task]:
+    """Return the builder that a module of this room has under a name; it is imported when it is called."""
+
+    def build(spec: Section) -> Task:
+        built: Task = resolve_name(f"strop.tasks.{place}")(spec)
+        return built
+
+    return build
+
+
+# By name: a run imports its own task alone.
 _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
     {
-        ArithmeticSpec: Arithmetic,
-        DummySpec: Dummy,
-        ReverseTextSpec: ReverseText,
-        ReasoningGymSpec: ReasoningGym,
-        Gsm8kSpec: Gsm8k,
-        MathSpec: HendrycksMath,
-        Math500Spec: Math500,
-        DeepscalerSpec: Deepscaler,
-        AimeSpec: Aime,
-        MmluSpec: Mmlu,
-        MmluChoiceSpec: MmluChoice,
-        MbppSpec: Mbpp,
-        HumanEvalSpec: HumanEval,
-        AppsSpec: Apps,
-        IfEvalSpec: InstructionTask,
-        IfBenchSpec: InstructionTask,
-        RlvrIfevalSpec: InstructionTask,
-        IfMultiSpec: InstructionTask,
-        LlmJudgeSpec: LlmJudge,
-        SftJsonlSpec: SftJsonl,
-        RlvrMixedSpec: RlvrMixed,
+        ArithmeticSpec: _deferred("generated.arithmetic:Arithmetic"),
+        DummySpec: _deferred("generated.dummy:Dummy"),
+        ReverseTextSpec: _deferred("generated.reverse_text:ReverseText"),
+        ReasoningGymSpec: _deferred("generated.reasoning_gym:ReasoningGym"),
+        Gsm8kSpec: _deferred("mathematics.gsm8k:Gsm8k"),
+        MathSpec: _deferred("mathematics.hendrycks_math:HendrycksMath"),
+        Math500Spec: _deferred("mathematics.math500:Math500"),
+        DeepscalerSpec: _deferred("mathematics.deepscaler:Deepscaler"),
+        AimeSpec: _deferred("mathematics.aime:Aime"),
+        MmluSpec: _deferred("mmlu:Mmlu"),
+        MmluChoiceSpec: _deferred("mmlu:MmluChoice"),
+        MbppSpec: _deferred("code.mbpp:Mbpp"),
+        HumanEvalSpec: _deferred("code.humaneval:HumanEval"),
+        AppsSpec: _deferred("code.apps:Apps"),
+        IfEvalSpec: _deferred("instructions:InstructionTask"),
+        IfBenchSpec: _deferred("instructions:InstructionTask"),
+        RlvrIfevalSpec: _deferred("instructions:InstructionTask"),
+        IfMultiSpec: _deferred("instructions:InstructionTask"),
+        LlmJudgeSpec: _deferred("llm_judge.task:LlmJudge"),
+        SftJsonlSpec: _deferred("sft_jsonl:SftJsonl"),
+        RlvrMixedSpec: _deferred("rlvr_mixed:RlvrMixed"),
         MixtureSpec: _build_mixture,
         BlendSpec: _build_blend,
     }
@@ -133,7 +128,11 @@ def build_task(spec: TaskSpec) -> Task:
     Raises: ConfigError if a setting cannot work with this task.
     """
     task = _TASKS[type(spec)](spec)
-    return task if spec.order_file is None else Curriculum(task, spec)
+    if spec.order_file is None:
+        return task
+    from strop.tasks.curriculum import Curriculum
+
+    return Curriculum(task, spec)
 
 
 def build_warm_task(spec: TaskSpec) -> Task:
@@ -147,10 +146,14 @@ def build_warm_task(spec: TaskSpec) -> Task:
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
     for judge in judge_sections(spec):
+        from strop.tasks.llm_judge.task import LlmJudge
+
         LlmJudge(judge).require_ready()
     if any(
         isinstance(part, BoxedMathSpec | RlvrMixedSpec) and part.strictness == "symbolic"
         for part in plain_sections(spec)
     ):
+        from strop.tasks.mathematics.symbolic import warm_up
+
         warm_up()
     return task

@@ -10,14 +10,17 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
+from typing import TYPE_CHECKING
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, FailureOwner
 from strop.tasks.answers import parse_number
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure
-from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import limits_of
+
+if TYPE_CHECKING:
+    from strop.tasks.judging import Judge
 
 _NONSENSE = {"empty": "", "blank": " \n", "garbage": "asdf", "letter": "a"}
 _MAX_FULL_MARKS_FRAC = {"echo": 0.1, "neighbor": 0.05}
@@ -79,7 +82,11 @@ async def self_test(
                 next_step="pass some training examples",
             )
         )
-    ask = partial(_judge, judge or InlineJudge(task), task.limits.max_reward)
+    if judge is None:
+        from strop.tasks.judging import InlineJudge
+
+        judge = InlineJudge(task)
+    ask = partial(_judge, judge, task.limits.max_reward)
     findings: list[SelfTestFinding] = []
     by_probe: dict[str, list[_Judged]] = {}
     for index, example in enumerate(examples):
