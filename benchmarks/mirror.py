@@ -24,10 +24,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, Case
 from benchmarks.figures import Figure, Measured
 from benchmarks.harness import ArmProcess, Protocol, pair_order
 from benchmarks.prompts import make_prompts, write_prompts
@@ -43,6 +44,7 @@ from strop.record.mirror.uploader import upload_settings
 from strop.store.atomic import AtomicDirectory
 
 CASE = CASES["grpo-32-natural"]
+EXPECTED_STEP_S = 7.0
 BYTES_PER_S = 20e6
 GOAL_RATIO = 1.03
 START_LIMIT_S = 60.0
@@ -71,18 +73,17 @@ def run_throttled(backend: str, part: bytes, log_path: Path) -> Iterator[str]:
         process.wait()
 
 
-def make_run(root: Path, model_dir: Path, part: bytes, min_bytes: int) -> Path:
-    """Make a run directory with one checkpoint of the model's size, or larger, in whole parts."""
+def make_run(root: Path, part: bytes, num_bytes: int) -> Path:
+    """Make a run directory with one checkpoint of that size, or a little larger, in whole parts."""
     run = RunDir.create(root, "benchmark", "", "", {})
     run.begin_attempt()
-    num_params = read_model_size(model_dir).num_params
-    factor = max(1.0, min_bytes / (num_params * sum(CHECKPOINT_FILES.values())))
+    whole = sum(CHECKPOINT_FILES.values())
     with AtomicDirectory(run.checkpoint_path(1)) as partial:
         for name, bytes_per_param in CHECKPOINT_FILES.items():
             path = partial / name
             path.parent.mkdir()
             with path.open("wb") as file:
-                for _ in range(-(-int(factor * num_params * bytes_per_param) // PART_BYTES)):
+                for _ in range(-(-(num_bytes * bytes_per_param) // (whole * PART_BYTES))):
                     file.write(part)
     run.release()
     return run.path
@@ -149,12 +150,14 @@ def take_turns(
     return pairs
 
 
-def measure_turns(folder: Path, protocol: Protocol, expected_step_s: float) -> list[dict[str, Any]]:
+def measure_turns(
+    folder: Path, protocol: Protocol, case: Case, checkpoint_bytes: int
+) -> list[dict[str, Any]]:
     """Start stores, uploader and workers, and let them take turns; end all of them whatever happens."""
     import boto3
 
     part = os.urandom(PART_BYTES)
-    write_prompts(folder / "prompts.json", make_prompts(CASE, protocol.num_pairs + protocol.num_warm_ups))
+    write_prompts(folder / "prompts.json", make_prompts(case, protocol.num_pairs + protocol.num_warm_ups))
     workers: list[ArmProcess] = []
     with (
         run_server(folder / "server.log") as backend,
@@ -162,15 +165,14 @@ def measure_turns(folder: Path, protocol: Protocol, expected_step_s: float) -> l
     ):
         client = boto3.client("s3", endpoint_url=backend, region_name="us-east-1", **_credentials())
         client.create_bucket(Bucket=BUCKET)
-        min_bytes = int(2.0 * protocol.num_pairs * expected_step_s * BYTES_PER_S)
-        run_path = make_run(folder / "runs", protocol.model_dir, part, min_bytes)
+        run_path = make_run(folder / "runs", part, checkpoint_bytes)
         uploader = start_uploader(run_path, address)
         try:
             wait_for_traffic(address, uploader)
             for name in ("first", "second"):
                 (folder / name).mkdir()
                 (folder / name / "prompts.json").write_bytes((folder / "prompts.json").read_bytes())
-                workers.append(ArmProcess(strop_arm(), CASE, protocol, folder / name))
+                workers.append(ArmProcess(strop_arm(), case, protocol, folder / name))
                 workers[-1].wait_until_ready()
             for worker in workers:
                 for _ in range(protocol.num_warm_ups):
@@ -189,11 +191,19 @@ def _credentials() -> dict[str, str]:
 
 def measure_mirror(*, is_quick: bool, model_dir: Path) -> Measured:
     """Measure the ratio of step times with and without an upload under way."""
-    protocol = Protocol(
-        model_dir=model_dir, num_pairs=1 if is_quick else 8, num_warm_ups=1 if is_quick else 2
-    )
+    if is_quick:
+        # Steps of a second or two, and as many bytes as they leave time for.
+        case = replace(CASE, num_prompts=2, group_size=2, max_new_tokens=8)
+        protocol = Protocol(model_dir=model_dir, num_pairs=1, num_warm_ups=1)
+        checkpoint_bytes = 8 * PART_BYTES
+    else:
+        case, protocol = CASE, Protocol(model_dir=model_dir, num_pairs=8, num_warm_ups=2)
+        checkpoint_bytes = max(
+            read_model_size(model_dir).num_params * sum(CHECKPOINT_FILES.values()),
+            int(2.0 * protocol.num_pairs * EXPECTED_STEP_S * BYTES_PER_S),
+        )
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as name:
-        pairs = measure_turns(Path(name), protocol, expected_step_s=7.0)
+        pairs = measure_turns(Path(name), protocol, case, checkpoint_bytes)
     ratios = [pair["mirrored"]["step_s"] / pair["plain"]["step_s"] for pair in pairs]
     summary = summarize_ratios(ratios)
     rates = [pair["mirrored"]["sent_bytes"] / pair["mirrored"]["step_s"] / 1e6 for pair in pairs]
@@ -209,4 +219,4 @@ def measure_mirror(*, is_quick: bool, model_dir: Path) -> Measured:
         Figure(name="sent meanwhile", unit="MB/s", value=statistics.median(rates), measured=tuple(rates)),
         Figure(name="uploader", unit="cores", value=statistics.median(shares), measured=tuple(shares)),
     ]
-    return Measured(figures=figures, details={"case": CASE.name, "num_pairs": len(pairs), "pairs": pairs})
+    return Measured(figures=figures, details={"case": case.name, "num_pairs": len(pairs), "pairs": pairs})

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli.arguments import Json
+from strop.cli.brief import brief
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
     return Launcher(backend_of(read_plan(job_path))), read_ref(job_path)
 
 
+@brief
 def status(
     context: typer.Context,
     references: Annotated[list[str] | None, typer.Argument(metavar="[REF ...]")] = None,

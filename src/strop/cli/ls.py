@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli.arguments import Json
+from strop.cli.brief import brief
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from strop.launch.runs import RunSummary
 
 
+@brief
 def list_runs(
     context: typer.Context,
     root: Annotated[Path, typer.Argument(help="Folder with runs in it.")] = Path("runs"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli.arguments import Json, Overrides, RunFile
+from strop.cli.brief import brief
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from strop.launch.plan import Plan, PlannedPrompt, PlannedValue, Room
 
 
+@brief
 def plan(
     context: typer.Context,
     run_file: RunFile,

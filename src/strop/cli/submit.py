@@ -19,6 +19,7 @@ from strop.cli.arguments import (
     SingleGpu,
     TrainGpus,
 )
+from strop.cli.brief import brief
 from strop.cli.options import takes
 from strop.cli.output import Output
 
@@ -122,11 +123,13 @@ _OF_BACKEND = (
 
 
 @takes(SubmitArguments)
+@brief
 def submit(context: typer.Context, given: SubmitArguments) -> None:
     """Send a run to a site: this machine, a container, SLURM, SageMaker. The same again changes nothing."""
     send(context.obj, given)
 
 
+@brief
 def check(
     context: typer.Context,
     run_file: RunFile,

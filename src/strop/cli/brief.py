@@ -1,0 +1,29 @@
+"""Commands that are over in a moment: `@brief` saves them the search for garbage."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+P = ParamSpec("P")
+
+
+def brief(command: Callable[P, None]) -> Callable[P, None]:
+    """Run a command without Python's cyclic garbage collector: what it makes goes with its process.
+
+    Of the time of a plan, a tenth was the walk over modules and vocabulary, of which nothing is garbage.
+    """
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            command(*args, **kwargs)
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    return run
