@@ -86,6 +86,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("check", "run.toml", "job.gpus=9"), 2, ("job.gpus=9 (override)",)),
     (("ls", "--orphans", "--all", "--rooot"), 2, ("No such option",)),
     (("status", "nope"), 2, ("'nope' names no job", "there is none yet")),
+    (("status", "--wait"), 2, ("--wait with 0 jobs", "one job")),
     (("logs", "nope"), 2, ("'nope' names no job",)),
     (("logs",), 2, ("Missing argument",)),
     (("cancel", "nope"), 2, ("'nope' names no job",)),
@@ -438,3 +439,24 @@ def test_a_job_goes_on_with_resume(here: World, run: Run, job: JobRef) -> None:
     ended = run("submit", "run.toml", "--resume", job.job_id, "--nodes", "2")
     assert ended.code == 0, ended.err
     assert read_ref(job_path_of(job.home)).job_id == "fake-2"
+
+
+@pytest.mark.parametrize("words", [("submit", "run.toml"), ("slurm", "rl", "run.toml", "--on", "local")])
+def test_waiting_is_over_at_the_end_and_its_code_says_how_it_ended(
+    here: World, run: Run, words: tuple[str, ...]
+) -> None:
+    assert run(*words).code == 0
+    ref = only_ref(here)
+    here.backend.end_attempt(here.backend.begin_attempt(ref), 0)
+    # Of a job that has ended meanwhile, the same command tells the end.
+    ended = run(*words, "--wait")
+    assert ended.code == 0, ended.err
+    assert f"{ref.job_id}: succeeded" in ended.err
+    assert run("status", ref.job_id, "--wait").code == 0
+    here.backend.answer(ref, Answer(state=JobState.CANCELLED, raw="CANCELLED"))
+    for command in ((*words, "--wait"), ("status", ref.job_id, "--wait")):
+        ended = run(*command)
+        # Stopped is no success.
+        assert ended.code == 76
+        assert f"job {ref.job_id} ended as cancelled (CANCELLED)" in ended.err
+    assert here.backend.count("hand_over") == 1

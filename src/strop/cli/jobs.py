@@ -57,6 +57,9 @@ def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
 def status(
     context: typer.Context,
     references: Annotated[list[str] | None, typer.Argument(metavar="[REF ...]")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for a job's end, as `strop submit --wait` does.")
+    ] = False,
     root: Root = RUNS,
     json: Json = False,
 ) -> None:
@@ -64,11 +67,29 @@ def status(
     from strop.launch.jobs.overview import list_statuses
 
     output: Output = context.obj
+    if wait:
+        _wait(output, references or [], root)
     if references:
         found = [one for reference in references for one in _status_of(*open_job(reference, root))]
     else:
         found = [one for one in list_statuses([root], os.environ) if not one.state.is_terminal]
     show_statuses(output, found, is_json=json)
+
+
+def _wait(output: Output, references: Sequence[str], root: Path) -> None:
+    from strop.errors import ConfigError, explain_refusal
+    from strop.launch.jobs.watching import watch
+
+    if len(references) != 1:
+        raise ConfigError(
+            explain_refusal(
+                f"--wait with {len(references)} jobs",
+                allowed="one job: its exit code is this command's",
+                next_step="name the job, and start the command once for each",
+            )
+        )
+    launcher, ref = open_job(references[0], root)
+    watch(launcher, Path(ref.home), output.say)
 
 
 def _status_of(launcher: Launcher, ref: JobRef) -> list[JobStatus]:

@@ -11,7 +11,7 @@ import typer
 from strop.cli.arguments import Json, NewRun, Overrides, RunFile
 from strop.cli.options import takes
 from strop.cli.output import Output
-from strop.cli.submit import SubmitArguments, submit_request, to_options
+from strop.cli.submit import SubmitArguments, Wait, submit_request, to_options
 
 if TYPE_CHECKING:
     from strop.launch.container.engine import Engine
@@ -67,7 +67,7 @@ class SageMakerArguments:
         list[str] | None, typer.Option(metavar="NAME", help="A variable of yours that the job gets.")
     ] = None
     project_dir: Annotated[Path | None, typer.Option(help="Whose code runs; none: this folder.")] = None
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; stopped is no success.")] = False
+    wait: Wait = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact request; send nothing.")] = False
     check: Annotated[bool, typer.Option("--check", help="Only look for what would stop the job.")] = False
     resume: Annotated[Text, typer.Option(metavar="REF", help="Go on with a job's run in a new job.")] = None
@@ -82,7 +82,7 @@ _OF_BACKEND = (
 )
 _OF_SUBMIT = (
     *("run_file", "overrides", "on", "command", "train_gpus", "infer_gpus", "sweep", "env", "project_dir"),
-    *("dry_run", "check", "resume", "strict", "new", "json"),
+    *("dry_run", "check", "resume", "strict", "wait", "new", "json"),
 )
 
 
@@ -107,8 +107,6 @@ def submit(context: typer.Context, given: SageMakerArguments) -> None:
     if given.push:
         request = _push(output, request, profile, engine, local_image)
     submit_request(output, request, base)
-    if given.wait and not (given.dry_run or given.check):
-        _wait(output, request)
 
 
 @sagemaker_commands.command("policy")
@@ -285,15 +283,3 @@ def _run_here(
     return run_here(
         plan, profile, gpus=gpus, engine=engine if image is not None else None, image=image, say=output.say
     )
-
-
-def _wait(output: Output, request: JobRequest) -> None:
-    from strop.launch.backends import open_backend
-    from strop.launch.jobs.filling import find_homes_of
-    from strop.launch.jobs.home import job_path_of, read_ref
-    from strop.launch.jobs.launcher import Launcher
-    from strop.launch.sagemaker.waiting import wait_for_end
-
-    home = find_homes_of(Path(request.home).parent, request.resolved.spec.name)[0][0]
-    ref = read_ref(job_path_of(home))
-    wait_for_end(Launcher(open_backend(request.site)), ref, output.say)

@@ -35,6 +35,12 @@ Site = Annotated[
     ),
 ]
 Text = str | None
+Wait = Annotated[
+    bool,
+    typer.Option(
+        "--wait", help="Wait for the end; stopped is no success. Submits again where the site does not."
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +103,7 @@ class SubmitArguments:
     check: Annotated[bool, typer.Option("--check", help="Only look for what would stop the job.")] = False
     resume: Annotated[Text, typer.Option(metavar="REF", help="Go on in the home of a job that ended.")] = None
     strict: Annotated[bool, typer.Option("--strict", help="Refuse flags that beat other values.")] = False
+    wait: Wait = False
     new: NewRun = False
     json: Json = False
 
@@ -160,6 +167,7 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
     from strop.launch.backends import open_backend
     from strop.launch.jobs.environment import describe_auth
     from strop.launch.jobs.launcher import Launcher
+    from strop.launch.jobs.watching import watch
 
     launcher = Launcher(open_backend(request.site))
     plan = launcher.plan(request)
@@ -183,6 +191,8 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
     else:
         submitted = launcher.submit(request, is_new=given.new)
     _show_submitted(output, submitted, is_json=given.json)
+    if given.wait:
+        watch(launcher, Path(submitted.ref.home), output.say)
 
 
 def to_options(given: SubmitArguments) -> SubmitOptions:

@@ -16,9 +16,9 @@ from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.logs import LogFilter
 from strop.launch.jobs.requesting import _job_log_files
 from strop.launch.jobs.snapshot import take_snapshot
+from strop.launch.jobs.watching import watch
 from strop.launch.sagemaker.fake import write_log_lines
 from strop.launch.sagemaker.job_log import JobLog
-from strop.launch.sagemaker.waiting import wait_for_end
 from tests.launch.sagemaker.aws import Site, prepare_account
 from tests.launch.sagemaker.building import NOON, make_request
 
@@ -171,9 +171,9 @@ def test_waiting_ends_well_only_for_a_success(
     said: list[str] = []
     if is_stopped:
         with pytest.raises(CheckRefused, match=f"ended as {words}"):
-            wait_for_end(launcher, ref, said.append, pause=pause)
+            watch(launcher, Path(ref.home), said.append, pause=pause)
     else:
-        wait_for_end(launcher, ref, said.append, pause=pause)
+        watch(launcher, Path(ref.home), said.append, pause=pause)
         assert said[-1].endswith(": succeeded")
     # AWS throttles who asks more often than every 15 s, and those who come all at once.
     assert all(15.0 <= duration_s <= 20.0 for duration_s in pauses)

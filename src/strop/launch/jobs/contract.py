@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from strop.hardware.findings import Finding
 from strop.spec import ResolvedSpec
@@ -192,6 +192,12 @@ class JobPlan:
     """How long before its end a job is told."""
     num_past: int = 0
     """The number of this job's first attempt: how often earlier jobs lived in its home."""
+    follows: str = ""
+    """The job of this run that ended before; empty for the first one."""
+    start_step: int | None = None
+    """The checkpoint that there was when it was submitted; None: none, so any one is newer."""
+    num_resubmitted: int = 0
+    """How often the run has been submitted again without a person; at most `max_requeue`."""
     preflight: str = "quick"
     max_silence_s: float | None = None
     """After which a job in which nothing moves is ended with the stacks of its roles."""
@@ -237,6 +243,8 @@ class Answer:
     nodes: str = ""
     since: float | None = None
     """Unix seconds of the last change, where it is known."""
+    is_saved: bool = False
+    """Whether the job told its scheduler itself that it saved its state and wants to live again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,6 +291,8 @@ class JobStatus:
     """How old the answer is; above 0 for one that is only the last known."""
     is_silent: bool = False
     """Whether a source that could have known did not answer."""
+    is_saved: bool = False
+    """Whether it ended with 75: its state saved, to live again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,3 +374,17 @@ class Backend(Protocol):
 
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield the jobs of this user that carry our tag, also those whose home is gone."""
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """What a backend has besides whose scheduler starts no ended job again: that is our submission then."""
+
+    def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
+        """Return the plan of the next job in the same home: a new name, all else as it was. Pure."""
+
+    def find_saved_step(self, ref: JobRef, member: int) -> int | None:
+        """Return the newest whole checkpoint that a next job would go on from, None if there is none.
+
+        Raises: StoreError if its place does not answer.
+        """

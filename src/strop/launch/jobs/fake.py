@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
 from strop.hardware.findings import Finding
 from strop.launch.jobs.attempts import write_verdict
+from strop.launch.jobs.checkpoints import find_checkpoints
 from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import ATTEMPTS_FOLDER, has_plan, job_path_of, read_plan
@@ -231,6 +232,19 @@ class FakeBackend:
                     next_step="ask again in a minute",
                 )
             )
+
+
+class FakeOnceBackend(FakeBackend):
+    """Keeps `Renewable` too: its scheduler starts no ended job again."""
+
+    def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
+        """Return the plan with the words of its next job."""
+        self.calls.append(Call(verb="renew", detail=plan.follows))
+        return replace(plan, argv=(*plan.argv[:2], f"next-after-{plan.follows}"))
+
+    def find_saved_step(self, ref: JobRef, member: int) -> int | None:
+        """Return the newest checkpoint of the member's directory."""
+        return max(find_checkpoints(self.open_record(ref, member)), default=None)
 
 
 class SilentRecord(DirectoryRecord):

@@ -83,6 +83,12 @@ def fill_home(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]) ->
     write_plan(plan)
 
 
+def refill_home(plan: JobPlan) -> None:
+    """Make a filled home that of the run's next job: code, spec and variables stay. Raises: StoreError."""
+    write_files(plan)
+    write_plan(plan)
+
+
 def write_preview(plan: JobPlan, request: JobRequest) -> None:
     """Write what a submission would hand over, and nothing that makes a folder the home of a job.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, StoreError, StropError, explain_refusal
+from strop.errors import EXIT_INTERRUPTED, CheckRefused, ConfigError, StoreError, StropError, explain_refusal
 from strop.hardware import free_disk_bytes
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.launch.jobs.attempts import read_attempts
@@ -27,13 +27,15 @@ from strop.launch.jobs.contract import (
     JobState,
     JobStatus,
     LogLine,
+    Renewable,
     StatusSource,
 )
-from strop.launch.jobs.filling import fill_home, find_homes_of, name_home, refuse_foreign_home
+from strop.launch.jobs.filling import fill_home, find_homes_of, name_home, refill_home, refuse_foreign_home
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref, write_ref
 from strop.launch.jobs.index import note_job
 from strop.launch.jobs.last_known import recall, remember
 from strop.launch.jobs.logs import FileLogs, FilteredLogs, LogFilter, follow, require_logs
+from strop.launch.jobs.next_job import forbid_next, make_next_plan, refuse_next, refuse_other_run
 from strop.launch.jobs.planning import make_plan, move_plan
 from strop.launch.jobs.secrets import remove_secrets
 from strop.launch.jobs.truth import find_split, judge
@@ -127,15 +129,48 @@ class Launcher:
             num_past = 0 if noted is None else self._count_lives(noted, old)
             request = replace(move_plan(request, str(home)), num_past=num_past)
             plan = self.plan(request)
-            _refuse_other_run(plan, old)
+            refuse_other_run(plan, old)
             accepted = self.backend.find_accepted(old)
             if accepted is not None and (noted is None or accepted.job_id != noted.job_id):
                 # A resume that was killed before it could note what it had submitted.
                 return self._keep(accepted, old, is_new=False)
             if noted is not None:
                 self._refuse_living(noted)
+                if isinstance(self.backend, Renewable):
+                    start_step = self.backend.find_saved_step(noted, 0)
+                    plan = replace(plan, follows=noted.job_id, start_step=start_step)
             require_none(self.check(plan))
             return self._fill_and_hand_over(plan, request, is_resumed=True)
+
+    def resubmit(self, ref: JobRef, *, submitted_at: float) -> Submitted:
+        """Submit the next job of a run from what its home holds: the same code, spec and resources.
+
+        Twice, by two at once, or once more after a kill at any place, it is one job.
+        Raises: CheckRefused if there may be no next one, `check` finds an error or the scheduler refuses;
+            StoreError where something does not answer.
+        """
+        home = Path(ref.home)
+        with _lock_name(home.parent, read_plan(job_path_of(home)).name):
+            old, noted = read_plan(job_path_of(home)), read_ref(job_path_of(home))
+            if noted.job_id != ref.job_id:
+                return Submitted(ref=noted, plan=old, is_new=False)
+            is_begun = old.follows == noted.job_id
+            if is_begun:
+                # Killed after the next job's plan was written: whether it was submitted, that does not say.
+                accepted = self.backend.find_accepted(old)
+                if accepted is not None and accepted.job_id != noted.job_id:
+                    return self._keep(accepted, old, is_new=False)
+            refuse_next(self.backend, old, self.status([noted]), is_begun=is_begun)
+            self._refuse_living(noted)
+            plan = old if is_begun else self._make_next(old, noted, submitted_at)
+            require_none(self.check(plan))
+            refill_home(plan)
+            return self._keep(self.backend.hand_over(plan), plan, is_new=True)
+
+    def _make_next(self, old: JobPlan, noted: JobRef, submitted_at: float) -> JobPlan:
+        return make_next_plan(
+            self.backend, old, noted, num_past=self._count_lives(noted, old), submitted_at=submitted_at
+        )
 
     def status(self, refs: Sequence[JobRef]) -> list[JobStatus]:
         """Return where every member of some jobs stands, by one question to the scheduler."""
@@ -177,6 +212,10 @@ class Launcher:
             nothing is known to have ended.
         """
         require_member(ref, member)
+        if isinstance(self.backend, Renewable):
+            # First: what watches the job would submit the next one as soon as this one has ended.
+            with _lock_name(Path(ref.home).parent, ref.name):
+                ref = forbid_next(ref)
         ended_by = self._end(ref, member, grace_s)
         statuses = self.status([ref])
         if all(_is_settled(one) for one in statuses):
@@ -313,6 +352,7 @@ class Launcher:
             attempt=attempts[-1] if attempts else None,
             nodes=(answer.nodes if answer else "") or ",".join(attempts[-1].nodes if attempts else ()),
             since=answer.since if answer else None,
+            is_saved=_is_saved(attempts, answer, plan.num_past),
         )
         remember(status)
         return status
@@ -350,6 +390,14 @@ class _End:
             return status.state.is_terminal
         self._unknown_since = self._unknown_since or time.monotonic()
         return time.monotonic() - self._unknown_since > UNKNOWN_LIMIT_S
+
+
+def _is_saved(attempts: Sequence[AttemptRecord], answer: Answer | None, num_past: int) -> bool:
+    """Whether a job's last attempt ended with 75, as its record says, else its scheduler."""
+    codes = [one.exit_code for one in attempts if one.number >= num_past]
+    if codes and codes[-1] is not None:
+        return codes[-1] == EXIT_INTERRUPTED
+    return answer is not None and answer.is_saved
 
 
 def _is_settled(status: JobStatus) -> bool:
@@ -419,31 +467,3 @@ def _move_to_free_home(request: JobRequest) -> JobRequest:
             )
         )
     return move_plan(request, str(name_home(home.parent, spec.name, request.submitted_at)))
-
-
-def _refuse_other_run(plan: JobPlan, old: JobPlan) -> None:
-    """Refuse to go on in the home of another run, or from another site. Raises: CheckRefused."""
-    if plan.spec_digest != old.spec_digest or plan.command != old.command:
-        raise CheckRefused(
-            explain_refusal(
-                f"{old.home} is a run of another spec",
-                allowed="the run file that it was submitted with; only job, store and output may differ",
-                next_step="submit it as a new job, without --resume",
-            )
-        )
-    if (plan.site, plan.backend) != (old.site, old.backend):
-        raise CheckRefused(
-            explain_refusal(
-                f"{old.home} was submitted to {old.site}, and this is {plan.site}",
-                allowed="the same site: only there it can be seen whether the job still lives",
-                next_step=f"submit with --on {old.site}",
-            )
-        )
-    if [one.overrides for one in plan.members] != [one.overrides for one in old.members]:
-        raise CheckRefused(
-            explain_refusal(
-                f"{old.home} has {len(old.members)} members, and another sweep is asked for",
-                allowed="the same --sweep as at first",
-                next_step="repeat it, or submit a new job",
-            )
-        )

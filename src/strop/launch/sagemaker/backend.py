@@ -20,6 +20,7 @@ from strop.hardware.findings import Finding
 from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, LogSource, RecordFiles
 from strop.launch.jobs.environment import ENVIRONMENT_NAME
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
+from strop.launch.jobs.next_job import CANCELLED_NAME
 from strop.launch.jobs.secrets import SECRETS_NAME
 from strop.launch.jobs.store_record import StoreRecord
 from strop.launch.sagemaker.client import AwsClients, all_pages
@@ -30,6 +31,7 @@ from strop.launch.sagemaker.logs import CloudWatchLogs
 from strop.launch.sagemaker.names import suffixed_name
 from strop.launch.sagemaker.places import MEMBER_TAG, PLAN_TAG, RUN_TAG
 from strop.launch.sagemaker.probe import probe_site
+from strop.launch.sagemaker.renewal import renew_plan, step_of_state
 from strop.launch.sagemaker.request import complete_plan
 from strop.launch.sagemaker.site_objects import SiteObjects
 from strop.launch.sagemaker.states import read_answer
@@ -38,7 +40,9 @@ from strop.spec.site import SageMakerSite
 LOOK_BACK_S = 30 * 86_400.0
 """How far back jobs are looked for by their tags."""
 _CLOCK_SKEW_S = 3600.0
-_NOT_SENT = frozenset({SECRETS_NAME, ENVIRONMENT_NAME, "ref.json", "state.json", "refused.txt"})
+_NOT_SENT = frozenset(
+    {SECRETS_NAME, ENVIRONMENT_NAME, CANCELLED_NAME, "ref.json", "state.json", "refused.txt"}
+)
 _CODE_FILE = "code.tar.zst"
 
 
@@ -94,6 +98,16 @@ class SageMakerBackend:
         job = plan.details["jobs"][0]
         self._upload(plan, job)
         self._create(plan, job, plan.details["image"])
+
+    def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
+        """Give all members' jobs new names, and what is kept by a job's name the new places."""
+        return renew_plan(plan, submitted_at)
+
+    def find_saved_step(self, ref: JobRef, member: int) -> int | None:
+        """Return the newest state in S3, whichever job of the run it comes from."""
+        root = _job_of(ref, member)["state_uri"].rstrip("/")
+        names = (stored.uri[len(root) + 1 :] for stored in self._objects.list(root))
+        return max((step for name in names if (step := step_of_state(name)) is not None), default=None)
 
     def find_accepted(self, plan: JobPlan) -> JobRef | None:
         """Find the jobs of this very plan and home by their tags: their names may have another time."""

@@ -78,6 +78,7 @@ def read_answer(described: Mapping[str, Any]) -> Answer:
         num_restarts=max(0, words.count("Starting") - 1),
         nodes=_nodes(described),
         since=None if changed_at is None else changed_at.timestamp(),
+        is_saved=str(described.get("FailureReason", "")).startswith(REQUEUE_PREFIX),
     )
 
 

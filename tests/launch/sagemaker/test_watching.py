@@ -1,0 +1,179 @@
+"""The life cycle of a run over several training jobs: what its watcher submits, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.launch.jobs.contract import JobRef
+from strop.launch.jobs.home import job_path_of, read_plan, read_ref
+from strop.launch.jobs.launcher import Launcher
+from strop.launch.jobs.watching import watch
+from strop.launch.sagemaker.fake import JobScript, Stage
+from strop.launch.sagemaker.job_log import JobLog
+from tests.fixtures.scripted_jobs import Killed, be_killed
+from tests.launch.sagemaker.aws import Site
+from tests.launch.sagemaker.building import NOON
+from tests.launch.sagemaker.test_verbs import launcher_of, request_of, write_verdict
+
+SAVED = JobScript(
+    stages=(Stage(secondary="Starting", duration_s=60.0), Stage(secondary="Training", duration_s=600.0)),
+    failure_reason="requeue: host algo-1 saved step 20",
+)
+
+
+def save(site: Site, ref: JobRef, step: int, *, is_whole: bool = True) -> None:
+    """Leave a state where the platform would have copied it to."""
+    root = f"{ref.details['jobs'][0]['state_uri']}/algo-1/step-{step:06d}"
+    site.objects.write(f"{root}/weights", b"w")
+    if is_whole:
+        site.objects.write(f"{root}/COMPLETE", b"{}")
+
+
+class Watcher:
+    """Watches with the fake's clock; a script says what happens at a pause, by the number of the pause."""
+
+    def __init__(
+        self, site: Site, launcher: Launcher, ref: JobRef, script: Mapping[int, Callable[[], Any]]
+    ) -> None:
+        self.site, self.launcher, self.home, self.script = site, launcher, Path(ref.home), script
+        self.said: list[str] = []
+        self.num_pauses = 0
+
+    def run(self) -> None:
+        watch(self.launcher, self.home, self.said.append, pause=self._pause, now=lambda: self.site.fake.now)
+
+    def _pause(self, duration_s: float) -> None:
+        self.num_pauses += 1
+        assert self.num_pauses < 30, self.said
+        self.script.get(self.num_pauses, lambda: None)()
+        self.site.fake.advance(400.0)
+
+    @property
+    def ref(self) -> JobRef:
+        return read_ref(job_path_of(self.home))
+
+
+def created(site: Site) -> list[dict[str, Any]]:
+    return site.fake.sent("create_training_job")
+
+
+def test_75_is_followed_by_a_job_with_a_new_name_and_the_same_run(site: Site, tmp_path: Path) -> None:
+    launcher = launcher_of(site, tmp_path)
+    site.fake.next_scripts = [SAVED]
+    first = launcher.submit(request_of(site)).ref
+    save(site, first, 20)
+    watcher = Watcher(site, launcher, first, {4: lambda: write_verdict(site, watcher.ref, 0)})
+    watcher.run()
+    one, two = created(site)
+    assert two["TrainingJobName"] != one["TrainingJobName"] == first.job_id
+    name = two["TrainingJobName"]
+    # The first job: 60 s + 600 s are over after the second pause of 400 s: 12:13:20 UTC.
+    assert name == "job-20261121-121320"
+    assert two["CheckpointConfig"] == one["CheckpointConfig"]
+    assert (two["HyperParameters"], two["Tags"]) == (one["HyperParameters"], one["Tags"])
+    (channel,) = [each for each in two["InputDataConfig"] if each["ChannelName"] == "config"]
+    assert channel["DataSource"]["S3DataSource"]["S3Uri"].endswith(f"/config/{name}/")
+    assert f"config/{name}/plan.json" in site.list_keys()
+    assert not [key for key in site.list_keys() if "secret" in key or "cancelled" in key]
+    row = JobLog(site.project / "docs/job_log.md").find("small-try")
+    assert (row.job_name, row.facts["parent"]) == (name, first.job_id)
+    assert watcher.said[-1] == f"{name}: succeeded"
+    # What another job of this plan changed in the request: names and places alone.
+    same = {"TrainingJobName", "InputDataConfig"}
+    assert {key: one[key] for key in one if key not in same} == {
+        key: two[key] for key in two if key not in same
+    }
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_wall_time_goes_on_from_a_whole_state_alone(site: Site, tmp_path: Path, is_whole: bool) -> None:
+    launcher = launcher_of(site, tmp_path)
+    ref = launcher.submit(request_of(site, max_runtime="5m")).ref
+    save(site, ref, 20, is_whole=is_whole)
+    watcher = Watcher(site, launcher, ref, {})
+    # Either way the end is none: the second job runs out of time too, without having come further.
+    began = "from step 20, and now there is step 20" if is_whole else "without one, and now there is none"
+    with pytest.raises(CheckRefused, match=f"timeout .*no newer checkpoint: it began {began}"):
+        watcher.run()
+    assert len(created(site)) == (2 if is_whole else 1)
+
+
+def test_a_stopped_job_is_never_followed(site: Site, tmp_path: Path) -> None:
+    launcher = launcher_of(site, tmp_path)
+    ref = launcher.submit(request_of(site)).ref
+    save(site, ref, 20)
+    write_verdict(site, ref, 75)
+    stop = {2: lambda: site.backend.stop(ref, None, grace_s=1.0)}
+    with pytest.raises(CheckRefused, match="ended as cancelled"):
+        Watcher(site, launcher, ref, stop).run()
+    assert len(created(site)) == 1
+
+
+def test_the_number_of_jobs_is_bounded(site: Site, tmp_path: Path) -> None:
+    launcher = launcher_of(site, tmp_path)
+    site.fake.default_script = SAVED
+    ref = launcher.submit(request_of(site, overrides=("job.max_requeue=2",))).ref
+    more = {number: (lambda number=number: save(site, ref, number)) for number in range(1, 20)}
+    with pytest.raises(CheckRefused, match="max_requeue=2, and that often it was"):
+        Watcher(site, launcher, ref, more).run()
+    assert len({request["TrainingJobName"] for request in created(site)}) == len(created(site)) == 3
+
+
+def test_throttling_waits_and_submits_nothing(site: Site, tmp_path: Path) -> None:
+    launcher = launcher_of(site, tmp_path)
+    site.fake.next_scripts = [SAVED]
+    ref = launcher.submit(request_of(site)).ref
+    save(site, ref, 20)
+    site.fake.advance(1000.0)
+    site.fake.fail_next("list_training_jobs", "ThrottlingException", times=3)
+
+    def nothing_yet() -> None:
+        assert len(created(site)) == 1
+
+    watcher = Watcher(site, launcher, ref, {1: nothing_yet, 3: lambda: write_verdict(site, watcher.ref, 0)})
+    watcher.run()
+    assert len(created(site)) == 2
+
+
+def test_a_throttled_submission_is_tried_again(site: Site, tmp_path: Path) -> None:
+    launcher = launcher_of(site, tmp_path)
+    site.fake.next_scripts = [SAVED]
+    ref = launcher.submit(request_of(site)).ref
+    save(site, ref, 20)
+    site.fake.advance(1000.0)
+    site.fake.fail_next("create_training_job", "ThrottlingException", times=3)
+    watcher = Watcher(site, launcher, ref, {3: lambda: write_verdict(site, watcher.ref, 0)})
+    watcher.run()
+    assert any("the next job waits:" in line for line in watcher.said)
+    assert read_plan(job_path_of(ref.home)).num_resubmitted == 1
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_kill_after_the_submission_is_one_job(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    launcher = launcher_of(site, tmp_path)
+    site.fake.next_scripts = [SAVED]
+    ref = launcher.submit(request_of(site)).ref
+    save(site, ref, 20)
+    site.fake.advance(1000.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "_keep", lambda *given, **named: be_killed())
+        with pytest.raises(Killed):
+            Watcher(site, launcher, ref, {}).run()
+    assert len(created(site)) == 2
+    assert read_ref(job_path_of(ref.home)).job_id == ref.job_id
+    if not is_listed:
+        # A listing may not show a job yet that was just created: then its name is what makes it one.
+        monkeypatch.setattr(site.backend, "find_accepted", lambda plan: None)
+    watcher = Watcher(site, launcher, ref, {2: lambda: write_verdict(site, watcher.ref, 0)})
+    watcher.run()
+    names = {request["TrainingJobName"] for request in created(site)}
+    assert names == {ref.job_id, watcher.ref.job_id}
+    assert created(site)[0]["TrainingJobName"] == "job-20261121-120000"
+    assert watcher.ref.submitted_at > NOON
