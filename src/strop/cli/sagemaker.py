@@ -196,6 +196,7 @@ def _build(
     from strop.errors import CheckRefused
     from strop.launch.container.engine import locate_engine, prove_engine
     from strop.launch.container.image import build_image, find_image, plan_image
+    from strop.launch.sagemaker.ecr import log_in_for_base
 
     is_bare = given.local and given.image == NO_IMAGE
     if is_bare or not (given.build or given.push or given.local):
@@ -210,6 +211,8 @@ def _build(
         return engine, given.image
     image = plan_image(base_image=profile.base_image)
     if given.build:
+        if given.no_cache or find_image(engine, image.name) is None:
+            log_in_for_base(profile, engine)
         built = build_image(engine, image, no_cache=given.no_cache, say=output.say)
         output.say(f"image {built.name}: {built.size_bytes / 1e6:.0f} MB, built in {built.wall_s:.0f} s")
         if not (given.push or given.local):

@@ -166,6 +166,12 @@ class SageMakerSite(SiteSection):
         default=None, min_length=1, max_length=255, description="Image instead of ours."
     )
     base_image: str | None = Field(default=None, min_length=1, description="What our image is built from.")
+    base_image_aws_profile: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Named profile of AWS credentials for the registry of base_image, where it is another"
+        " account's. none = the same credentials as for everything else.",
+    )
     instance_type: str = Field(default="ml.p4de.24xlarge", description="Instance type.")
     instance_count: int = Field(default=1, ge=1, le=256, description="Instances of a job.")
     cpu_instance_type: str = Field(

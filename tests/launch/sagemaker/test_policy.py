@@ -70,3 +70,16 @@ def test_a_profile_without_values_gives_patterns() -> None:
     policy = submitter_policy(SageMakerSite())
     assert statement(policy, "PassRole")["Resource"] == "arn:aws:iam::*:role/*"
     assert statement(policy, "EcrRepository")["Resource"] == "arn:aws:ecr:*:*:repository/*"
+
+
+def test_a_base_image_of_another_account_may_be_pulled() -> None:
+    base = "999999999999.dkr.ecr.us-west-2.amazonaws.com/bases/python:3.11"
+    policy = submitter_policy(SageMakerSite(**PROFILE, base_image=base))
+    assert statement(policy, "EcrBase")["Resource"] == (
+        "arn:aws:ecr:us-west-2:999999999999:repository/bases/python"
+    )
+    assert "ecr:PutImage" not in statement(policy, "EcrBase")["Action"]
+    # Other credentials for it: then this identity needs nothing there.
+    other = SageMakerSite(**PROFILE, base_image=base, base_image_aws_profile="bases")
+    for profile in (other, SageMakerSite(**PROFILE, base_image="python:3.11-slim")):
+        assert "EcrBase" not in [one["Sid"] for one in submitter_policy(profile)["Statement"]]

@@ -20,6 +20,7 @@ from strop.launch.sagemaker.client import AwsClients, action_of
 from strop.launch.sagemaker.ecr import (
     ensure_repository,
     find_digest,
+    log_in_for_base,
     parse_reference,
     push_image,
     require_repository_name,
@@ -391,6 +392,50 @@ def test_a_push_that_fails_says_why_without_the_password(site: Site, tmp_path: P
         push_image(site.clients, make_engine(tmp_path, fails="push"), "localhost/a", "strop", "tag-push")
     with pytest.raises(CheckRefused) as caught:
         push_image(site.clients, make_engine(tmp_path, fails="login"), "localhost/a", "strop", "tag-push")
+    assert (tmp_path / "stdin").read_text() not in str(caught.value)
+
+
+BASE = "999999999999.dkr.ecr.us-west-2.amazonaws.com/bases/python:3.11"
+
+
+def test_the_registry_of_a_foreign_base_image_gets_a_login_of_its_own(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A profile of its own: with the credentials of everything else this would be another identity.
+    (tmp_path / "config").write_text("[profile bases]\naws_access_key_id = b\naws_secret_access_key = b\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    profile = site.profile.model_copy(
+        update={"base_image": BASE, "base_image_aws_profile": "bases", "region": None}
+    )
+    host = log_in_for_base(profile, make_engine(tmp_path))
+    # The account and the region of the image, not those of the site.
+    assert host == "999999999999.dkr.ecr.us-west-2.amazonaws.com"
+    words, password = (tmp_path / "words").read_text(), (tmp_path / "stdin").read_text()
+    assert words == f"login --username AWS --password-stdin {host}\n"
+    assert password
+    assert password not in words
+    with pytest.raises(ConfigError, match="nobody"):
+        log_in_for_base(
+            profile.model_copy(update={"base_image_aws_profile": "nobody"}), make_engine(tmp_path)
+        )
+
+
+@pytest.mark.parametrize("base_image", [None, "python:3.11-slim", "ghcr.io/some/image:1"])
+def test_other_registries_get_no_login(site: Site, tmp_path: Path, base_image: str | None) -> None:
+    profile = site.profile.model_copy(update={"base_image": base_image})
+    assert log_in_for_base(profile, make_engine(tmp_path)) is None
+    assert not (tmp_path / "words").exists()
+
+
+def test_a_foreign_registry_that_refuses_is_named(site: Site, tmp_path: Path) -> None:
+    answers = {"get_authorization_token": refusal("AccessDeniedException")}
+    site.clients.given["ecr"] = Recorder(site.clients.client("ecr"), [], answers)
+    profile = site.profile.model_copy(update={"base_image": BASE})
+    wanted = "ecr:GetAuthorizationToken on the registry of account 999999999999 is not allowed"
+    with pytest.raises(RemoteDenied, match=wanted):
+        log_in_for_base(profile, make_engine(tmp_path), site.clients)
+    with pytest.raises(CheckRefused) as caught:
+        log_in_for_base(profile, make_engine(tmp_path, fails="login"))
     assert (tmp_path / "stdin").read_text() not in str(caught.value)
 
 

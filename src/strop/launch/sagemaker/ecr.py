@@ -15,6 +15,7 @@ from typing import Any
 from strop.errors import CheckRefused, ConfigError, RemoteMissing, explain_refusal
 from strop.launch.container.engine import Engine
 from strop.launch.sagemaker.client import AwsClients
+from strop.spec.site import SageMakerSite
 
 MAX_REFERENCE_CHARACTERS = 255
 LOGIN_LIMIT_S = 60.0
@@ -105,16 +106,36 @@ def find_digest(clients: AwsClients, image: ImageReference) -> str:
     return str(found["imageDetails"][0]["imageDigest"])
 
 
-def log_in(clients: AwsClients, engine: Engine) -> str:
-    """Log an engine in to the account's registry; return the registry's host.
+def log_in(clients: AwsClients, engine: Engine, account: str | None = None) -> str:
+    """Log an engine in to a registry, of our own account if no other is named; return the registry's host.
 
     Raises: RemoteDenied; CheckRefused with the program's words.
     """
-    answer = clients.call("ecr", "get_authorization_token")["authorizationData"][0]
+    asked = {} if account is None else {"registryIds": [account]}
+    shown = "" if account is None else f"the registry of account {account}"
+    answer = clients.call("ecr", "get_authorization_token", resource=shown, **asked)["authorizationData"][0]
     user, _, password = base64.b64decode(answer["authorizationToken"]).decode().partition(":")
     host = str(answer["proxyEndpoint"]).partition("://")[2].rstrip("/")
     _run(engine.argv("login", "--username", user, "--password-stdin", host), LOGIN_LIMIT_S, password)
     return host
+
+
+def log_in_for_base(profile: SageMakerSite, engine: Engine, clients: AwsClients | None = None) -> str | None:
+    """Log an engine in where `base_image` comes from; None where that is no registry of ECR.
+
+    A login of its own: base images are often another account's, of another region, with other credentials.
+    `clients` are there for tests. Raises: as `log_in`.
+    """
+    image = parse_reference(profile.base_image or "")
+    if image is None or image.registry is None:
+        return None
+    theirs = profile.model_copy(
+        update={
+            "region": image.region,
+            "aws_profile": profile.base_image_aws_profile or profile.aws_profile,
+        }
+    )
+    return log_in(clients or AwsClients(profile=theirs), engine, image.account)
 
 
 def push_image(clients: AwsClients, engine: Engine, local_image: str, name: str, tag: str) -> str:

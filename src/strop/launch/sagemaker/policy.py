@@ -18,6 +18,7 @@ _PUSH = (
     *("GetDownloadUrlForLayer", "BatchGetImage", "InitiateLayerUpload", "UploadLayerPart"),
     *("CompleteLayerUpload", "PutImage"),
 )
+_PULL = ("BatchCheckLayerAvailability", "GetDownloadUrlForLayer", "BatchGetImage")
 _JOBS = (
     *("CreateTrainingJob", "DescribeTrainingJob", "StopTrainingJob"),
     *("AddTags", "ListTags"),
@@ -36,7 +37,7 @@ def submitter_policy(profile: SageMakerSite) -> dict[str, Any]:
     jobs = f"arn:{_partition(profile)}:sagemaker:{region}:{account}:training-job/{profile.name_prefix}*"
     statements = [
         _allow("EcrLogin", ("ecr:GetAuthorizationToken",), "*"),
-        _allow("EcrRepository", _named("ecr", _PUSH), _repository(profile)),
+        _allow("EcrRepository", _named("ecr", _PUSH), _repository(profile.repository, profile)),
         _allow("Jobs", _named("sagemaker", _JOBS), jobs),
         # A listing has no resource.
         _allow("ListJobs", ("sagemaker:ListTrainingJobs",), "*"),
@@ -62,6 +63,11 @@ def submitter_policy(profile: SageMakerSite) -> dict[str, Any]:
             "*",
         ),
     ]
+    base = parse_reference(profile.base_image or "")
+    if base is not None and base.registry is not None and profile.base_image_aws_profile is None:
+        # Its owner has to allow it too, in the repository's own policy.
+        repository = _repository(profile.base_image, profile)
+        statements.append(_allow("EcrBase", _named("ecr", _PULL), repository))
     if profile.kms_key:
         statements.append(_allow("Key", _named("kms", ("Decrypt", "GenerateDataKey")), _key(profile)))
     return {"Version": VERSION, "Statement": statements}
@@ -69,7 +75,6 @@ def submitter_policy(profile: SageMakerSite) -> dict[str, Any]:
 
 def execution_policy(profile: SageMakerSite) -> dict[str, Any]:
     """Return what the role of the job needs."""
-    pull = ("BatchCheckLayerAvailability", "GetDownloadUrlForLayer", "BatchGetImage")
     write_logs = ("CreateLogGroup", "CreateLogStream", "PutLogEvents", "DescribeLogStreams")
     statements = [
         _list_bucket(profile),
@@ -80,7 +85,7 @@ def execution_policy(profile: SageMakerSite) -> dict[str, Any]:
             _objects(profile),
         ),
         _allow("EcrLogin", ("ecr:GetAuthorizationToken",), "*"),
-        _allow("EcrPull", _named("ecr", pull), _repository(profile)),
+        _allow("EcrPull", _named("ecr", _PULL), _repository(profile.repository, profile)),
         _allow("Logs", _named("logs", write_logs), _log_group(profile)),
         {
             **_allow("Metrics", ("cloudwatch:PutMetricData",), "*"),
@@ -153,8 +158,8 @@ def _list_bucket(profile: SageMakerSite) -> dict[str, Any]:
     }
 
 
-def _repository(profile: SageMakerSite) -> str:
-    image = parse_reference(profile.repository or "")
+def _repository(name: str | None, profile: SageMakerSite) -> str:
+    image = parse_reference(name or "")
     region, account = (image.region, image.account) if image else (None, None)
     place = f"{region or profile.region or '*'}:{account or _account(profile)}"
     return f"arn:{_partition(profile)}:ecr:{place}:repository/{image.name if image else '*'}"
