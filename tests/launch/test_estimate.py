@@ -13,9 +13,9 @@ from strop.launch.estimate import (
     Work,
     choose_speeds,
     count_rows,
-    estimate_disk_bytes,
     estimate_time,
     list_assumptions,
+    list_disk_parts,
     split_memory,
 )
 from strop.policy.footprint import (
@@ -114,7 +114,11 @@ def test_rows_and_disk() -> None:
     assert count_rows(make_spec(engine={"max_rows": 5})) == 5
     assert count_rows(make_spec(train={"prompts_per_step": 200, "rollouts_per_prompt": 4})) == 64
     # Two kept and one being written, each 2000 x (2 + 4 + 8) bytes.
-    assert estimate_disk_bytes(make_spec(), SIZE) == 3 * 2000 * 14
+    here = list_disk_parts(make_spec(), SIZE, is_mirrored=False)
+    assert [part.amount for part in here] == [3 * 2000 * 14]
+    # And the one that the mirror holds: 2 + 1 + 1.
+    mirrored = list_disk_parts(make_spec(), SIZE, is_mirrored=True)
+    assert sum(part.amount for part in mirrored) == 4 * 2000 * 14
 
 
 def test_one_step_by_hand() -> None:

@@ -83,6 +83,19 @@ def test_a_model_elsewhere_is_unknown_and_never_fetched(plan_it: PlanIt) -> None
     assert found.schedule.num_epochs is not None
 
 
+def test_a_mirrored_run_needs_room_for_one_checkpoint_more(plan_it: PlanIt, tmp_path: Path) -> None:
+    parts = {}
+    for mirror in ("false", "true"):
+        found = plan_it(
+            f"store.mirror={mirror}", f"store.uri={tmp_path / 'store'}", "train.keep_checkpoints=2"
+        )
+        assert found.disk is not None
+        parts[mirror] = [part.amount for part in found.disk.parts]
+    (kept,) = parts["false"]
+    # Two are kept and one is being written: one checkpoint is a third of these.
+    assert parts["true"] == [kept, kept / 3]
+
+
 def test_data_elsewhere_is_unknown_and_never_fetched(plan_it: PlanIt) -> None:
     found = plan_it("task.name=gsm8k", "task.source=org/absent")
     assert found.prompt is None

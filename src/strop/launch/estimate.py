@@ -128,9 +128,15 @@ def count_rows(spec: RunSpec) -> int:
     return min(wanted, spec.engine.max_rows or DEFAULT_MAX_ROWS)
 
 
-def estimate_disk_bytes(spec: RunSpec, size: ModelSize) -> int:
-    """Return what checkpoints take: those that are kept, and the one that is being written."""
-    return (spec.train.keep_checkpoints + 1) * checkpoint_bytes(size, spec.model.dtype)
+def list_disk_parts(spec: RunSpec, size: ModelSize, *, is_mirrored: bool) -> tuple[Part, ...]:
+    """Return what checkpoints take: those that are kept, the one being written, the one being sent.
+
+    The mirror holds a checkpoint by hard links while it is sent, so that one that is pruned meanwhile stays.
+    """
+    one = float(checkpoint_bytes(size, spec.model.dtype))
+    num_kept = spec.train.keep_checkpoints
+    kept = Part(name=f"{num_kept} checkpoints and one being written", amount=(num_kept + 1) * one)
+    return (kept, Part(name="one held while it is mirrored", amount=one)) if is_mirrored else (kept,)
 
 
 def choose_speeds(spec: RunSpec, machine: Machine, calibration: Calibration | None) -> Speeds:

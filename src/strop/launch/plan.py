@@ -21,9 +21,9 @@ from strop.launch.estimate import (
     Work,
     choose_speeds,
     count_rows,
-    estimate_disk_bytes,
     estimate_time,
     list_assumptions,
+    list_disk_parts,
     split_memory,
 )
 from strop.launch.local_data import read_task_offline, require_trainable_here, training_examples_here
@@ -34,6 +34,7 @@ from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.base import DEFAULT
 from strop.store import follow_store
 from strop.store.model_files import check_model_dir
+from strop.store.policy import find_mirror_root
 from strop.tasks import (
     PromptFormat,
     Task,
@@ -163,6 +164,7 @@ def make_plan(
     spec = resolved.spec
     with follow_store(spec.store):
         task, known = _look(spec, cache_dir)
+        is_mirrored = find_mirror_root(spec.store) is not None
     machine = machine or describe_machine()
     prompt = _plan_prompt(spec, task, known)
     calibration = read_calibration(cache_dir)
@@ -178,11 +180,8 @@ def make_plan(
             imitated_positions=_imitated_positions(spec, known),
         )
         memory = _room(parts, machine.memory_bytes)
-        checkpoints = Part(
-            name=f"{spec.train.keep_checkpoints} checkpoints and one being written",
-            amount=float(estimate_disk_bytes(spec, known.size)),
-        )
-        disk = _room((checkpoints,), free_disk_bytes(_output_path(spec)))
+        checkpoints = list_disk_parts(spec, known.size, is_mirrored=is_mirrored)
+        disk = _room(checkpoints, free_disk_bytes(_output_path(spec)))
     if known.size is not None and prompt is not None and spec.train.has_sft == bool(known.demonstrations):
         time = _plan_time(spec, prompt, known, schedule, machine, calibration, limit)
     return Plan(
