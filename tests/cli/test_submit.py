@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.hardware.findings import Finding, Severity
-from strop.launch.jobs.contract import Answer, JobRef, JobState
+from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobState
 from strop.launch.jobs.home import job_path_of, read_plan, read_ref
 from strop.spec.site import Site
 from strop.store.atomic import AtomicDirectory
@@ -459,4 +459,22 @@ def test_waiting_is_over_at_the_end_and_its_code_says_how_it_ended(
         # Stopped is no success.
         assert ended.code == 76
         assert f"job {ref.job_id} ended as cancelled (CANCELLED)" in ended.err
+    assert here.backend.count("hand_over") == 1
+
+
+def test_a_row_that_could_not_be_written_is_told_and_has_a_code(
+    here: World, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand_over = here.backend.hand_over
+
+    def accept(plan: JobPlan) -> JobRef:
+        return replace(hand_over(plan), details={"warnings": ["add this row: | fake-1 |"]})
+
+    monkeypatch.setattr(here.backend, "hand_over", accept)
+    ended = run("submit", "run.toml")
+    assert ended.code == 1
+    assert "notice: add this row: | fake-1 |" in ended.err
+    assert "run submitted to local as job fake-1" in ended.out
+    # The job runs: the same again is that one, and nothing is left to do.
+    assert run("submit", "run.toml").code == 0
     assert here.backend.count("hand_over") == 1

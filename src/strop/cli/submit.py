@@ -22,6 +22,7 @@ from strop.cli.arguments import (
 from strop.cli.brief import brief
 from strop.cli.options import takes
 from strop.cli.output import Output
+from strop.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from strop.launch.jobs.contract import JobPlan, JobRequest
@@ -193,6 +194,9 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
     _show_submitted(output, submitted, is_json=given.json)
     if given.wait:
         watch(launcher, Path(submitted.ref.home), output.say)
+    if submitted.warnings:
+        # It is submitted; what is left to do is the reader's.
+        raise typer.Exit(EXIT_FAILED)
 
 
 def to_options(given: SubmitArguments) -> SubmitOptions:
@@ -280,8 +284,8 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
     import shlex
 
     ref = submitted.ref
-    if submitted.notice:
-        output.say(f"notice: {submitted.notice}")
+    for notice in filter(None, (submitted.notice, *submitted.warnings)):
+        output.say(f"notice: {notice}")
     if is_json:
         output.give_json(asdict(ref) | {"is_new": submitted.is_new})
         return

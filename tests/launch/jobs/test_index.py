@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.errors import ConfigError, StoreError
 from strop.launch.jobs.contract import JobRef
-from strop.launch.jobs.home import job_path_of
+from strop.launch.jobs.home import job_path_of, write_ref
 from strop.launch.jobs.index import find_home, index_path, list_homes, note_job
 from tests.fixtures.scripted_jobs import World
 
@@ -40,6 +41,21 @@ def test_a_job_is_found_by_whatever_names_it(world: World, three: list[JobRef]) 
     # A name is the newest job of that name; a beginning has to be of one job alone.
     assert found(world, "run") == second.home
     assert found(world, "oth") == other.home
+
+
+def test_a_job_is_found_by_the_names_of_its_members_and_by_those_it_had(world: World) -> None:
+    old = world.submit()
+    members = [{"name": "job-20261121-120000-000"}, {"name": "job-20261121-120000-001"}]
+    new = replace(old, job_id="job-20261121-120000-000", details={"jobs": members})
+    write_ref(new)
+    note_job(new, world.environ)
+    for reference in (old.job_id, "job-20261121-120000-001", "job-20261121", "fake"):
+        assert found(world, reference) == old.home
+    # A number is one job's, and no beginning: another job may have been cancelled by it.
+    note_job(replace(new, job_id="1234", details={}), world.environ)
+    assert found(world, "1234") == old.home
+    with pytest.raises(ConfigError, match="'12' names no job"):
+        found(world, "12")
 
 
 def test_jobs_are_found_from_any_folder_and_without_the_list(

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from strop.launch.jobs.contract import Answer, JobState
-from strop.launch.jobs.home import job_path_of
+from strop.launch.jobs.home import job_path_of, write_ref
 from strop.launch.jobs.last_known import recall_end
 from strop.launch.jobs.overview import find_orphans, list_statuses, status_to_json
-from tests.fixtures.scripted_jobs import RUNNING, World
+from tests.fixtures.scripted_jobs import NOW, RUNNING, World
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +62,21 @@ def test_what_has_lost_its_other_half_is_an_orphan(world: World) -> None:
     assert find_orphans([world.runs], world.environ) == []
     shutil.rmtree(lost.home)
     world.backend.answer(forgotten, None)
-    found = dict(find_orphans([world.runs], world.environ))
-    assert found["job fake-2 on local"] == f"its directory {lost.home} is not there"
+    found = dict(find_orphans([world.runs], world.environ, now=NOW + 5400.0))
+    assert found["job fake-2 on local, submitted 1.5 h ago"] == f"its directory {lost.home} is not there"
     assert "the scheduler does not know it" in found[forgotten.home]
     assert kept.home not in found
+
+
+def test_the_jobs_before_the_present_one_and_all_members_are_no_orphans(world: World) -> None:
+    ref = world.submit()
+    world.backend.end_attempt(world.backend.begin_attempt(ref), 1)
+    world.backend.answer(ref, None)
+    again = world.launcher.resume(Path(ref.home), world.request(now=NOW + 60.0)).ref
+    # As where every member of a sweep is a job of its own.
+    write_ref(replace(again, details={"jobs": [{"name": again.job_id}, {"name": "fake-3"}]}))
+    world.backend.hand_over(world.plan_of(ref))
+    assert find_orphans([world.runs], world.environ) == []
 
 
 def test_nobody_is_an_orphan_because_a_scheduler_is_silent(world: World) -> None:

@@ -246,6 +246,9 @@ def test_jobs_are_found_by_our_tag(site: Site) -> None:
     request = site.fake.sent("create_training_job")[0]
     site.fake.create_training_job(**{**request, "TrainingJobName": "foreign", "Tags": []})
     assert [found.job_id for found in site.backend.list_tagged()] == [ref.job_id]
+    site.fake.advance(3000)
+    # What has ended costs nothing any more.
+    assert list(site.backend.list_tagged()) == []
 
 
 def test_the_record_is_read_from_the_mirror(site: Site) -> None:

@@ -26,7 +26,8 @@ def index_path(environ: Mapping[str, str]) -> Path:
 def note_job(ref: JobRef, environ: Mapping[str, str]) -> None:
     """Add a job to the list. Raises: StoreError if it cannot be written."""
     path = index_path(environ)
-    line = json.dumps({"name": ref.name, "home": ref.home, "job_id": ref.job_id, "site": ref.site})
+    names = {"job_id": ref.job_id, "jobs": sorted(names_of_jobs(ref))}
+    line = json.dumps({"name": ref.name, "home": ref.home, "site": ref.site, **names})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")), path.open("a", encoding="utf-8") as file:
@@ -35,10 +36,25 @@ def note_job(ref: JobRef, environ: Mapping[str, str]) -> None:
         raise explain_write_failure(error, path) from error
 
 
+def names_of_jobs(ref: JobRef) -> set[str]:
+    """Return what a scheduler calls a job: its id, and where every member is a job, all of theirs."""
+    return {ref.job_id, *(str(job["name"]) for job in ref.details.get("jobs", ()) if "name" in job)}
+
+
+def list_job_names(roots: list[Path], environ: Mapping[str, str]) -> set[str]:
+    """Return what schedulers call the jobs whose homes are there, and called those before the present ones.
+
+    Raises: StoreError if a folder or the list cannot be read.
+    """
+    past = _read_index(index_path(environ))
+    found = {name for home, names in past if has_plan(home) for name in names}
+    return found.union(*(_present_names(home) for home in list_homes(roots, environ)))
+
+
 def list_homes(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
     """Return the homes of jobs below some folders and in the list, newest first."""
     found = {path.resolve() for root in roots for path in _find_below(root)}
-    found |= {path.resolve() for path in _read_index(index_path(environ)) if has_plan(path)}
+    found |= {path.resolve() for path, _ in _read_index(index_path(environ)) if has_plan(path)}
     dated = {path: at for path in found if (at := _planned_at(path)) is not None}
     return sorted(dated, key=lambda path: dated[path], reverse=True)
 
@@ -52,10 +68,13 @@ def find_home(reference: str, roots: list[Path], environ: Mapping[str, str]) -> 
     if reference and has_plan(Path(reference)):
         return Path(reference).resolve()
     homes = list_homes(roots, environ)
-    exact = [home for home in homes if reference in _names_of(home)]
+    jobs = {home: _present_names(home) for home in homes}
+    for path, names in _read_index(index_path(environ)):
+        jobs.get(path.resolve(), set()).update(names)
+    exact = [home for home in homes if reference in {home.name, _run_of(home), *jobs[home]}]
     if exact:
         return exact[0]
-    begun = [home for home in homes if reference and home.name.startswith(reference)]
+    begun = [home for home in homes if _has_beginning(reference, home, jobs[home])]
     if len(begun) == 1:
         return begun[0]
     shown = ", ".join(home.name for home in (begun or homes)[:8]) or "there is none yet"
@@ -68,16 +87,25 @@ def find_home(reference: str, roots: list[Path], environ: Mapping[str, str]) -> 
     )
 
 
-def _names_of(home: Path) -> set[str]:
-    names = {home.name}
+def _has_beginning(reference: str, home: Path, names: set[str]) -> bool:
+    # A number is one job's, and no beginning of another one's.
+    told = (home.name, *(() if reference.isdigit() else names))
+    return bool(reference) and any(name.startswith(reference) for name in told)
+
+
+def _run_of(home: Path) -> str:
+    """Return the run's name; a damaged home is found by its folder's name, and hides no other one."""
     try:
-        names.add(read_plan(job_path_of(home)).name)
-        if has_ref(home):
-            names.add(read_ref(job_path_of(home)).job_id)
+        return read_plan(job_path_of(home)).name
     except StoreError:
-        # A damaged home is found by its folder's name, and hides no other one.
-        return names
-    return names
+        return home.name
+
+
+def _present_names(home: Path) -> set[str]:
+    try:
+        return names_of_jobs(read_ref(job_path_of(home))) if has_ref(home) else set()
+    except StoreError:
+        return set()
 
 
 def _planned_at(home: Path) -> float | None:
@@ -103,7 +131,8 @@ def _find_below(root: Path) -> Iterator[Path]:
         ) from error
 
 
-def _read_index(path: Path) -> Iterator[Path]:
+def _read_index(path: Path) -> Iterator[tuple[Path, set[str]]]:
+    """Yield the homes in the list, and what schedulers called their jobs."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -118,7 +147,9 @@ def _read_index(path: Path) -> Iterator[Path]:
         ) from error
     for line in lines:
         try:
-            yield Path(json.loads(line)["home"])
+            record = json.loads(line)
+            names = {record["job_id"], *record.get("jobs", ())}
+            yield Path(record["home"]), {name for name in names if isinstance(name, str)}
         except (ValueError, KeyError, TypeError):
             # A line that was cut by a full disk; the others are whole.
             continue

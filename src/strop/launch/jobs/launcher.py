@@ -63,7 +63,9 @@ class Submitted:
     is_new: bool
     """False: the very same job was submitted before, and this is its reference."""
     notice: str = ""
-    """What did not work beside the submission itself."""
+    """Why the job is not in the list of jobs."""
+    warnings: tuple[str, ...] = ()
+    """What else a person must do, because it did not work beside the submission itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,12 +317,13 @@ class Launcher:
         """Note an accepted job."""
         write_ref(ref)
         (job_path_of(plan.home) / REFUSED_NAME).unlink(missing_ok=True)
+        notice, warnings = "", tuple(ref.details.get("warnings", ()))
         try:
             note_job(ref, self._environ)
         except StoreError as error:
             # It is submitted. The list only helps to find it from other folders.
-            return Submitted(ref=ref, plan=plan, is_new=is_new, notice=str(error))
-        return Submitted(ref=ref, plan=plan, is_new=is_new)
+            notice = str(error)
+        return Submitted(ref=ref, plan=plan, is_new=is_new, notice=notice, warnings=warnings)
 
     def _judge(
         self,

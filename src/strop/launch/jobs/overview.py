@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from strop.errors import StoreError, StropError
 from strop.launch.backends import backend_of, open_backend
 from strop.launch.jobs.contract import JobPlan, JobRef, JobState, JobStatus, StatusSource
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
-from strop.launch.jobs.index import list_homes
+from strop.launch.jobs.index import list_homes, list_job_names
 from strop.launch.jobs.last_known import recall_end
 from strop.launch.jobs.launcher import Launcher
 from strop.spec.sites import BACKENDS, KnownSite, find_site, list_sites
@@ -50,14 +51,15 @@ def _damaged(home: Path, error: StoreError) -> JobStatus:
     )
 
 
-def find_orphans(roots: list[Path], environ: Mapping[str, str]) -> list[tuple[str, str]]:
+def find_orphans(
+    roots: list[Path], environ: Mapping[str, str], *, now: float | None = None
+) -> list[tuple[str, str]]:
     """Return what has lost its other half: jobs whose home is gone, and homes whose job nobody knows.
 
     A scheduler that does not answer has no orphans that anybody knows of.
     """
     found = []
-    homes = list_homes(roots, environ)
-    known = {job_id for home in homes if (job_id := _job_of(home)) is not None}
+    known = list_job_names(roots, environ)
     for site in (
         *list_sites(Path.cwd(), environ),
         *(KnownSite(name=one, backend=one, files=()) for one in BACKENDS),
@@ -69,7 +71,10 @@ def find_orphans(roots: list[Path], environ: Mapping[str, str]) -> list[tuple[st
             # A site that is not in use here has no scheduler to ask.
             continue
         found += [
-            (f"job {ref.job_id} on {site.name}", f"its directory {ref.home or '(unknown)'} is not there")
+            (
+                f"job {ref.job_id} on {site.name}, submitted {_show_age(ref, now)} ago",
+                f"its directory {ref.home or '(unknown)'} is not there",
+            )
             for ref in tagged
             if ref.job_id not in known and not (ref.home and has_plan(Path(ref.home)))
         ]
@@ -79,11 +84,9 @@ def find_orphans(roots: list[Path], environ: Mapping[str, str]) -> list[tuple[st
     return list(dict.fromkeys(found))
 
 
-def _job_of(home: Path) -> str | None:
-    try:
-        return read_ref(job_path_of(home)).job_id if has_ref(home) else None
-    except StoreError:
-        return None
+def _show_age(ref: JobRef, now: float | None) -> str:
+    age_s = (time.time() if now is None else now) - ref.submitted_at
+    return f"{max(0.0, age_s) / 3600.0:.1f} h"
 
 
 def status_to_json(status: JobStatus) -> dict[str, Any]:

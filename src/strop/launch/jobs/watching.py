@@ -87,6 +87,8 @@ def _goes_on(
         return True
     word = "submitted" if submitted.is_new else "was submitted"
     say(f"{submitted.ref.job_id} {word} as the next job of this run, after {ref.job_id}")
+    for warning in submitted.warnings:
+        say(f"notice: {warning}")
     return True
 
 

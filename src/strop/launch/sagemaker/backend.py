@@ -43,6 +43,7 @@ _CLOCK_SKEW_S = 3600.0
 _NOT_SENT = frozenset(
     {SECRETS_NAME, ENVIRONMENT_NAME, CANCELLED_NAME, "ref.json", "state.json", "refused.txt"}
 )
+_LIVING = frozenset({"InProgress", "Stopping"})
 _CODE_FILE = "code.tar.zst"
 
 
@@ -161,8 +162,10 @@ class SageMakerBackend:
         return "SIGTERM"
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield the jobs of the last 30 days that carry our tags, each as a job of one member."""
+        """Yield the jobs of the last 30 days that carry our tags and have not ended, each with one member."""
         for summary in self._list_since(time.time() - LOOK_BACK_S):
+            if summary["TrainingJobStatus"] not in _LIVING:
+                continue  # It uses nothing any more, and asking for its tags costs a call.
             tags = self._tags_of(summary["TrainingJobArn"])
             if PLAN_TAG not in tags:
                 continue
