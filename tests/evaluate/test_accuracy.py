@@ -23,7 +23,9 @@ from strop.evaluate import (
     Limits,
     Validity,
     evaluate_task,
+    plan_evaluation,
     read_result,
+    run_evaluation,
     write_result,
 )
 from strop.rollout import Example, Outcome, Sampling, Split
@@ -50,6 +52,15 @@ def evaluate(task: Task, engine: Engine, tokenizer: Tokenizer, **changes: Any) -
     return asyncio.run(
         evaluate_task(task=task, engine=engine, tokenizer=tokenizer, settings=settings, model_digest="m")
     )
+
+
+def test_whoever_waits_is_told_of_every_example(tmp_path: Path) -> None:
+    tokenizer, task, told = make_tokenizer(tmp_path), make_task(), []
+    settings = replace(SETTINGS, num_samples=2)
+    planned = plan_evaluation(task=task, tokenizer=tokenizer, settings=settings, model_digest="m")
+    engine = make_engine(tokenizer, add)
+    result = asyncio.run(run_evaluation(planned, engine, tokenizer, on_example=lambda: told.append(1)))
+    assert len(told) == result.num_examples > 1
 
 
 def test_right_answers_are_counted(tmp_path: Path) -> None:

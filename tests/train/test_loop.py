@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -187,7 +189,7 @@ def test_a_run_taken_up_again_gives_the_curve_of_an_uninterrupted_one(
     sizes = {"steps": 5, "checkpoint_every": 2}
     whole = train(tmp_path / "whole", tiny_model_dir, tiny_spec(train=sizes))
 
-    async def die(step: int) -> EvalSummary:
+    async def die(step: int, on_progress: Callable[[], None]) -> EvalSummary:
         if step > 0:
             raise ConnectionError("the machine went away")
         return summary(step)
@@ -224,7 +226,7 @@ def test_held_out_examples_are_looked_at_before_between_and_after(
 ) -> None:
     seen: list[tuple[int, int]] = []
 
-    async def evaluate(step: int) -> EvalSummary:
+    async def evaluate(step: int, on_progress: Callable[[], None]) -> EvalSummary:
         seen.append((step, len(made.run_dir.metrics.read())))
         return summary(step)
 
@@ -234,6 +236,21 @@ def test_held_out_examples_are_looked_at_before_between_and_after(
     # Each after the metrics of its step are on record.
     assert seen == [(step, step) for step in expected]
     assert [told.step for told in made.notes.summaries] == expected
+
+
+@pytest.mark.slow
+def test_a_long_evaluation_that_comes_further_is_no_hung_one(tmp_path: Path, tiny_model_dir: Path) -> None:
+    async def evaluate(step: int, on_progress: Callable[[], None]) -> EvalSummary:
+        for _ in range(4):  # 8 s in all, with 2 s between two signs of life
+            await asyncio.sleep(2.0)
+            on_progress()
+        return summary(step)
+
+    spec = tiny_spec(train={"steps": 1}, eval={"every": None}, tripwires={"max_stall_s": 5.0})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), evaluate=evaluate)
+    # A stall ends this process.
+    made.run()
+    assert [told.step for told in made.notes.summaries] == [0, 1]
 
 
 def test_the_micro_batch_size_does_not_change_what_is_learned(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ def resume(made: Composition, **parts: Any) -> Composition:
     return replace(made, run_dir=run_dir, notes=type(made.notes)(), **parts)
 
 
-async def die(step: int) -> EvalSummary:
+async def die(step: int, on_progress: Callable[[], None]) -> EvalSummary:
     if step > 0:
         raise ConnectionError("the machine went away")
     return EvalSummary(

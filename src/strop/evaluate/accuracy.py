@@ -13,7 +13,7 @@ Left out on purpose: other harnesses, several tasks at once, and any default for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -168,12 +168,14 @@ async def run_evaluation(
     *,
     judge: Judge | None = None,
     folder: ShardFolder | None = None,
+    on_example: Callable[[], None] = lambda: None,
 ) -> EvalResult:
     """Attempt every example greedily and, if asked for, several times by sampling.
 
     Replies are kept in `folder`, shard by shard; what is in it already is not attempted again. Without
     an `engine`, all of it must be there. Without a `judge`, replies are judged in this process. The
-    rollouts are in flight at once; the engine admits as many as it can serve.
+    rollouts are in flight at once; the engine admits as many as it can serve. `on_example` is called when
+    all attempts of an example have ended.
 
     Raises: EngineError if the engine changed its weights in between, never answered, or is missing.
     """
@@ -187,7 +189,7 @@ async def run_evaluation(
             mine_P_G = [plans_P_G[index] for index in shard.examples]
             kept = None if folder is None else await asyncio.to_thread(folder.read, shard, mine_P_G)
             if kept is None:
-                kept = await _attempt(planned, mine_P_G, engine, tokenizer, judge)
+                kept = await _attempt(planned, mine_P_G, engine, tokenizer, judge, on_example)
                 if folder is not None:
                     await asyncio.to_thread(folder.write, shard, kept)
             return [give_verdicts(rollouts_G, planned.task, plan) for rollouts_G in kept]
@@ -239,6 +241,7 @@ async def _attempt(
     engine: Engine | None,
     tokenizer: Tokenizer,
     judge: Judge | None,
+    on_example: Callable[[], None],
 ) -> list[tuple[Rollout, ...]]:
     if engine is None:
         raise EngineError(
@@ -248,7 +251,9 @@ async def _attempt(
                 next_step="evaluate with an engine",
             )
         )
-    groups = await run_groups(partial(SingleTurn, planned.task, judge), engine, tokenizer, plans_P_G)
+    groups = await run_groups(
+        partial(SingleTurn, planned.task, judge), engine, tokenizer, plans_P_G, on_group=on_example
+    )
     return [group.rollouts for group in groups]
 
 

@@ -26,8 +26,9 @@ from strop.evaluate import (
     EvalResult,
     EvalSettings,
     compare_results,
-    evaluate_task,
+    plan_evaluation,
     read_result,
+    run_evaluation,
     write_result,
 )
 from strop.hardware import describe_machine, keep_freed_memory, require_writable
@@ -309,7 +310,7 @@ class Evaluation:
     model_digest: str
     run_dir: RunDir
 
-    async def __call__(self, step: int) -> EvalSummary:
+    async def __call__(self, step: int, on_progress: Callable[[], None]) -> EvalSummary:
         """Evaluate the weights after `step` steps."""
         spec = self.spec
         settings = EvalSettings(
@@ -322,15 +323,17 @@ class Evaluation:
             sampling=Sampling(**spec.sampling.model_dump()),
             dtype=spec.model.dtype,
         )
-        result = await evaluate_task(
+        roles = self.roles
+        planned = plan_evaluation(
             task=self.task,
-            judge=self.judge,
-            engine=self.roles.engine,
-            tokenizer=self.roles.tokenizer,
+            tokenizer=roles.tokenizer,
             settings=settings,
             model_digest=self.model_digest if step == 0 else f"{self.model_digest}+{step}",
             trained_ids={example.example_id for example in self.task.examples(Split.TRAIN)},
-            max_positions=self.roles.learner.model.shape.max_positions,
+            max_positions=roles.learner.model.shape.max_positions,
+        )
+        result = await run_evaluation(
+            planned, roles.engine, roles.tokenizer, judge=self.judge, on_example=on_progress
         )
         path = self.run_dir.eval_path(self.task.name, step)
         write_result(result, path)

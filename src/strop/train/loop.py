@@ -437,7 +437,9 @@ class TrainLoop:
             return
         self._watchdog.progress("evaluate")
         try:
-            summary = await self._parts.evaluate(self._state.step)
+            summary = await self._parts.evaluate(
+                self._state.step, lambda: self._watchdog.progress("evaluate")
+            )
         except (EngineError, RunStopped):
             # A dead engine tells why it died; what its silence led to does not.
             await self._require_engine()

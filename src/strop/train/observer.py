@@ -31,8 +31,11 @@ class EvalSummary:
     """Upper end of its 95 % interval."""
 
 
-Evaluator = Callable[[int], Awaitable[EvalSummary]]
-"""Evaluates the policy as it stands after so many steps, records the result and sums it up."""
+Evaluator = Callable[[int, Callable[[], None]], Awaitable[EvalSummary]]
+"""Evaluates the policy as it stands after so many steps, records the result and sums it up.
+
+It calls its second argument whenever it has come further: a long evaluation is no hung one.
+"""
 
 
 class Observer(Protocol):
