@@ -307,6 +307,19 @@ def test_members_of_a_sweep_live_one_after_the_other(project: Path, agent_image:
     assert texts == ["['0.001']", "['0.002']"]
 
 
+def test_one_member_of_a_sweep_ends_alone(project: Path, agent_image: BuiltImage) -> None:
+    request = box(project, agent_image, [saver(40)], sweep=("optimizer.lr=0.001,0.002,0.003",))
+    launcher = launcher_of(request)
+    ref = launcher.submit(request).ref
+    wait_for(lambda: stand_of(launcher, ref).state is JobState.RUNNING)
+    for member in (2, 0):
+        outcome = launcher.cancel(ref, member=member, grace_s=20.0)
+        assert [(one.member, one.state) for one in outcome.statuses] == [(member, JobState.CANCELLED)]
+    wait_for_end(launcher, ref)
+    states = [one.state for one in launcher.status([ref])]
+    assert states == [JobState.CANCELLED, JobState.SUCCEEDED, JobState.CANCELLED]
+
+
 def test_a_wrong_image_is_refused_with_those_that_there_are(project: Path, agent_image: BuiltImage) -> None:
     write_sites(project, "localhost/absent:tag")
     request = make_request(project, [saver(1)], site="box")

@@ -12,6 +12,7 @@ from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.logs import LogFilter
 from strop.launch.local.backend import LocalBackend
 from strop.launch.local.identity import read_identity
+from strop.launch.local.members import order_end
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
 
 __all__ = ["project"]
@@ -218,6 +219,31 @@ def test_members_of_a_sweep_have_directories_and_settings_of_their_own(
     ]
     assert "0.001" in texts[0]
     assert "0.002" in texts[1]
+
+
+def test_one_member_of_a_sweep_ends_alone(project: Path, launcher: Launcher) -> None:
+    sweep = ("optimizer.lr=0.001,0.002,0.003,0.004",)
+    ref = launcher.submit(make_request(project, [saver(60)], sweep=sweep)).ref
+    homes = [Path(ref.home, "members", str(index)) for index in range(4)]
+    wait_for(lambda: len(steps_of(str(homes[0]))) >= 2)
+    # One that has not begun never will, and that is known at once.
+    outcome = launcher.cancel(ref, member=2, grace_s=10.0)
+    assert [(one.member, one.state) for one in outcome.statuses] == [(2, JobState.CANCELLED)]
+    assert stand_of(launcher, ref).state is JobState.RUNNING
+    # One that lives saves its state, and lives no second time.
+    outcome = launcher.cancel(ref, member=0, grace_s=20.0)
+    assert ([one.state for one in outcome.statuses], outcome.ended_by) == ([JobState.CANCELLED], "TERM")
+    assert [one["exit_code"] for one in read_verdicts(homes[0])] == [75]
+    wait_for(lambda: len(steps_of(str(homes[1]))) >= 2)
+    # Without a grace it is killed, as the whole job would be.
+    order_end(Path(ref.home) / "job", 1, grace_s=0.0)
+    wait_for_end(launcher, ref)
+    assert [one["exit_code"] for one in read_verdicts(homes[1])] == [137]
+    assert not list(homes[2].glob("attempts/*"))
+    assert steps_of(str(homes[3]))[-1] == 60
+    cancelled = [JobState.CANCELLED] * 3
+    assert [one.state for one in launcher.status([ref])] == [*cancelled, JobState.SUCCEEDED]
+    assert not is_running(ref.home)
 
 
 def test_an_interpreter_that_is_not_there_is_refused_and_nothing_is_started(

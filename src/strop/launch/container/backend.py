@@ -2,10 +2,10 @@
 
 Covered: podman and docker; network none by default; limits of memory, cores and processes; GPUs by id; the
 submitting user's own files; a time limit; preemption (USR2) and cancellation (TERM, KILL) to process 1;
-containers that were killed, whose end is written down by `watch` or by the next submission.
-Not covered: several nodes; single members of a sweep, which live one after the other in one container;
-engines on other machines. Model-written code needs a sandbox inside the container (`sandboxes` of the
-profile); where none can be made, such a run is refused.
+containers that were killed, whose end is written down by `watch` or by the next submission; single members
+of a sweep, which live one after the other in one container, and are ended by its process 1.
+Not covered: several nodes; engines on other machines. Model-written code needs a sandbox inside the container
+(`sandboxes` of the profile); where none can be made, such a run is refused.
 Tried with podman 4.3.1 and runc 1.1.5 as root.
 """
 
@@ -67,7 +67,9 @@ from strop.launch.container.watch import start_watcher
 from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
+from strop.launch.local.backend import answer_by_member
 from strop.launch.local.identity import read_identity
+from strop.launch.local.members import forget_orders, order_end
 from strop.spec.site import ContainerSite
 
 START_LIMIT_S = 60.0
@@ -113,6 +115,7 @@ class ContainerBackend:
         }
         for stale in (END_NAME, STOP_NAME):
             (job_path / stale).unlink(missing_ok=True)
+        forget_orders(job_path)
         write_container_file(job_path, START_NAME, details)
         done = engine.ask(*self._words(engine, plan, image_id, devices), limit_s=START_LIMIT_S)
         if done.returncode != 0:
@@ -148,8 +151,7 @@ class ContainerBackend:
         for ref in refs:
             answer = answer_for(job_path_of(ref.home), facts.get(ref.job_id))
             if answer is not None:
-                members = read_plan(job_path_of(ref.home)).members
-                answers |= {(ref.job_id, member.index): answer for member in members}
+                answers |= answer_by_member(ref, answer)
         return answers
 
     def open_record(self, ref: JobRef, member: int) -> RecordFiles:
@@ -161,16 +163,14 @@ class ContainerBackend:
         return None
 
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
-        """Send TERM to process 1; with no grace KILL, which ends everything in the container at once."""
+        """Send TERM to process 1; with no grace KILL, which ends everything in the container at once.
+
+        One member of several is ended by process 1, and the others live on.
+        """
         job_path = job_path_of(ref.home)
         if member is not None and len(read_plan(job_path).members) > 1:
-            raise CheckRefused(
-                explain_refusal(
-                    f"member {member} of job {ref.job_id} alone was to be ended",
-                    allowed="the whole job: its members live one after the other in one container",
-                    next_step=f"cancel the job without a member: strop cancel {ref.job_id}",
-                )
-            )
+            order_end(job_path, member, grace_s=grace_s)
+            return
         note_stop(job_path, JobState.CANCELLED)
         self._signal(ref, "TERM" if grace_s > 0.0 else "KILL")
 

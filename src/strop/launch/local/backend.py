@@ -23,6 +23,7 @@ from strop.launch.jobs.environment import clean_inherited
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
 from strop.launch.local.identity import read_identity
+from strop.launch.local.members import forget_orders, order_end, read_confirmed
 
 KILL_LIMIT_S = 10.0
 START_LIMIT_S = 20.0
@@ -58,6 +59,7 @@ class LocalBackend:
         """Start the supervisor, detached, and wait until it has said that it is there."""
         job_path, job_id = job_path_of(plan.home), f"local-{secrets.token_hex(4)}"
         before = read_identity(job_path)
+        forget_orders(job_path)
         environ = clean_inherited(os.environ, secrets=plan.environment.secrets)
         # Submitted from inside a run, it would otherwise be ended with that run's leftovers.
         environ.pop(LEASE_VARIABLE, None)
@@ -100,8 +102,7 @@ class LocalBackend:
         for ref in refs:
             answer = self._ask_one(ref)
             if answer is not None:
-                for member in range(_count_members(ref)):
-                    answers[ref.job_id, member] = answer
+                answers |= answer_by_member(ref, answer)
         return answers
 
     def _ask_one(self, ref: JobRef) -> Answer | None:
@@ -128,7 +129,13 @@ class LocalBackend:
         return None
 
     def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
-        """Ask the supervisor for an end; with no grace kill it, and everything of it at once."""
+        """Ask the supervisor for an end; with no grace kill it, and everything of it at once.
+
+        One member of several is ended by the supervisor, and the others live on.
+        """
+        if member is not None and len(read_plan(job_path_of(ref.home)).members) > 1:
+            order_end(job_path_of(ref.home), member, grace_s=grace_s)
+            return
         if grace_s > 0.0:
             self._signal(ref, signal.SIGTERM)
             return
@@ -168,8 +175,15 @@ class LocalBackend:
                 os.close(descriptor)
 
 
-def _count_members(ref: JobRef) -> int:
-    return len(read_plan(job_path_of(ref.home)).members)
+def answer_by_member(ref: JobRef, answer: Answer) -> dict[tuple[str, int], Answer]:
+    """Return the answer for a job as that for each of its members, but those that were ended alone."""
+    job_path = job_path_of(ref.home)
+    confirmed = read_confirmed(job_path)
+    cancelled = replace(answer, state=JobState.CANCELLED, raw="ended alone", reason="cancelled")
+    return {
+        (ref.job_id, member.index): cancelled if member.index in confirmed else answer
+        for member in read_plan(job_path).members
+    }
 
 
 def _find_own_leases(ref: JobRef) -> list[Lease]:
