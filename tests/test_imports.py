@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pkgutil
 import subprocess
 import sys
@@ -73,6 +74,44 @@ def test_a_light_command_never_loads_torch(words: tuple[str, ...], tmp_path: Pat
     assert "strop.cli" in loaded
     assert not loaded & {"torch", "transformers"}
     assert list(tmp_path.iterdir()) == []
+
+
+# What takes a tenth of a second or more together, and a plan of arithmetic on Slurm has no use for.
+NEEDLESS_FOR_A_PLAN = {
+    "torch", "transformers", "pyarrow", "huggingface_hub", "asyncio", "http.client", "ssl", "multiprocessing",
+    "strop.evaluate", "strop.tasks.judging", "strop.tasks.llm_judge", "strop.tasks.code",
+    "strop.tasks.mathematics", "strop.tasks.instructions", "strop.tasks.mixture", "strop.launch.container",
+    "strop.launch.sagemaker", "strop.view.report",
+}  # fmt: skip
+NEEDLESS_FOR_A_LIST = NEEDLESS_FOR_A_PLAN | {"numpy", "jinja2", "tokenizers", "strop.tasks"}
+
+
+@pytest.mark.parametrize(
+    ("words", "needless"),
+    [
+        (("plan", "RECIPE", "--on", "slurm"), NEEDLESS_FOR_A_PLAN),
+        (
+            ("submit", "RECIPE", "--on", "slurm", "--dry-run", "--no-snapshot"),
+            NEEDLESS_FOR_A_PLAN | {"numpy"},
+        ),
+        (("ls",), NEEDLESS_FOR_A_LIST),
+        (("status",), NEEDLESS_FOR_A_LIST),
+    ],
+)
+def test_a_command_that_people_wait_for_loads_nothing_that_it_has_no_use_for(
+    words: tuple[str, ...], needless: set[str], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'name = "light"\n[model]\nuri = {json.dumps(str(tiny_model_dir))}\n[task]\nname = "arithmetic"\n'
+    )
+    (tmp_path / "runs").mkdir()
+    code = "import sys; from strop.cli import main; sys.exit(main())"
+    given = [word.replace("RECIPE", "run.toml") for word in words]
+    ended = run_fresh("-X", "importtime", "-c", code, *given, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    loaded = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "strop.cli" in loaded
+    assert sorted(loaded & needless) == []
 
 
 def test_the_version_is_the_packages_own() -> None:

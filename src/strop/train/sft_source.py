@@ -13,8 +13,6 @@ from strop.tasks import Task
 from strop.tasks.prompt import resolve_prompt_format
 from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Demonstrations, Framing, require_enough
-from strop.train.rejection import find_rollouts_files, read_run_demonstrations
-from strop.train.sft_rows import read_file_demonstrations
 
 
 def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstrations | None:
@@ -25,6 +23,10 @@ def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstra
     """
     if not spec.train.has_sft:
         return None
+    # Here: they bring the environments, which the plan of a run that imitates nothing has no use for.
+    from strop.train.rejection import read_run_demonstrations
+    from strop.train.sft_rows import read_file_demonstrations
+
     source = spec.sft.source
     assert source is not None
     path = find_source(source)
@@ -57,6 +59,8 @@ def find_source(source: str) -> Path:
             )
         )
     if path.is_dir():
+        from strop.train.rejection import find_rollouts_files
+
         state = path / STATE_NAME
         for file in (*([state] if state.exists() else []), *find_rollouts_files(path)):
             name = file.relative_to(path).as_posix()
