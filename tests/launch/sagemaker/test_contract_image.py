@@ -9,11 +9,9 @@ import pytest
 
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage, Variant, image_python, plan_image
-from tests.launch.container.conftest import agent_image, engine
 from tests.launch.sagemaker.rehearsal import Rehearsal, expected_metrics
 from tests.launch.sagemaker.test_contract import LIMIT_S, end_of, wait_for_state
 
-__all__ = ["agent_image", "engine"]
 pytestmark = pytest.mark.slow
 HOST = "algo-1"
 

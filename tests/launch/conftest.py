@@ -1,4 +1,4 @@
-"""Engines and images for the tests of containers."""
+"""Engines and images for all tests that start containers: each image is built once."""
 
 from __future__ import annotations
 
