@@ -49,5 +49,10 @@ OutputDir = Annotated[str | None, typer.Option(help="The run's directory; none: 
 Gpus = Annotated[int | None, typer.Option(min=0, max=8, help="GPUs per node, all for the learner.")]
 TrainGpus = Annotated[int | None, typer.Option(min=1, max=4, help="GPUs for the learner.")]
 InferGpus = Annotated[int | None, typer.Option(min=1, max=7, help="GPUs for generation.")]
+EvalConfig = Annotated[
+    str | None,
+    typer.Option(metavar="EVAL.toml", help="Evaluate the checkpoints as they appear, as this file says."),
+]
+EvalGpus = Annotated[int | None, typer.Option(min=0, max=7, help="GPUs for --eval-config; none: CPUs.")]
 SingleGpu = Annotated[bool, typer.Option("--single-gpu", help="One GPU for learner and generation together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

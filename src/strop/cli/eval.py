@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from strop.evaluate.result import PassAtK
     from strop.launch.evaluation import EvalWish
     from strop.launch.inference import OpenedModel
+    from strop.rollout import Split
 
 COLUMNS = (
     "task",
@@ -40,10 +41,23 @@ class EvalOptions:
     """What `strop eval` is given."""
 
     model: ModelName
-    task: Annotated[str, typer.Option(help="Which task, or several with commas; see `strop tasks ls`.")]
-    # No default: a score without its split has no meaning (EVA-1).
-    split: Annotated[SplitName, typer.Option(help="Which examples.")]
     settings: AskSettings = None
+    task: Annotated[
+        str | None, typer.Option(help="Which task, or several with commas; see `strop tasks ls`.")
+    ] = None
+    # Asked for below: a score without its split has no meaning (EVA-1).
+    split: Annotated[SplitName | None, typer.Option(help="Which examples.")] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="EVAL.toml", help="Run file that says task and settings; held-out examples."),
+    ] = None
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="With --config, MODEL a run: each checkpoint as it appears, until the run is done.",
+        ),
+    ] = False
     num_examples: Annotated[
         int | None,
         typer.Option(
@@ -95,18 +109,20 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     from strop.evaluate import refuse_invalid, write_order
     from strop.launch.evaluation import evaluate_here
     from strop.launch.inference import read_askings
-    from strop.rollout import Split
 
     output: Output = context.obj
-    tasks = [name.strip() for name in options.task.split(",")]
+    if options.config is not None:
+        _evaluate_by_file(output, options, options.config)
+        return
+    tasks, split = _require_task(options)
     if options.write_order is not None and (len(tasks) > 1 or options.harness is not None):
         raise typer.BadParameter("--write-order takes one task of strop's own")
     if options.canary is not None and options.harness is not None:
         raise typer.BadParameter("--canary is for strop's own tasks: leave --harness out")
     if options.harness is not None:
-        show_harness(output, options)
+        show_harness(output, options, tasks, split)
         return
-    askings = read_askings(tasks, options.settings or (), Split(options.split))
+    askings = read_askings(tasks, options.settings or (), split)
     wish = _read_wish(options)
     opened = _open_model(output, options)
     results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
@@ -124,19 +140,54 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
         write_order(results[0], options.write_order)
 
 
-def show_harness(output: Output, options: EvalOptions) -> None:
+def _require_task(options: EvalOptions) -> tuple[list[str], Split]:
+    """Return what is asked for where no file says it."""
+    from strop.rollout import Split
+
+    if options.follow:
+        raise typer.BadParameter("--follow takes --config EVAL.toml, which says what is evaluated")
+    if options.task is None or options.split is None:
+        name = "task" if options.task is None else "split"
+        raise typer.BadParameter(f"Missing option '--{name}', or --config EVAL.toml")
+    return [name.strip() for name in options.task.split(",")], Split(options.split)
+
+
+def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
+    """Evaluate one model, or the checkpoints of a run as they appear, as a file says."""
+    from strop.launch.evaluation import evaluate_by_file
+    from strop.launch.following import follow_run
+
+    said = EvalOptions(model=options.model, config=path)
+    free = {"follow", "out", "json"}
+    extra = [name for name in vars(said) if name not in free and vars(options)[name] != vars(said)[name]]
+    extra += ["out"] if options.follow and options.out is not None else []
+    if extra:
+        words = ", ".join(
+            "settings" if name == "settings" else f"--{name.replace('_', '-')}" for name in extra
+        )
+        raise typer.BadParameter(f"--config says everything itself: leave {words} out")
+    if options.follow:
+        follow_run(Path(options.model).absolute(), path, say=output.say)
+        return
+    stored = evaluate_by_file(path, _open_model(output, options), out_dir=options.out, say=output.say)
+    show_results(output, [stored.result], is_json=options.json)
+    if not stored.result.is_valid:
+        output.say(f"strop: {stored.result.task}: {stored.result.validity}")
+        raise typer.Exit(EXIT_FAILED)
+
+
+def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: Split) -> None:
     """Evaluate by lm-eval and print its numbers."""
     from strop.launch.harness import evaluate_by_harness
-    from strop.rollout import Split
 
     if options.harness != "lm-eval":
         raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")
     wish, words = _read_wish(options), options.settings or ()
     opened = _open_model(output, options)
     results = evaluate_by_harness(
-        [name.strip() for name in options.task.split(",")],
+        tasks,
         words,
-        Split(options.split),
+        split,
         opened,
         wish,
         may_run_code=options.confirm_run_unsafe_code,

@@ -10,6 +10,7 @@ _SETTINGS = {
     "gpus": "job.gpus",
     "train_gpus": "job.train_gpus",
     "infer_gpus": "job.infer_gpus",
+    "eval_gpus": "job.eval_gpus",
     "nodes": "job.nodes",
     "cpus_per_gpu": "job.cpus_per_gpu",
     "cpus": "job.cpus",
@@ -37,4 +38,9 @@ def to_flags(given: object) -> tuple[Flag, ...]:
     output_dir = getattr(given, "output_dir", None)
     if output_dir is not None:
         flags.append(Flag(key="output.dir", value=str(Path(output_dir).absolute()), name="--output-dir"))
+    eval_config = getattr(given, "eval_config", None)
+    if eval_config is not None:
+        flags.append(
+            Flag(key="job.eval_config", value=str(Path(eval_config).absolute()), name="--eval-config")
+        )
     return tuple(flags)

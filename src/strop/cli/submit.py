@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strop.cli.arguments import (
+    EvalConfig,
+    EvalGpus,
     Gpus,
     InferGpus,
     Json,
@@ -25,7 +27,7 @@ from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from strop.launch.jobs.contract import JobPlan, JobRequest
+    from strop.launch.jobs.contract import JobPlan, JobRequest, RolePlan
     from strop.launch.jobs.launcher import Submitted
     from strop.launch.jobs.requesting import SubmitOptions
 
@@ -58,6 +60,8 @@ class SubmitArguments:
     train_gpus: TrainGpus = None
     infer_gpus: InferGpus = None
     single_gpu: SingleGpu = False
+    eval_config: EvalConfig = None
+    eval_gpus: EvalGpus = None
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes.")] = None
     cpus_per_gpu: Annotated[int | None, typer.Option(min=1, max=32, help="Cores for each GPU.")] = None
     cpus: Annotated[int | None, typer.Option(min=1, help="Cores of a job without GPUs.")] = None
@@ -178,6 +182,9 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
         output.say(f"notice: {notice}")
     if (auth := describe_auth(plan.environment)) is not None:
         output.say(auth)
+    if len(plan.roles) > 1:
+        for role in plan.roles:
+            output.say(f"role {role.name}: {_describe_place(role)}")
     if request.snapshot is not None:
         output.say(f"code {request.snapshot.sha256[:12]}: {len(request.snapshot.files)} files")
         output.say(request.snapshot.diffstat)
@@ -197,6 +204,13 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
     if submitted.warnings:
         # It is submitted; what is left to do is the reader's.
         raise typer.Exit(EXIT_FAILED)
+
+
+def _describe_place(role: RolePlan) -> str:
+    nodes = {"first": "the first node", "all": "every node", "cpu": "the nodes without GPUs"}[role.nodes]
+    shares = [f"{number} for {part}" for part, number in role.gpus.items()]
+    gpus = f"{role.num_gpus} GPUs ({', '.join(shares)}), no other role's" if shares else "no GPU"
+    return f"{nodes}, {gpus}"
 
 
 def to_options(given: SubmitArguments) -> SubmitOptions:

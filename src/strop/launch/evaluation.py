@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.engine.contract import Engine
+from strop.errors import ConfigError
 from strop.evaluate import (
     EvalPlan,
     EvalResult,
@@ -30,10 +31,20 @@ from strop.evaluate import (
     write_result,
 )
 from strop.evaluate.shards import refuse_other_plan
-from strop.launch.inference import Asking, OpenedModel, hold_judge, read_trained_ids, serve_model
+from strop.launch.eval_file import EvalFile, read_eval_file
+from strop.launch.inference import (
+    Asking,
+    OpenedModel,
+    hold_judge,
+    read_asking,
+    read_trained_ids,
+    serve_model,
+)
 from strop.launch.rescoring import read_kept_asking
 from strop.policy.footprint import read_model_size
 from strop.record.shards import list_shards
+from strop.rollout import Split
+from strop.spec import RunSpec, load_spec
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
 
@@ -53,6 +64,8 @@ class EvalWish:
     """Folder of the results. None: `EVALS_ROOT`."""
     canary: Path | None = None
     """A result of this model that must come out again before anything is evaluated."""
+    name: str | None = None
+    """Of the evaluation, where a file describes it: the names of its results begin with it and a dot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +157,7 @@ def _prepare(
             trained_ids=trained_ids,
             max_positions=max_positions,
         )
-        result_path = _place(planned.plan, wish.out_dir)
+        result_path = _place(planned.plan, wish)
         if result_path.exists():
             refuse_other_plan(result_path, read_result(result_path), planned.plan)
         # Beside the result and named like it, without '.json'.
@@ -154,11 +167,36 @@ def _prepare(
     return prepared
 
 
-def _place(plan: EvalPlan, out_dir: Path | None) -> Path:
+def read_file_asking(file: EvalFile, run: RunSpec | None) -> Asking:
+    """Return how a model is asked by an evaluation's file. `run`: whose model it is.
+
+    Raises: ConfigError like `read_asking`, naming the file, and if the file is for another model.
+    """
+    words = file.words_for(run)
+    try:
+        return read_asking(file.task, words, Split.HELD_OUT)
+    except ConfigError as error:
+        raise ConfigError(f"{file.origin}: {error}") from error
+
+
+def evaluate_by_file(
+    path: Path, model: OpenedModel, *, out_dir: Path | None, say: Callable[[str], None]
+) -> StoredResult:
+    """Evaluate a model on held-out examples as a file says. Raises: like `evaluate_here`."""
+    file = read_eval_file(path)
+    run = None if model.run_path is None else load_spec(model.run_path / "spec.toml").spec
+    counts = file.counts
+    wish = EvalWish(
+        num_examples=counts.num_examples, num_samples=counts.num_samples, out_dir=out_dir, name=file.name
+    )
+    return evaluate_here([read_file_asking(file, run)], model, wish, say=say)[0]
+
+
+def _place(plan: EvalPlan, wish: EvalWish) -> Path:
     """Return where a result goes. Without a folder of the user's, the name tells plans apart."""
-    name = result_name(plan)
-    if out_dir is not None:
-        return out_dir / name
+    name = result_name(plan) if wish.name is None else f"{wish.name}.{result_name(plan)}"
+    if wish.out_dir is not None:
+        return wish.out_dir / name
     return EVALS_ROOT / f"{name.removesuffix('.json')}-{plan.digest[:8]}.json"
 
 

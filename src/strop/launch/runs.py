@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
+from strop.launch.eval_file import is_of_file
 from strop.record import RunDir
 from strop.record.run_dir import LOCK_NAME, STATE_NAME
 from strop.spec import load_spec
@@ -93,11 +94,11 @@ def _is_worked_in(path: Path) -> bool:
 
 
 def read_results(run_path: Path) -> list[EvalResult]:
-    """Return a run's evaluations by step.
+    """Return a run's own evaluations by step; not those that another file described (`NAME.TASK-step-...`).
 
     Raises: CorruptRecord if one is damaged.
     """
-    paths = list((run_path / "eval").glob("*.json"))
+    paths = [path for path in (run_path / "eval").glob("*.json") if not is_of_file(path)]
     if not paths:
         return []
     from strop.evaluate import read_result

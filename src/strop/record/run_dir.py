@@ -322,7 +322,12 @@ class RunDir:
         for folder in ("rollouts", "eval"):
             for path in sorted((self.path / folder).iterdir()):
                 found_step = step_of(path)
-                if found_step is not None and found_step > step:
+                if found_step is None or found_step <= step:
+                    continue
+                if path.is_dir():
+                    # Replies that an evaluation beside the run kept.
+                    shutil.rmtree(path)
+                else:
                     path.unlink()
 
     def checkpoint_steps(self) -> list[int]:

@@ -33,6 +33,21 @@ class JobSpec(Section):
         default=None, ge=1, le=7, description="GPUs for generation. none = 1 where train_gpus is given."
     )
     single_gpu: bool = Field(default=False, description="One GPU for the learner and generation together.")
+    eval_config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Run file of an evaluation: task, sampling, eval.num_examples, eval.num_samples. While"
+        " the run trains, a role of its own evaluates its checkpoints as that file says, the newest first,"
+        " and the last one after the end. A relative path is taken from the file that names it. none = no"
+        " such role.",
+    )
+    eval_gpus: int = Field(
+        default=0,
+        ge=0,
+        le=7,
+        description="GPUs of the first node for eval_config, beside those for training. 0 = it computes on"
+        " CPUs.",
+    )
     cpus_per_gpu: int | None = Field(
         default=None, ge=1, le=32, description="Cores for each GPU on a shared node. none = the site's."
     )
@@ -100,10 +115,21 @@ class JobSpec(Section):
             )
         if self.gpus_per_node > MAX_SPLIT_GPUS:
             raise SpecConflict(
-                split,
+                given | ({"job.eval_gpus": self.eval_gpus} if self.eval_gpus else {}),
                 f"together they are {self.gpus_per_node} GPUs of one node",
                 allowed=f"2 to {MAX_SPLIT_GPUS} GPUs, or 1 with single_gpu",
                 next_step="ask for fewer",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluator(self) -> JobSpec:
+        if self.eval_gpus and self.eval_config is None:
+            raise SpecConflict(
+                {"job.eval_gpus": self.eval_gpus, "job.eval_config": self.eval_config},
+                "nothing would compute on these GPUs",
+                allowed="GPUs for an evaluation that is named",
+                next_step="set job.eval_config (--eval-config), or remove job.eval_gpus",
             )
         return self
 
@@ -144,7 +170,7 @@ class JobSpec(Section):
 
     @property
     def gpu_roles(self) -> dict[str, int]:
-        """How many GPUs of a node each role gets, generation first; {} for a run on CPUs."""
+        """How many GPUs of a node each part of training gets, generation first; {} for a run on CPUs."""
         if self.gpus is not None:
             return {"train": self.gpus} if self.gpus else {}
         if self.single_gpu:
@@ -156,4 +182,4 @@ class JobSpec(Section):
     @property
     def gpus_per_node(self) -> int:
         """GPUs that a node of the main part must have."""
-        return sum(self.gpu_roles.values())
+        return sum(self.gpu_roles.values()) + self.eval_gpus

@@ -53,6 +53,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("output", "root"): _is_any_text,
     ("output", "dir"): _is_any_text,
     ("store", "uri"): _is_marked_path,
+    ("job", "eval_config"): _is_any_text,
 }
 """Setting, and whether a text of it is a path (or else the id of something remote)."""
 

@@ -51,7 +51,7 @@ def load_spec(
     """
     sources = read_sources(None if path is None else os.fspath(path), overrides)
     sources, conflicts = apply_flags(sources, flags)
-    winners, notices = _merge(sources)
+    winners, notices = merge_sources(sources)
     origins = {dotted(leaf.path): leaf.origin for leaf in winners.values()}
     spec = _validate(winners, origins)
     notices += note_unused(spec, origins)
@@ -63,7 +63,7 @@ def load_spec(
     )
 
 
-def _merge(sources: Sequence[Leaves]) -> tuple[Leaves, list[str]]:
+def merge_sources(sources: Sequence[Leaves]) -> tuple[Leaves, list[str]]:
     """Let later sources win, setting by setting."""
     winners: Leaves = {}
     notices: list[str] = []

@@ -109,7 +109,7 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _check_judges(self) -> RunSpec:
         for judge in judge_sections(self.task):
-            if not judge.can_judge_itself and _last_name(judge.judge_model) == _last_name(self.model.uri):
+            if not judge.can_judge_itself and last_name(judge.judge_model) == last_name(self.model.uri):
                 raise SpecConflict(
                     {"task.judge_model": judge.judge_model, "model.uri": self.model.uri},
                     "the model would be judged by itself",
@@ -171,6 +171,20 @@ class RunSpec(Section):
                 allowed=f"0 to {self.train.steps - 1} warm-up steps",
                 next_step="lower optimizer.warmup_steps or raise train.steps",
             )
+        if self.job.eval_config is not None and self.train.checkpoint_every >= self.train.steps:
+            raise SpecConflict(
+                {
+                    "train.checkpoint_every": self.train.checkpoint_every,
+                    "train.steps": self.train.steps,
+                    "job.eval_config": self.job.eval_config,
+                },
+                "no checkpoint would be there before the end, and the evaluator would wait all the time",
+                allowed=f"1 to {self.train.steps - 1} steps between checkpoints"
+                if self.train.steps > 1
+                else "two steps or more",
+                next_step="lower train.checkpoint_every; or remove job.eval_config, and evaluate the last"
+                " checkpoint with `strop eval RUN --config FILE`",
+            )
         limit, reply = self.train.micro_batch_tokens, self.task.max_reply_tokens
         if limit is not None and reply is not None and limit <= reply:
             raise SpecConflict(
@@ -189,6 +203,6 @@ def num_train_examples(task: TaskSpec) -> int | None:
     return task.num_train
 
 
-def _last_name(model: str) -> str:
+def last_name(model: str) -> str:
     """Return what a model's id and its address have in common: the last part of the name."""
     return model.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition("==")[0].lower()

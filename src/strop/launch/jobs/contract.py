@@ -98,6 +98,9 @@ class RolePlan:
     """`first`: node 0 of the main part; `all`: every node of it; `cpu`: the nodes of the CPU part."""
     must_succeed: bool = True
     """Whether its end with 0 is a success of the job. A companion's early end is always a failure."""
+    is_awaited: bool = False
+    """Whether the job ends only after it, and takes no harm from its failure: an evaluator. That it refuses
+    (2, 76) ends the job: it would go on without what was asked for from its beginning."""
 
     @property
     def num_gpus(self) -> int:
@@ -163,6 +166,8 @@ class JobRequest:
     """The file of variables that `environment` was gathered with: its secrets are read once more."""
     num_past: int = 0
     """How often an earlier job lived in this home, which this one goes on in."""
+    evaluation: str | None = None
+    """The file of `job.eval_config` with what it extends, as one text; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from strop.launch.jobs.home import (
     ATTEMPTS_FOLDER,
     CODE_NAME,
     DIFF_NAME,
+    EVALUATION_NAME,
     RESOLVED_NAME,
     SPEC_NAME,
     has_plan,
@@ -64,7 +65,7 @@ def fill_home(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]) ->
             (Path(member.path) / ATTEMPTS_FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explain_write_failure(error, home) from error
-    _write_spec(job_path, request.resolved)
+    _write_spec(job_path, request)
     for member in plan.members:
         if member.overrides:
             _write_member(home, member, job_path / SPEC_NAME)
@@ -107,13 +108,15 @@ def write_preview(plan: JobPlan, request: JobRequest) -> None:
         job_path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explain_write_failure(error, job_path) from error
-    _write_spec(job_path, request.resolved)
+    _write_spec(job_path, request)
     write_files(plan)
 
 
-def _write_spec(job_path: Path, resolved: ResolvedSpec) -> None:
-    write_bytes_atomically(job_path / SPEC_NAME, write_spec(resolved).encode())
-    write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(resolved).encode())
+def _write_spec(job_path: Path, request: JobRequest) -> None:
+    write_bytes_atomically(job_path / SPEC_NAME, write_spec(request.resolved).encode())
+    write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(request.resolved).encode())
+    if request.evaluation is not None:
+        write_bytes_atomically(job_path / EVALUATION_NAME, request.evaluation.encode())
 
 
 def refuse_foreign_home(plan: JobPlan) -> None:

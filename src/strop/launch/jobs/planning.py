@@ -78,6 +78,7 @@ def hash_request(request: JobRequest) -> str:
         "python": request.python,
         "sweep": request.sweep,
         "options": dict(request.options),
+        "evaluation": request.evaluation,
     }
     return _digest(json.dumps(content, sort_keys=True, ensure_ascii=False, default=str))[:_HASH_LENGTH]
 

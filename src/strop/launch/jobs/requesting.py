@@ -15,11 +15,13 @@ from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware.identity import find_user_name
+from strop.launch.eval_file import read_eval_file
 from strop.launch.jobs.contract import CodeSnapshot, JobRequest, Resources, RolePlan
 from strop.launch.jobs.environment import EnvironmentFlags, gather_environment
 from strop.launch.jobs.filling import name_home
+from strop.launch.jobs.home import EVALUATION_NAME
 from strop.launch.jobs.snapshot import take_snapshot
-from strop.spec import ResolvedSpec, load_spec
+from strop.spec import ResolvedSpec, RunSpec, load_spec
 from strop.spec.display import show_value
 from strop.spec.durations import parse_duration_s
 from strop.spec.flags import Flag
@@ -28,6 +30,7 @@ from strop.spec.sites import find_site
 
 COMMANDS = ("train", "sft")
 COMPANION = "companion"
+EVALUATOR = "evaluator"
 MAX_MEMBERS = 1000
 
 
@@ -73,7 +76,8 @@ def read_request(
     resolved = load_spec(run_file, options.overrides, options.flags)
     _check_command(options.command, resolved)
     sweep = expand_sweep(options.sweep)
-    _check_members(run_file, options, sweep)
+    members = _check_members(run_file, options, sweep)
+    evaluation = read_evaluation([resolved.spec, *members])
     site = find_site(options.site, project_path, environ)
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
@@ -101,7 +105,25 @@ def read_request(
         options=options.backend,
         conflicts=conflicts,
         env_file=options.env_file,
+        evaluation=evaluation,
     )
+
+
+def read_evaluation(specs: Sequence[RunSpec]) -> str | None:
+    """Return the file of the evaluation beside a job as one text; None where there is none.
+
+    `specs`: of the run, or of every run of a sweep.
+    Raises: ConfigError if the file is missing or wrong, or is for another model than one of the runs.
+    """
+    path = specs[0].job.eval_config
+    if path is None:
+        return None
+    from strop.launch.evaluation import read_file_asking
+
+    file = read_eval_file(path)
+    for spec in specs:
+        read_file_asking(file, spec)
+    return file.to_text()
 
 
 def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -169,8 +191,8 @@ def _check_command(command: str, resolved: ResolvedSpec) -> None:
         require_sft(resolved)
 
 
-def _check_members(run_file: str, options: SubmitOptions, sweep: Sequence[tuple[str, ...]]) -> None:
-    """Read the spec of every member once: a mistake shows before anything is made."""
+def _check_members(run_file: str, options: SubmitOptions, sweep: Sequence[tuple[str, ...]]) -> list[RunSpec]:
+    """Return the spec of every member, read once: a mistake shows before anything is made."""
     fixed = [key for text in options.sweep if (key := text.partition("=")[0].strip()) and _is_of_job(key)]
     if fixed:
         raise ConfigError(
@@ -180,8 +202,7 @@ def _check_members(run_file: str, options: SubmitOptions, sweep: Sequence[tuple[
                 next_step="submit a job for each value",
             )
         )
-    for overrides in sweep:
-        load_spec(run_file, [*options.overrides, *overrides], options.flags)
+    return [load_spec(run_file, [*options.overrides, *overrides], options.flags).spec for overrides in sweep]
 
 
 def _is_of_job(key: str) -> bool:
@@ -229,6 +250,17 @@ def _list_roles(command: str, resolved: ResolvedSpec, python: str) -> list[RoleP
     job = resolved.spec.job
     argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
     roles = [RolePlan(name="train", argv=argv, gpus=job.gpu_roles)]
+    if job.eval_config is not None:
+        follow = ("eval", "{run}", "--config", f"{{job}}/{EVALUATION_NAME}", "--follow")
+        roles.append(
+            RolePlan(
+                name=EVALUATOR,
+                argv=(python, "-m", "strop.cli", *follow),
+                gpus={"eval": job.eval_gpus} if job.eval_gpus else {},
+                must_succeed=False,
+                is_awaited=True,
+            )
+        )
     if job.cpu_command is not None:
         words = tuple(shlex.split(job.cpu_command))
         roles.append(RolePlan(name=COMPANION, argv=words, nodes="cpu", must_succeed=False))
@@ -245,6 +277,15 @@ def _count_resources(resolved: ResolvedSpec, site: Site, options: SubmitOptions)
         cpus_per_gpu, memory = cpus_per_gpu or profile.cpus_per_gpu, memory or profile.memory
     if isinstance(profile, SageMakerSite):
         limit = limit or profile.max_runtime
+    if job.gpus_per_node > profile.gpus_per_node:
+        raise ConfigError(
+            explain_refusal(
+                f"{job.gpus_per_node} GPUs per node are asked for ({job.eval_gpus} of them for evaluation),"
+                f" and nodes of site {site.name} have {profile.gpus_per_node}",
+                allowed=f"0 to {profile.gpus_per_node} together, as gpus_per_node of the site says",
+                next_step="ask for fewer, or correct gpus_per_node in the site profile",
+            )
+        )
     return Resources(
         num_nodes=job.nodes,
         gpus_per_node=job.gpus_per_node,

@@ -78,7 +78,8 @@ def _judge_ended(latest: AttemptRecord, answer: Answer | None, last_number: int)
     code = latest.exit_code
     assert code is not None
     if code == EXIT_DONE:
-        return Judgement(state=JobState.SUCCEEDED, reason="", source=StatusSource.RECORD)
+        # A cause beside a success: a role has failed that the run did without.
+        return Judgement(state=JobState.SUCCEEDED, reason=latest.cause, source=StatusSource.RECORD)
     if code != EXIT_INTERRUPTED:
         word = _FAILURES.get(code, describe_exit(code))
         reason = f"{word}: {latest.cause}" if latest.cause else word

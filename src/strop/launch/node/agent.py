@@ -37,7 +37,9 @@ from strop.launch.node.preflight import check_node, host_name
 from strop.launch.node.roles import NodeEnd, Role, StopRequest, start_roles, watch_roles
 from strop.launch.node.silence import SilenceWatch
 from strop.launch.node.task import NodeTask
+from strop.record import RunDir
 from strop.record.fence import raise_fence
+from strop.record.run_dir import STATE_NAME
 from strop.store.atomic import write_bytes_atomically
 
 
@@ -117,7 +119,7 @@ class _LastWord:
 
 def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     plan = read_plan(task.job_path)
-    node = _Node(task=task, plan=plan, roles=tuple(_roles_of(plan, task)), log=log)
+    node = _Node(task=task, plan=plan, roles=_leave_out_done(tuple(_roles_of(plan, task)), task), log=log)
     adopt_orphans()
     if task.node == 0:
         raise_fence(task.member_path, task.number, task.attempt)
@@ -145,6 +147,13 @@ def _roles_of(plan: JobPlan, task: NodeTask) -> Iterator[RolePlan]:
         is_main = task.part == "main" and (role.nodes == "all" or (role.nodes == "first" and task.node == 0))
         if is_main or (task.part == "cpu" and role.nodes == "cpu"):
             yield role
+
+
+def _leave_out_done(roles: tuple[RolePlan, ...], task: NodeTask) -> tuple[RolePlan, ...]:
+    """Leave only what is awaited, where an earlier life has finished the run and was stopped after it."""
+    awaited = tuple(role for role in roles if role.is_awaited)
+    has_run = bool(awaited) and (task.member_path / STATE_NAME).is_file()
+    return awaited if has_run and RunDir.open(task.member_path).is_finished else roles
 
 
 def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: StopRequest) -> NodeEnd:
@@ -186,13 +195,14 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
 
 def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
     silence = SilenceWatch(node.plan, node.task, [role.name for role in roles])
-    with PeerWatch(node.task, is_companion=not any(role.plan.must_succeed for role in roles)) as peers:
+    is_companion = not any(role.plan.must_succeed or role.plan.is_awaited for role in roles)
+    with PeerWatch(node.task, is_companion=is_companion) as peers:
 
         def find_order() -> NodeEnd | None:
             bury_orphans([role.child.pid for role in roles])
             return peers.find_order() or silence.find_order()
 
-        return watch_roles(roles, stop, find_order=find_order)
+        return watch_roles(roles, stop, find_order=find_order, say=node.say)
 
 
 def _wait_for_peers(task: NodeTask, stop: StopRequest) -> NodeEnd:

@@ -1,7 +1,8 @@
 """The processes of a job on one node: started together, watched together, ended together.
 
 The end of any role ends all: with 0 of every one that must succeed, or with the code, the name and the last
-lines of the first one that ended otherwise. A companion has no business ending while the run goes on.
+lines of the first one that ended otherwise. A companion has no business ending while the run goes on. A role
+that is awaited may end before the others or after them: how it ended is said, and is not the job's end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE
 from strop.hardware import ChildProcess, spawn
 from strop.launch.jobs.contract import RolePlan
 from strop.launch.jobs.exit_codes import SIGNAL_BASE, describe_exit, from_wait
@@ -26,6 +27,7 @@ _POLL_S = 0.05
 _STACKS_S = 5.0
 """How long roles may take to write their stacks."""
 _KILLED_BY_TERM = SIGNAL_BASE + signal.SIGTERM
+_REFUSALS = frozenset({EXIT_USAGE, EXIT_REFUSED})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,21 +101,32 @@ def start_roles(
 
 
 def watch_roles(
-    roles: Sequence[Role], stop: StopRequest, *, find_order: Callable[[], NodeEnd | None]
+    roles: Sequence[Role],
+    stop: StopRequest,
+    *,
+    find_order: Callable[[], NodeEnd | None],
+    say: Callable[[str], None],
 ) -> NodeEnd:
     """Wait until the roles are done, one of them ends otherwise, or an end is asked for. All have ended then.
 
     `find_order` is asked again and again whether something else ends this node: another one's end, a stall.
+    `say` is told of ends that the run outlives.
     """
     is_told = False
+    failed: set[str] = set()
     while True:
+        for role in roles:
+            if role.name not in failed and not is_told and _has_failed_alone(role):
+                failed.add(role.name)
+                say(f"{_describe_end(role)}\nthe run goes on without it")
         end = _find_end(roles, is_told=is_told)
         if end is not None:
             end_roles(roles, min(stop.deadline, time.monotonic() + ORDERED_END_S))
             return end
         if stop.signal_name and not is_told:
             # Once: a second SIGTERM would end a role without a checkpoint.
-            _signal_all([role for role in roles if role.plan.must_succeed], signal.SIGTERM)
+            told = [role for role in roles if role.plan.must_succeed or role.plan.is_awaited]
+            _signal_all(told, signal.SIGTERM)
             is_told = True
         if time.monotonic() > stop.deadline:
             end_roles(roles, time.monotonic())
@@ -159,13 +172,17 @@ def _find_end(roles: Sequence[Role], *, is_told: bool) -> NodeEnd | None:
     """Return how the node ended, if it has."""
     codes = {role.name: role.child.poll() for role in roles}
     needed = [role for role in roles if role.plan.must_succeed]
-    if needed and all(codes[role.name] == EXIT_DONE for role in needed):
-        return NodeEnd(exit_code=EXIT_DONE, cause="", role=needed[0].name)
+    awaited = [role for role in roles if role.plan.is_awaited]
+    has_succeeded = all(codes[role.name] == EXIT_DONE for role in needed)
+    if (needed or awaited) and has_succeeded and all(codes[role.name] is not None for role in awaited):
+        return _end_well(needed, awaited, is_told=is_told)
     for role in roles:
         code = codes[role.name]
-        if code is None or (code == EXIT_DONE and role.plan.must_succeed):
+        if code is None or (code == EXIT_DONE and (role.plan.must_succeed or role.plan.is_awaited)):
             continue
         exit_code = from_wait(code)
+        if role.plan.is_awaited and exit_code not in _REFUSALS:
+            continue
         if is_told and exit_code == _KILLED_BY_TERM and role.plan.must_succeed:
             # It had not begun to save yet: the last checkpoint is its state, and it can live again.
             return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=role.name)
@@ -173,15 +190,35 @@ def _find_end(roles: Sequence[Role], *, is_told: bool) -> NodeEnd | None:
     return None
 
 
+def _end_well(needed: Sequence[Role], awaited: Sequence[Role], *, is_told: bool) -> NodeEnd:
+    """Return the end where all that must succeed has: the failure of another one is a part of the record."""
+    bad = [role for role in awaited if role.child.poll() != EXIT_DONE]
+    name = (list(needed) or list(awaited))[0].name
+    if bad and is_told:
+        # What it was about is done in the next life, which has nothing else to do.
+        return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=bad[0].name)
+    return NodeEnd(exit_code=EXIT_DONE, cause="\n".join(map(_describe_end, bad)), role=name)
+
+
+def _has_failed_alone(role: Role) -> bool:
+    """Whether a role has failed that the run does without."""
+    code = role.child.poll()
+    return role.plan.is_awaited and code not in {None, EXIT_DONE} and from_wait(code or 0) not in _REFUSALS
+
+
 def _explain_end(role: Role, exit_code: int) -> NodeEnd:
     if exit_code == EXIT_INTERRUPTED:
         return NodeEnd(exit_code=exit_code, cause="", role=role.name)
-    early = " while the run went on" if not role.plan.must_succeed else ""
-    words = role.child.tail(NUM_TAIL_LINES)
-    cause = f"role {role.name} ended{early} with {describe_exit(exit_code)}; its last lines:\n{words}"
     # A companion that ends with 0 has left the run alone: that is no success.
     code = EXIT_FAILED if exit_code == EXIT_DONE else exit_code
-    return NodeEnd(exit_code=code, cause=cause, role=role.name)
+    return NodeEnd(exit_code=code, cause=_describe_end(role), role=role.name)
+
+
+def _describe_end(role: Role) -> str:
+    exit_code = from_wait(role.child.poll() or 0)
+    early = " while the run went on" if not (role.plan.must_succeed or role.plan.is_awaited) else ""
+    words = role.child.tail(NUM_TAIL_LINES)
+    return f"role {role.name} ended{early} with {describe_exit(exit_code)}; its last lines:\n{words}"
 
 
 def _signal_all(roles: Sequence[Role], number: signal.Signals) -> None:
