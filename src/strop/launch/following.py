@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,16 +43,18 @@ _REFUSALS = frozenset({EXIT_USAGE, EXIT_REFUSED})
 
 
 def choose_step(
-    steps: Sequence[int], evaluated: Sequence[int], given_up: Sequence[int], *, is_finished: bool
+    steps: Sequence[int], done: Collection[int], begun: Collection[int], *, is_finished: bool
 ) -> int | None:
-    """Return the checkpoint to evaluate now, or None: the newest without a result.
+    """Return the checkpoint to evaluate now, or None: the newest that was begun, else the newest.
 
-    `is_finished`: nothing follows; then only the last one counts, for whose sake the job is still there.
+    `steps`: of complete checkpoints, in order. `done`: with a result, or given up. `begun`: half a result
+    is on the disk. `is_finished`: no step follows; then only the last one counts, for whose sake the job is
+    still there.
     """
-    left = [step for step in steps if step not in evaluated and step not in given_up]
-    if is_finished and left and left[-1] != steps[-1]:
-        return None
-    return left[-1] if left else None
+    left = [step for step in steps if step not in done]
+    if is_finished:
+        return steps[-1] if left and left[-1] == steps[-1] else None
+    return max([step for step in left if step in begun] or left, default=None)
 
 
 def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -> None:
@@ -72,9 +74,8 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
         # Asked before the checkpoints are: of a finished run none is missing then.
         is_finished = RunDir.open(run_path).is_finished
         steps = RunDir.open(run_path).checkpoint_steps()
-        step = choose_step(
-            steps, follower.evaluated_steps(), sorted(follower.given_up), is_finished=is_finished
-        )
+        done = {*follower.evaluated_steps(), *follower.given_up}
+        step = choose_step(steps, done, follower.begun_steps(), is_finished=is_finished)
         if step is not None:
             follower.evaluate(step)
         elif is_finished:
@@ -120,6 +121,12 @@ class _Follower:
         """Return the steps with a result, in order."""
         paths = (self.run_path / "eval").glob(f"{self.name}.*-step-*.json")
         return sorted(int(path.stem.rpartition("-")[2]) for path in paths if is_of_file(path))
+
+    def begun_steps(self) -> set[int]:
+        """Return the steps whose evaluation began, in this life or with kept replies in one before."""
+        folders = (self.run_path / "eval").glob(f"{self.name}.*-step-*")
+        kept = {int(path.name.rpartition("-")[2]) for path in folders if path.is_dir()}
+        return kept | set(self._tries)
 
     def evaluate(self, step: int) -> None:
         """Evaluate one checkpoint in a process of its own, and say what became of it.
