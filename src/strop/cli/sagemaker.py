@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import Json, NewRun, Overrides, RunFile
+from strop.cli.arguments import EvalConfig, Json, NewRun, Overrides, RunFile
 from strop.cli.options import takes
 from strop.cli.output import Output
 from strop.cli.submit import SubmitArguments, Wait, submit_request, to_options
@@ -58,8 +58,14 @@ class SageMakerArguments:
     entrypoint: Annotated[
         Text, typer.Option(metavar="WORDS", help="Another first process, as a shell would split it.")
     ] = None
-    train_gpus: Annotated[int | None, typer.Option(min=1, max=4, help="GPUs for the learner.")] = None
+    train_gpus: Annotated[
+        Text, typer.Option(metavar="N|0-5", help="GPUs for the learner; as indices, for training in all.")
+    ] = None
     infer_gpus: Annotated[int | None, typer.Option(min=1, max=7, help="GPUs for generation.")] = None
+    eval_config: EvalConfig = None
+    eval_gpus: Annotated[Text, typer.Option(metavar="N|6,7", help="GPUs for --eval-config; none: CPUs.")] = (
+        None
+    )
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="KEY=V,V", help="One job for each value; repeatable.")
     ] = None
@@ -81,7 +87,7 @@ _OF_BACKEND = (
     *("spot", "max_wait", "max_runtime", "volume_gb", "network_isolation"),
 )
 _OF_SUBMIT = (
-    *("run_file", "overrides", "on", "command", "train_gpus", "infer_gpus", "sweep", "env", "project_dir"),
+    *("run_file", "overrides", "on", "command", "infer_gpus", "eval_config", "sweep", "env", "project_dir"),
     *("dry_run", "check", "resume", "strict", "wait", "new", "json"),
 )
 
@@ -94,10 +100,13 @@ def submit(context: typer.Context, given: SageMakerArguments) -> None:
     import time
 
     from strop.launch.jobs.requesting import read_request
+    from strop.launch.sagemaker.gpu_lists import read_gpu_shares
 
     output: Output = context.obj
     _refuse_contradictions(given)
-    base = SubmitArguments(**{name: getattr(given, name) for name in _OF_SUBMIT})
+    shares = read_gpu_shares(given.train_gpus, given.eval_gpus, has_split=given.infer_gpus is not None)
+    said: dict[str, Any] = {name: getattr(given, name) for name in _OF_SUBMIT}
+    base = SubmitArguments(**said | shares)
     options = replace(to_options(base), backend=_backend_options(given))
     request = read_request(given.run_file, options, environ=os.environ, now=time.time())
     profile = _require_sagemaker(request)

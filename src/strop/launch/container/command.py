@@ -210,8 +210,10 @@ def _parse_mount(text: str) -> Mount:
 
 def _find_paths(request: JobRequest, plan: JobPlan) -> list[str]:
     """Return absolute paths among the run's settings that lie outside of its home."""
-    values = walk_values(request.resolved.spec.model_dump(mode="json"))
-    skipped = ("output.",)
+    values = [*walk_values(request.resolved.spec.model_dump(mode="json"))]
+    values += request.evaluation.values.items() if request.evaluation else ()
+    # The evaluation's file travels in the job's home.
+    skipped = ("output.", "job.eval_config")
     return sorted(
         {
             value

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from strop.hardware.findings import Finding
+from strop.launch.eval_file import EvalFile
 from strop.spec import ResolvedSpec
 from strop.spec.site import Site
 
@@ -166,8 +167,8 @@ class JobRequest:
     """The file of variables that `environment` was gathered with: its secrets are read once more."""
     num_past: int = 0
     """How often an earlier job lived in this home, which this one goes on in."""
-    evaluation: str | None = None
-    """The file of `job.eval_config` with what it extends, as one text; None where there is none."""
+    evaluation: EvalFile | None = None
+    """The file of `job.eval_config` with what it extends; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

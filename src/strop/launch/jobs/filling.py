@@ -116,7 +116,7 @@ def _write_spec(job_path: Path, request: JobRequest) -> None:
     write_bytes_atomically(job_path / SPEC_NAME, write_spec(request.resolved).encode())
     write_bytes_atomically(job_path / RESOLVED_NAME, describe_resolved(request.resolved).encode())
     if request.evaluation is not None:
-        write_bytes_atomically(job_path / EVALUATION_NAME, request.evaluation.encode())
+        write_bytes_atomically(job_path / EVALUATION_NAME, request.evaluation.to_text().encode())
 
 
 def refuse_foreign_home(plan: JobPlan) -> None:

@@ -66,7 +66,8 @@ def hash_request(request: JobRequest) -> str:
     """Return the plan's hash. Values of variables enter it as digests."""
     content: dict[str, Any] = {
         "spec": spec_digest(request.resolved.spec),
-        "job": request.resolved.spec.job.model_dump(mode="json"),
+        # Of an evaluation's file counts what it says, and not where it lies.
+        "job": request.resolved.spec.job.model_dump(mode="json", exclude={"eval_config"}),
         "store": request.resolved.spec.store.model_dump(mode="json"),
         "site": request.site.model_dump(mode="json"),
         "command": request.command,
@@ -78,7 +79,7 @@ def hash_request(request: JobRequest) -> str:
         "python": request.python,
         "sweep": request.sweep,
         "options": dict(request.options),
-        "evaluation": request.evaluation,
+        "evaluation": request.evaluation.to_text() if request.evaluation else None,
     }
     return _digest(json.dumps(content, sort_keys=True, ensure_ascii=False, default=str))[:_HASH_LENGTH]
 

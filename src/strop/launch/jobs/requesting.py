@@ -15,7 +15,7 @@ from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware.identity import find_user_name
-from strop.launch.eval_file import read_eval_file
+from strop.launch.eval_file import EvalFile, read_eval_file
 from strop.launch.jobs.contract import CodeSnapshot, JobRequest, Resources, RolePlan
 from strop.launch.jobs.environment import EnvironmentFlags, gather_environment
 from strop.launch.jobs.filling import name_home
@@ -109,8 +109,8 @@ def read_request(
     )
 
 
-def read_evaluation(specs: Sequence[RunSpec]) -> str | None:
-    """Return the file of the evaluation beside a job as one text; None where there is none.
+def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
+    """Return the file of the evaluation beside a job; None where there is none.
 
     `specs`: of the run, or of every run of a sweep.
     Raises: ConfigError if the file is missing or wrong, or is for another model than one of the runs.
@@ -123,7 +123,7 @@ def read_evaluation(specs: Sequence[RunSpec]) -> str | None:
     file = read_eval_file(path)
     for spec in specs:
         read_file_asking(file, spec)
-    return file.to_text()
+    return file
 
 
 def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:

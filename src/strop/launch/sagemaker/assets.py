@@ -11,6 +11,7 @@ from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware.findings import Finding, Severity
+from strop.launch.eval_file import EvalFile
 from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec import RunSpec
 from strop.spec.display import dotted, walk_values
@@ -46,9 +47,14 @@ class NamedAsset:
         return f"{self.kind}/{match['repo']}{revision}"
 
 
-def list_assets(spec: RunSpec) -> list[NamedAsset]:
-    """Return every model and data source that a run file names, mixtures included."""
-    return [asset for section in _sections(spec.model_dump(mode="json")) for asset in _assets_of(*section)]
+def list_assets(spec: RunSpec, evaluation: EvalFile | None = None) -> list[NamedAsset]:
+    """Return every model and data source that a run file and its evaluation name, mixtures included."""
+    found = [asset for section in _sections(spec.model_dump(mode="json")) for asset in _assets_of(*section)]
+    known = {(asset.value, asset.kind) for asset in found}
+    for place, value in evaluation.values.items() if evaluation is not None else ():
+        inner = [asset for section in _inside(place, value) for asset in _assets_of(*section)]
+        found += [asset for asset in inner if (asset.value, asset.kind) not in known]
+    return found
 
 
 def refuse_local(assets: list[NamedAsset]) -> None:

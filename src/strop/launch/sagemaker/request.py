@@ -37,7 +37,7 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     Raises: ConfigError with everything that the service would refuse.
     """
     settings = read_settings(request)
-    assets = list_assets(request.resolved.spec)
+    assets = list_assets(request.resolved.spec, request.evaluation)
     if not request.options.get("is_local"):
         refuse_local(assets)
     _refuse_impossible(plan, request, settings)
