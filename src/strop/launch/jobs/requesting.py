@@ -281,7 +281,7 @@ def _count_resources(resolved: ResolvedSpec, site: Site, options: SubmitOptions)
         raise ConfigError(
             explain_refusal(
                 f"{job.gpus_per_node} GPUs per node are asked for ({job.eval_gpus} of them for evaluation),"
-                f" and nodes of site {site.name} have {profile.gpus_per_node}",
+                f" and nodes of {site.name} have {profile.gpus_per_node}",
                 allowed=f"0 to {profile.gpus_per_node} together, as gpus_per_node of the site says",
                 next_step="ask for fewer, or correct gpus_per_node in the site profile",
             )

@@ -1,7 +1,7 @@
 """GPUs of an instance as numbers, or as the lists of indices that another launcher of such jobs takes.
 
 A job gets a whole instance, so that all that lists can say is how many GPUs each role has and that no two
-roles share one. That is what they become: numbers. The agent on the node hands out the GPUs, training's first.
+roles share one. That is what they become: numbers. The agent on the node hands the GPUs out, training first.
 """
 
 from __future__ import annotations
