@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 from strop.launch.jobs.contract import RolePlan
+from strop.launch.sagemaker.bring_state import bring_state
 from strop.launch.sagemaker.fake import FakeSageMaker
 from strop.launch.sagemaker.site_objects import SiteObjects
+from strop.record.mirror.claim import RunIdentity, claim_mirror, read_latest
 from strop.spec.site import SageMakerSite
-from tests.fixtures.object_store import store_environment, use_store
+from strop.store.atomic import AtomicDirectory
+from strop.store.opening import open_record_store
+from tests.fixtures.mirrored import PlayedRun
+from tests.fixtures.object_store import make_objects, store_environment, use_store
 from tests.launch.sagemaker.building import PROFILE
 from tests.launch.sagemaker.rehearsal import Rehearsal
 from tests.launch.sagemaker.test_contract import HOST, wait_for_state, wait_until
@@ -102,10 +107,6 @@ def test_a_start_that_was_lost_before_its_first_checkpoint_does_not_bar_the_next
     rehearsal: Rehearsal, tmp_path: Path
 ) -> None:
     """A run that begins anew is another run: the claim of the lost one would refuse its mirror."""
-    from strop.launch.sagemaker.bring_state import bring_state
-    from strop.record.mirror.claim import RunIdentity, claim_mirror, read_latest
-    from strop.store.opening import open_record_store
-
     root = f"s3://strop-test/{tmp_path.name.replace('_', '-')}"
     uri = f"{root}/checkpoints/job-1"
     store = open_record_store(uri)
@@ -118,12 +119,34 @@ def test_a_start_that_was_lost_before_its_first_checkpoint_does_not_bar_the_next
     assert read_latest(store, uri) is None
 
 
+@pytest.mark.parametrize(("kept", "wanted"), [(None, 4), (2, 4), (4, 4), (6, 6)])
+def test_the_next_job_goes_on_from_the_mirror_of_the_one_before_where_that_is_ahead(
+    rehearsal: Rehearsal, tmp_path: Path, kept: int | None, wanted: int
+) -> None:
+    """7.3: the platform copies the state when it likes; what a reclaim took is in the parent's mirror."""
+    root = f"s3://strop-test/{tmp_path.name.replace('_', '-')}"
+    played = PlayedRun.create(tmp_path / "elsewhere").train(1, 2, 3, 4)
+    uploader = played.uploader(root, make_objects(), uri=f"{root}/checkpoints/job-1")
+    assert uploader.look(is_flush=True)
+    if kept is not None:
+        with AtomicDirectory(tmp_path / f"ckpt/algo-1/step-{kept:06d}") as partial:
+            (partial / "w").write_text("w")
+    spec_path = tmp_path / "home/job/spec.toml"
+    spec_path.parent.mkdir(parents=True)
+    spec_path.write_text(f'name = "tiny"\n[task]\nname = "arithmetic"\n[store]\nuri = "{root}"\n')
+    found = bring_state(tmp_path / "ckpt", tmp_path / "home", "job-2", reaches_store=True, parent="job-1")
+    assert found.step == wanted, found.reason
+    assert ("checkpoints/job-1 has step 4" in found.reason) == (kept in {None, 2})
+    assert (tmp_path / f"home/checkpoints/step-{wanted:06d}/COMPLETE").is_file()
+    # The parent's claim is its own: nothing of it is touched.
+    latest = read_latest(open_record_store(root), f"{root}/checkpoints/job-1")
+    assert latest is not None
+    assert latest[0].owner == "owner of attempt 1"
+
+
 def test_a_store_that_is_away_leaves_the_state_that_is_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from strop.launch.sagemaker.bring_state import bring_state
-    from strop.store.atomic import AtomicDirectory
-
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

@@ -103,6 +103,16 @@ def test_a_wall_time_goes_on_from_a_whole_state_alone(site: Site, tmp_path: Path
     assert len(created(site)) == (2 if is_whole else 1)
 
 
+def test_what_only_the_mirror_has_is_gone_on_from_too(site: Site, tmp_path: Path) -> None:
+    launcher = launcher_of(site, tmp_path)
+    ref = launcher.submit(request_of(site, max_runtime="5m")).ref
+    save(site, ref, 20)
+    site.objects.write(f"{ref.details['jobs'][0]['record_uri']}/small-try_step40/COMPLETE", b"{}")
+    with pytest.raises(CheckRefused, match="it began from step 40"):
+        Watcher(site, launcher, ref, {}).run()
+    assert len(created(site)) == 2
+
+
 def test_a_stopped_job_is_never_followed(site: Site, tmp_path: Path) -> None:
     launcher = launcher_of(site, tmp_path)
     ref = launcher.submit(request_of(site)).ref

@@ -17,6 +17,7 @@ from typing import Any
 
 from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError, explain_refusal
 from strop.hardware.findings import Finding
+from strop.launch.jobs.checkpoints import find_checkpoints
 from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, LogSource, RecordFiles
 from strop.launch.jobs.environment import ENVIRONMENT_NAME
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
@@ -105,10 +106,11 @@ class SageMakerBackend:
         return renew_plan(plan, submitted_at)
 
     def find_saved_step(self, ref: JobRef, member: int) -> int | None:
-        """Return the newest state in S3, whichever job of the run it comes from."""
+        """Return the newest state in S3, whichever job of the run it comes from, or what its mirror has."""
         root = _job_of(ref, member)["state_uri"].rstrip("/")
         names = (stored.uri[len(root) + 1 :] for stored in self._objects.list(root))
-        return max((step for name in names if (step := step_of_state(name)) is not None), default=None)
+        steps = [step for name in names if (step := step_of_state(name)) is not None]
+        return max([*steps, *find_checkpoints(self.open_record(ref, member))], default=None)
 
     def find_accepted(self, plan: JobPlan) -> JobRef | None:
         """Find the jobs of this very plan and home by their tags: their names may have another time."""

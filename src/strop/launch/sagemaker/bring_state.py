@@ -16,24 +16,32 @@ from strop.store.policy import URI_VARIABLE
 from strop.store.uris import join_uri
 
 
-def bring_state(checkpoint_path: Path, home: Path, job_name: str, *, reaches_store: bool) -> Restored:
+def bring_state(
+    checkpoint_path: Path, home: Path, job_name: str, *, reaches_store: bool, parent: str = ""
+) -> Restored:
     """Bring the newest state into a run's directory, and say from where, or why there is none.
+
+    `parent`: the job that this one goes on after; its mirror may be ahead of what the platform had copied.
 
     Raises: OSError if the disk fails.
     """
     if not reaches_store:
         return restore_state(checkpoint_path, home)
-    uri = _mirror_uri(home, job_name)
+    newest = find_newest_step(checkpoint_path)
+    places = {_mirror_uri(home, name): name == job_name for name in (parent, job_name) if name}
     try:
-        found = None if uri is None else _bring_mirror(uri, home, find_newest_step(checkpoint_path))
+        # Its own first: it is ahead of the other one as soon as it has anything.
+        for uri, is_own in reversed(places.items()):
+            if uri is not None and (found := _bring_mirror(uri, home, newest, is_own=is_own)) is not None:
+                return found
     except StoreError as error:
         # What is in the checkpoint directory is enough; a store that fails now may answer later.
         kept = restore_state(checkpoint_path, home)
         return Restored(step=kept.step, reason=f"{kept.reason}; the mirror was not asked: {error}")
-    return found or restore_state(checkpoint_path, home)
+    return restore_state(checkpoint_path, home)
 
 
-def _bring_mirror(uri: str, home: Path, newest: int | None) -> Restored | None:
+def _bring_mirror(uri: str, home: Path, newest: int | None, *, is_own: bool) -> Restored | None:
     from strop.record.mirror.claim import LATEST_NAME
     from strop.record.mirror.restore import find_remote_run, restore_run
     from strop.store.s3_objects import S3Objects
@@ -42,7 +50,7 @@ def _bring_mirror(uri: str, home: Path, newest: int | None) -> Restored | None:
     if remote is None:
         return None
     if remote.step is None:
-        if newest is None:
+        if newest is None and is_own:
             # An earlier start claimed it and was lost before its first checkpoint. The run begins anew, as
             # another one, which the claim would refuse; there is nothing that it protects.
             S3Objects().remove(join_uri(uri, LATEST_NAME))

@@ -260,8 +260,14 @@ def _bring_state(start: _Start) -> None:
     start.attempt_path.mkdir(parents=True)
     if not start.hosts.is_head:
         return
+    is_only = len(start.plan["members"]) == 1
     found = bring_state(
-        start.tree.checkpoint_path, start.home, start.job_name, reaches_store=_reaches_store(start)
+        start.tree.checkpoint_path,
+        start.home,
+        start.job_name,
+        reaches_store=_reaches_store(start),
+        # Of a sweep it names the first member's job.
+        parent=str(start.plan.get("follows", "")) if is_only else "",
     )
     sys.stderr.write(f"state: {found.reason}\n")
     content = json.dumps({"step": found.step, "reason": found.reason, "platform": dict(start.hosts.others)})
