@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import signal
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,6 +42,10 @@ class ProcessIdentity:
         """Whether this very process can be seen, and has not ended."""
         return self.is_seen_here and read_start_ticks(self.pid) == self.start_ticks
 
+    def send(self, number: signal.Signals) -> bool:
+        """Send this very process a signal; return whether it was there to get it."""
+        return self.is_seen_here and send_signal(self.pid, self.start_ticks, number)
+
 
 def identify(pid: int | None = None) -> ProcessIdentity | None:
     """Return who a process is, this one if none is named; None if it has ended or cannot be seen."""
@@ -65,6 +70,23 @@ def identify_self() -> ProcessIdentity:
             )
         )
     return found
+
+
+def send_signal(pid: int, start_ticks: int, number: signal.Signals) -> bool:
+    """Signal a process if it began then. Held by a descriptor, it cannot become another in between."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if read_start_ticks(pid) != start_ticks:
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def find_user_name() -> str:

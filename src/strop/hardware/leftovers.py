@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.hardware.identity import read_parent_and_start, read_start_ticks
+from strop.hardware.identity import read_parent_and_start, send_signal
 from strop.hardware.leases import (
     LEASE_VARIABLE,
     LOCK_NAME,
@@ -122,9 +122,9 @@ def end_processes(lease: Lease, *, living: Sequence[Lease] = ()) -> tuple[tuple[
         return (), ()
     deadline = time.monotonic() + _END_LIMIT_S
     stopped = _stop_all(lease, living, deadline)
-    ended = {pid for pid, start_ticks in stopped.items() if _signal(pid, start_ticks, signal.SIGKILL)}
+    ended = {pid for pid, start_ticks in stopped.items() if send_signal(pid, start_ticks, signal.SIGKILL)}
     while (found := _find_belonging(lease, living)) and time.monotonic() < deadline:
-        ended |= {pid for pid, start_ticks in found.items() if _signal(pid, start_ticks, signal.SIGKILL)}
+        ended |= {pid for pid, start_ticks in found.items() if send_signal(pid, start_ticks, signal.SIGKILL)}
         time.sleep(_POLL_S)
     return tuple(sorted(ended - set(found))), tuple(sorted(found))
 
@@ -142,7 +142,7 @@ def _stop_all(lease: Lease, living: Sequence[Lease], deadline: float) -> dict[in
         found = _find_belonging(lease, living)
         new = {pid: start_ticks for pid, start_ticks in found.items() if stopped.get(pid) != start_ticks}
         for pid, start_ticks in new.items():
-            _signal(pid, start_ticks, signal.SIGSTOP)
+            send_signal(pid, start_ticks, signal.SIGSTOP)
         if new:
             quiet_at = time.monotonic() + _SETTLE_S
         stopped |= new
@@ -176,23 +176,6 @@ def _line_of(pid: int, table: Mapping[int, tuple[int, int]]) -> Iterator[int]:
     while pid in table:
         yield pid
         pid = table[pid][0]
-
-
-def _signal(pid: int, start_ticks: int, number: signal.Signals) -> bool:
-    """Signal a process if it began then. Held by a descriptor, it cannot become another in between."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if read_start_ticks(pid) != start_ticks:
-            return False
-        signal.pidfd_send_signal(descriptor, number)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _list_pids() -> Iterator[int]:

@@ -49,8 +49,7 @@ def show_stacks_of_children(limit_s: float) -> list[int]:
     running = [child for pid in _children() if (child := identify(pid)) is not None]
     for number in (signal.SIGCONT, signal.SIGABRT):
         for child in running:
-            with suppress(OSError):
-                os.kill(child.pid, number)
+            child.send(number)
     deadline = time.monotonic() + limit_s
     while any(child.is_alive() for child in running) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -67,9 +67,8 @@ from strop.launch.container.watch import start_watcher
 from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
-from strop.launch.local.backend import answer_by_member
 from strop.launch.local.identity import read_identity
-from strop.launch.local.members import forget_orders, order_end
+from strop.launch.local.members import answer_members, forget_orders, order_end
 from strop.spec.site import ContainerSite
 
 START_LIMIT_S = 60.0
@@ -151,7 +150,7 @@ class ContainerBackend:
         for ref in refs:
             answer = answer_for(job_path_of(ref.home), facts.get(ref.job_id))
             if answer is not None:
-                answers |= answer_by_member(ref, answer)
+                answers |= answer_members(ref, answer)
         return answers
 
     def open_record(self, ref: JobRef, member: int) -> RecordFiles:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,18 +15,18 @@ from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware import Lease, clear_leftovers, find_leases
 from strop.hardware.detached import start_detached
 from strop.hardware.findings import Finding, Severity
-from strop.hardware.identity import identify
 from strop.hardware.leases import LEASE_VARIABLE
 from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
 from strop.launch.jobs.environment import clean_inherited
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
 from strop.launch.local.identity import read_identity
-from strop.launch.local.members import forget_orders, order_end, read_confirmed
+from strop.launch.local.members import answer_members, forget_orders, order_end
 
 KILL_LIMIT_S = 10.0
 START_LIMIT_S = 20.0
 """How long a supervisor may take to say that it is there."""
+_POLL_S = 0.02
 
 
 class LocalBackend:
@@ -67,17 +66,22 @@ class LocalBackend:
         argv = [python, *plan.argv[1:], "--job-id", job_id]
         started = start_detached(argv, job_path / "supervisor.log", environ, cwd=Path(plan.home))
         deadline = time.monotonic() + START_LIMIT_S
-        while read_identity(job_path) == before:
-            if started is None or not started.is_alive() or time.monotonic() > deadline:
-                words = (job_path / "supervisor.log").read_text(errors="replace")[-2000:]
-                raise CheckRefused(
-                    explain_refusal(
-                        f"the supervisor of {plan.name} did not start: {words or 'it said nothing'}",
-                        allowed="an environment in which `python -m strop.cli --version` works",
-                        next_step="mend the environment, then submit again",
-                    )
+        while read_identity(job_path) == before and started is not None and started.is_alive():
+            if time.monotonic() > deadline:
+                # What is refused must not begin later.
+                started.send(signal.SIGKILL)
+                break
+            time.sleep(_POLL_S)
+        # Asked once more: it may have begun, and even ended, between the two questions.
+        if read_identity(job_path) == before:
+            words = (job_path / "supervisor.log").read_text(errors="replace")[-2000:]
+            raise CheckRefused(
+                explain_refusal(
+                    f"the supervisor of {plan.name} did not start: {words or 'it said nothing'}",
+                    allowed="an environment in which `python -m strop.cli --version` works",
+                    next_step="mend the environment, then submit again",
                 )
-            time.sleep(0.02)
+            )
         return self._refer_to(plan, job_id)
 
     def find_accepted(self, plan: JobPlan) -> JobRef | None:
@@ -102,7 +106,7 @@ class LocalBackend:
         for ref in refs:
             answer = self._ask_one(ref)
             if answer is not None:
-                answers |= answer_by_member(ref, answer)
+                answers |= answer_members(ref, answer)
         return answers
 
     def _ask_one(self, ref: JobRef) -> Answer | None:
@@ -165,25 +169,7 @@ class LocalBackend:
                     next_step="run the command there",
                 )
             )
-        # By descriptor, so that the number cannot become another process in between.
-        with suppress(OSError):
-            descriptor = os.pidfd_open(found.process.pid)
-            try:
-                if identify(found.process.pid) == found.process:
-                    signal.pidfd_send_signal(descriptor, number)
-            finally:
-                os.close(descriptor)
-
-
-def answer_by_member(ref: JobRef, answer: Answer) -> dict[tuple[str, int], Answer]:
-    """Return the answer for a job as that for each of its members, but those that were ended alone."""
-    job_path = job_path_of(ref.home)
-    confirmed = read_confirmed(job_path)
-    cancelled = replace(answer, state=JobState.CANCELLED, raw="ended alone", reason="cancelled")
-    return {
-        (ref.job_id, member.index): cancelled if member.index in confirmed else answer
-        for member in read_plan(job_path).members
-    }
+        found.process.send(number)
 
 
 def _find_own_leases(ref: JobRef) -> list[Lease]:

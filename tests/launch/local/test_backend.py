@@ -1,0 +1,82 @@
+"""Jobs of this machine, without any that runs: a sweep by what its supervisor wrote, and a refused start."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.launch.jobs.attempts import write_verdict
+from strop.launch.jobs.contract import JobRef, JobState
+from strop.launch.jobs.home import job_path_of, write_plan
+from strop.launch.jobs.launcher import Launcher
+from strop.launch.jobs.planning import make_plan
+from strop.launch.local.backend import LocalBackend
+from strop.launch.local.identity import write_identity
+from strop.launch.local.members import confirm_end, read_orders
+from tests.fixtures.jobs import is_running, make_request, project, saver, wait_for
+
+__all__ = ["project"]
+
+
+@pytest.fixture
+def ref(project: Path) -> JobRef:
+    """A sweep of two members under a supervisor, which is this process: the first one has succeeded."""
+    plan = make_plan(make_request(project, [saver()], sweep=("optimizer.lr=1e-5,2e-5",)), LocalBackend())
+    job_path = job_path_of(plan.home)
+    job_path.mkdir(parents=True)
+    write_plan(plan)
+    write_identity(job_path, "local-1")
+    for number, code, told in ((0, 0, ""), (1, 75, "SIGTERM")):
+        write_verdict(
+            Path(plan.members[number].path) / "attempts" / "local-1-0",
+            number=0,
+            exit_code=code,
+            signal=told,
+            started_at=time.time(),
+            ended_at=time.time(),
+            nodes=("here",),
+        )
+    return JobRef(
+        name=plan.name,
+        site=plan.site,
+        backend="local",
+        home=plan.home,
+        job_id="local-1",
+        plan_hash=plan.plan_hash,
+        submitted_at=plan.submitted_at,
+    )
+
+
+def test_a_cancelled_sweep_keeps_the_successes_of_members_that_had_ended(ref: JobRef) -> None:
+    """Incident: the first of two members had succeeded, the job was cancelled, and both were `cancelled`."""
+    write_identity(job_path_of(ref.home), "local-1", cancelled_by="SIGTERM")
+    states = [one.state for one in Launcher(LocalBackend()).status([ref])]
+    assert states == [JobState.SUCCEEDED, JobState.CANCELLED]
+
+
+def test_the_order_to_end_one_member_reaches_the_supervisor_and_no_other_member(ref: JobRef) -> None:
+    """Incident: `strop cancel JOB --member 1` ended the whole sweep, without a word."""
+    LocalBackend().stop(ref, 1, grace_s=1.0)
+    assert read_orders(job_path_of(ref.home)) == [(1, signal.SIGTERM)]
+    confirm_end(job_path_of(ref.home), 1)
+    states = [one.state for one in Launcher(LocalBackend()).status([ref])]
+    assert states == [JobState.SUCCEEDED, JobState.CANCELLED]
+
+
+def test_a_supervisor_that_says_nothing_is_refused_and_ended(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: a start that took too long was refused and went on: after the next one two jobs ran."""
+    monkeypatch.setattr("strop.launch.local.backend.START_LIMIT_S", 0.3)
+    python = project / "python"
+    python.write_text(f"#!{sys.executable} -S\nimport time\ntime.sleep(600)\n")
+    python.chmod(0o755)
+    (project / "strop-sites.toml").write_text(f'[sites.desk]\nbackend = "local"\npython = "{python}"\n')
+    with pytest.raises(CheckRefused, match="did not start: it said nothing"):
+        Launcher(LocalBackend()).submit(make_request(project, [saver()], site="desk"))
+    wait_for(lambda: not is_running(str(python)))
