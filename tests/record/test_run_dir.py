@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
-from strop.record import Event, EventKind, RunDir, find_resumable, list_runs
+from strop.record import Event, EventKind, RunDir, find_resumable, list_runs, point_latest
 from strop.record.run_dir import step_of
 from strop.store import AtomicDirectory
 from tests.fixtures.tiny_disk import tiny_disk
@@ -225,3 +225,12 @@ def test_the_environment_text_holds_no_secret(tmp_path: Path, monkeypatch: pytes
         written = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
     assert not any(b"hf_very_secret" in data for data in written)
     assert os.environ["HF_TOKEN"] == "hf_very_secret"
+
+
+def test_latest_leads_on_whatever_a_killed_process_left(tmp_path: Path) -> None:
+    """Incident: killed between two steps, an agent left its link; in a container the next has its number."""
+    (tmp_path / f"latest.{os.getpid()}").symlink_to("attempts/a-0")
+    for attempt in ("a-0", "a-1"):
+        point_latest(tmp_path, attempt)
+        assert (tmp_path / "latest").readlink() == Path("attempts") / attempt
+    assert sorted(os.listdir(tmp_path)) == ["latest", f"latest.{os.getpid()}"]

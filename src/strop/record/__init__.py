@@ -8,7 +8,7 @@ Not here: checkpoints' content (policy), reports (view), other places than this 
 
 from strop.record.events import Event, EventKind, EventLog
 from strop.record.metrics import MetricsLog
-from strop.record.run_dir import Attempt, RunDir, RunState, find_resumable, list_runs
+from strop.record.run_dir import Attempt, RunDir, RunState, find_resumable, list_runs, point_latest
 
 __all__ = [
     "Attempt",
@@ -20,4 +20,5 @@ __all__ = [
     "RunState",
     "find_resumable",
     "list_runs",
+    "point_latest",
 ]

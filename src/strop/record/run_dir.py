@@ -288,9 +288,7 @@ class RunDir:
             "facts": dict(facts or {}),
         }
         write_bytes_atomically(attempt.path / "attempt.json", json.dumps(content, indent=1).encode())
-        link_path = partial_path_of(self.path / "latest")
-        link_path.symlink_to(Path("attempts") / attempt.path.name)
-        link_path.replace(self.path / "latest")
+        point_latest(self.path, attempt.path.name)
         return attempt
 
     def end_attempt(self, attempt: Attempt, *, cause: str, exit_code: int, step: int) -> None:
@@ -483,3 +481,13 @@ def _read_state(path: Path) -> RunState:
                 next_step="move this run aside; its checkpoints and rollouts can still be read",
             )
         ) from error
+
+
+def point_latest(run_path: Path, attempt: str) -> None:
+    """Let `latest` lead to an attempt's directory, by its name. Raises: StoreError if the disk fails."""
+    link_path = partial_path_of(run_path / "latest")
+    try:
+        link_path.symlink_to(Path("attempts") / attempt)
+        link_path.replace(run_path / "latest")
+    except OSError as error:
+        raise explain_write_failure(error, run_path / "latest") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.attempts import combine_exit_files, find_attempt, read_attempts, write_verdict
+from strop.launch.jobs.attempts import combine_exit_files, read_attempts, write_verdict
 from strop.launch.jobs.files import DirectoryRecord
 
 
@@ -69,10 +69,6 @@ def test_attempts_come_by_number_and_the_tenth_after_the_ninth(tmp_path: Path) -
         begin(tmp_path, f"17-{number}", number)
     found = read_attempts(DirectoryRecord(tmp_path))
     assert [one.number for one in found] == [2, 9, 10]
-    assert find_attempt(found, None) == found[-1]
-    assert find_attempt(found, "9") == find_attempt(found, "17-9") == found[1]
-    assert find_attempt(found, "11") is None
-    assert find_attempt([], None) is None
 
 
 def test_a_verdict_alone_is_an_attempt(tmp_path: Path) -> None:

@@ -187,14 +187,19 @@ def test_a_list_of_jobs_that_cannot_be_written_does_not_hide_a_submission(world:
     assert has_ref(Path(submitted.ref.home))
 
 
-def test_a_full_disk_leaves_no_secret(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [StoreError("the disk is full"), KeyboardInterrupt()])
+def test_a_filling_that_ends_early_leaves_no_secret(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Incident: Ctrl-C during a submission left the values of secrets in a home that no job has."""
     (world.project / ".env").write_text("MY_TOKEN=canary-value-1\n")
 
     def fail(plan: object) -> None:
-        raise StoreError("the disk is full")
+        raise error
 
     monkeypatch.setattr("strop.launch.jobs.filling.write_plan", fail)
-    refusal(world.submit, StoreError)
+    with pytest.raises(type(error)):
+        world.submit()
     assert not list(world.runs.rglob("secrets.json"))
 
 

@@ -71,7 +71,7 @@ def test_the_order_to_end_one_member_reaches_the_supervisor_and_no_other_member(
 def test_a_supervisor_that_says_nothing_is_refused_and_ended(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Incident: a start that took too long was refused and went on: after the next one two jobs ran."""
+    """Incident: a start that took too long was refused and went on: two jobs ran after another one."""
     monkeypatch.setattr("strop.launch.local.backend.START_LIMIT_S", 0.3)
     python = project / "python"
     python.write_text(f"#!{sys.executable} -S\nimport time\ntime.sleep(600)\n")

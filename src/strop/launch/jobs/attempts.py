@@ -47,7 +47,7 @@ def write_verdict(
 
 def combine_exit_files(attempt_path: Path, num_nodes: int) -> int:
     """Return the exit codes of an attempt's nodes as one; a missing one counts as a failure."""
-    return combine(_read_exit(attempt_path / "exit" / str(node)) for node in range(num_nodes))
+    return combine(read_exit_code(attempt_path / "exit" / str(node)) for node in range(num_nodes))
 
 
 def read_attempts(record: RecordFiles) -> list[AttemptRecord]:
@@ -126,15 +126,9 @@ def _read_json(record: RecordFiles, name: str) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _read_exit(path: Path) -> int | None:
+def read_exit_code(path: Path) -> int | None:
+    """Return what a node wrote last; None while it has not, or where it cannot be read."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def find_attempt(attempts: list[AttemptRecord], wanted: str | None) -> AttemptRecord | None:
-    """Return an attempt by its name or number, the newest if none is named; None if there is none."""
-    if wanted is None:
-        return attempts[-1] if attempts else None
-    return next((one for one in attempts if wanted in {one.name, str(one.number)}), None)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strop.errors import EXIT_INTERRUPTED, CheckRefused, ConfigError, StoreError, StropError, explain_refusal
+from strop.errors import EXIT_INTERRUPTED, CheckRefused, ConfigError, StoreError, explain_refusal
 from strop.hardware import free_disk_bytes
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.launch.jobs.attempts import read_attempts
@@ -105,7 +106,7 @@ class Launcher:
         if not root.is_dir():
             # There cannot be an earlier one. What is refused leaves no folder behind.
             require_none(self.check(plan))
-        with _lock_name(root, plan.name):
+        with _lock_of(root, plan.name):
             earlier = None if is_new else self._find_earlier(plan, root)
             if earlier is None:
                 request = _move_to_free_home(request)
@@ -125,7 +126,7 @@ class Launcher:
 
         Raises: CheckRefused if it may still live, has succeeded, or is another run.
         """
-        with _lock_name(home.parent, read_plan(job_path_of(home)).name):
+        with _lock_of(home.parent, read_plan(job_path_of(home)).name):
             old = read_plan(job_path_of(home))
             noted = read_ref(job_path_of(home)) if has_ref(home) else None
             num_past = 0 if noted is None else self._count_lives(noted, old)
@@ -152,7 +153,7 @@ class Launcher:
             StoreError where something does not answer.
         """
         home = Path(ref.home)
-        with _lock_name(home.parent, read_plan(job_path_of(home)).name):
+        with _lock_of(home.parent, read_plan(job_path_of(home)).name):
             old, noted = read_plan(job_path_of(home)), read_ref(job_path_of(home))
             if noted.job_id != ref.job_id:
                 return Submitted(ref=noted, plan=old, is_new=False)
@@ -216,7 +217,7 @@ class Launcher:
         require_member(ref, member)
         if isinstance(self.backend, Renewable):
             # First: what watches the job would submit the next one as soon as this one has ended.
-            with _lock_name(Path(ref.home).parent, ref.name):
+            with _lock_of(Path(ref.home).parent, ref.name):
                 ref = forbid_next(ref)
         ended_by = self._end(ref, member, grace_s)
         statuses = self.status([ref])
@@ -300,11 +301,11 @@ class Launcher:
         job_path = job_path_of(plan.home)
         if not is_resumed:
             refuse_foreign_home(plan)
-        try:
+        with ExitStack() as undo:
+            # Whatever ends it, an interrupt from the keyboard too.
+            undo.callback(remove_secrets, job_path)
             fill_home(plan, request, self._environ)
-        except StropError:
-            remove_secrets(job_path)
-            raise
+            undo.pop_all()
         try:
             ref = self.backend.hand_over(plan)
         except (CheckRefused, ConfigError) as error:
@@ -444,8 +445,8 @@ def require_member(ref: JobRef, member: int | None) -> None:
         )
 
 
-def _lock_name(root: Path, name: str) -> FileLock:
-    """Return a lock, one at a time for each name: two submissions in one second would be two jobs."""
+def _lock_of(root: Path, name: str) -> FileLock:
+    """Return the lock of a name: two submissions of it in one second would be two jobs."""
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

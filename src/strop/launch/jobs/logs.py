@@ -51,26 +51,25 @@ class FilteredLogs:
     def __init__(self, source: LogSource, wanted: LogFilter) -> None:
         self._source = source
         self._wanted = wanted
-        self.num_files = 0
-        """0 as long as there was no line."""
+        self.is_empty = True
+        """Whether there was no wanted line yet."""
 
     def read_new(self) -> list[LogLine]:
         """Return the wanted lines since the last call. Raises: StoreError."""
-        found = self._source.read_new()
-        wanted = [
-            one for one in found if self._wanted.takes(attempt=one.attempt, node=one.node, role=one.role)
-        ]
-        self.num_files = self.num_files or len(wanted)
-        return wanted
+        return self._take(self._source.read_new())
 
     def read_rest(self) -> list[LogLine]:
         """Return all that is left. Raises: StoreError."""
         rest: list[LogLine] = []
         while lines := self._source.read_new():
-            wanted = self._wanted
-            rest += [one for one in lines if wanted.takes(attempt=one.attempt, node=one.node, role=one.role)]
-        self.num_files = self.num_files or len(rest)
+            rest += self._take(lines)
         return rest
+
+    def _take(self, lines: list[LogLine]) -> list[LogLine]:
+        takes = self._wanted.takes
+        wanted = [one for one in lines if takes(attempt=one.attempt, node=one.node, role=one.role)]
+        self.is_empty = self.is_empty and not wanted
+        return wanted
 
 
 class FileLogs:
@@ -96,9 +95,9 @@ class FileLogs:
         return [line for name in self._names for line in self._read_file(name, is_end=True)]
 
     @property
-    def num_files(self) -> int:
-        """How many files were found."""
-        return len(self._names)
+    def is_empty(self) -> bool:
+        """Whether no wanted file was found yet."""
+        return not self._names
 
     def _list_wanted(self) -> list[str]:
         found = [
@@ -171,7 +170,7 @@ def follow(
 
 def require_logs(source: FileLogs | FilteredLogs, record: RecordFiles) -> None:
     """Refuse where there is nothing to show. Raises: StoreError naming the place that was looked at."""
-    if source.num_files == 0:
+    if source.is_empty:
         raise StoreError(
             explain_refusal(
                 f"there is no log below {record.describe(ATTEMPTS_FOLDER)}",

@@ -37,7 +37,7 @@ from strop.launch.node.preflight import check_node, host_name
 from strop.launch.node.roles import NodeEnd, Role, StopRequest, start_roles, watch_roles
 from strop.launch.node.silence import SilenceWatch
 from strop.launch.node.task import NodeTask
-from strop.record import RunDir
+from strop.record import RunDir, point_latest
 from strop.record.fence import raise_fence
 from strop.record.run_dir import STATE_NAME
 from strop.store.atomic import write_bytes_atomically
@@ -123,7 +123,7 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     adopt_orphans()
     if task.node == 0:
         raise_fence(task.member_path, task.number, task.attempt)
-        _point_latest(task)
+        point_latest(task.member_path, task.attempt)
     for cleared in clear_leftovers():
         node.say(f"a dead run had left something: {cleared}")
     lease, allocation = lease_gpus(plan.name, task.attempt, request_devices(plan, node.roles, os.environ))
@@ -228,12 +228,6 @@ def _fill(word: str, task: NodeTask, code_path: Path) -> str:
     for name, path in places.items():
         word = word.replace(name, str(path))
     return word
-
-
-def _point_latest(task: NodeTask) -> None:
-    link = task.member_path / f"latest.{os.getpid()}"
-    link.symlink_to(Path("attempts") / task.attempt)
-    link.replace(task.member_path / "latest")
 
 
 def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from strop.launch.jobs.attempts import read_exit_code
 from strop.launch.jobs.exit_codes import describe_exit
 from strop.launch.node.roles import NodeEnd
 from strop.launch.node.task import NodeTask
@@ -63,7 +64,7 @@ class PeerWatch:
         for path in sorted((self._task.attempt_path / "exit").glob("[0-9]*")):
             if not path.name.isdigit() or int(path.name) == self._task.node:
                 continue
-            code = _read_code(path)
+            code = read_exit_code(path)
             if code is None or (code == EXIT_DONE and not (path.name == "0" and self._is_companion)):
                 continue
             if self._is_companion and path.name == "0":
@@ -98,13 +99,6 @@ class PeerWatch:
             except OSError:
                 # A full disk ends the roles by itself; the next sign may succeed.
                 continue
-
-
-def _read_code(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _changed_at(path: Path) -> float | None:
