@@ -15,18 +15,22 @@ from strop.launch.jobs.home import STATE_NAME, job_path_of
 from strop.store.atomic import write_bytes_atomically
 
 
-def remember(status: JobStatus) -> None:
-    """Keep a state, if it says anything. It is a convenience: a full disk changes nothing."""
-    if status.state is JobState.UNKNOWN:
-        return
-    path = job_path_of(status.ref.home) / STATE_NAME
-    states = _read_states(path)
-    states[str(status.member)] = {
-        "job_id": status.ref.job_id,
-        "state": status.state.value,
-        "reason": status.reason,
-        "at": time.time(),
+def remember(ref: JobRef, statuses: Sequence[JobStatus]) -> None:
+    """Keep what members of a job were seen to be, in one write. A help: a full disk changes nothing."""
+    seen = {
+        str(one.member): {
+            "job_id": ref.job_id,
+            "state": one.state.value,
+            "reason": one.reason,
+            "at": time.time(),
+        }
+        for one in statuses
+        if one.state is not JobState.UNKNOWN and one.source is not StatusSource.LAST_KNOWN
     }
+    if not seen:
+        return
+    path = job_path_of(ref.home) / STATE_NAME
+    states = {**_read_states(path), **seen}
     try:
         write_bytes_atomically(path, json.dumps(states, indent=1).encode())
     except StoreError:

@@ -183,12 +183,13 @@ class Launcher:
             answers, silence = None, str(error)
         else:
             silence = ""
-        plans = [(ref, read_plan(job_path_of(ref.home))) for ref in refs]
-        return [
-            self._judge(ref, member.index, plan, answers, silence)
-            for ref, plan in plans
-            for member in plan.members
-        ]
+        found: list[JobStatus] = []
+        for ref in refs:
+            plan = read_plan(job_path_of(ref.home))
+            mine = [self._judge(ref, member.index, plan, answers, silence) for member in plan.members]
+            remember(ref, mine)
+            found += mine
+        return found
 
     def logs(self, ref: JobRef, member: int, wanted: LogFilter, *, is_followed: bool) -> Iterator[LogLine]:
         """Yield the lines of a member's logs; followed, until it has ended.
@@ -334,7 +335,7 @@ class Launcher:
         answers: Mapping[tuple[str, int], Answer] | None,
         silence: str,
     ) -> JobStatus:
-        """Return where one member stands, and keep it as the last known state."""
+        """Return where one member stands; where nobody tells, its last known state."""
         answer = (answers or {}).get((ref.job_id, member))
         try:
             attempts = self.read_attempts(ref, member)
@@ -347,7 +348,7 @@ class Launcher:
         if found.state is JobState.UNKNOWN and (silence or found.source is StatusSource.NOTHING):
             return recall(ref, member, silence or self._explain_unknown(ref, member), is_asked=not silence)
         split = find_split(attempts)
-        status = JobStatus(
+        return JobStatus(
             ref=ref,
             member=member,
             state=found.state,
@@ -358,8 +359,6 @@ class Launcher:
             since=answer.since if answer else None,
             is_saved=_is_saved(attempts, answer, plan.num_past),
         )
-        remember(status)
-        return status
 
     def _explain_unknown(self, ref: JobRef, member: int) -> str:
         place = self.backend.open_record(ref, member).describe("attempts")
