@@ -11,7 +11,7 @@ import pytest
 from strop.errors import CheckRefused
 from strop.launch.backends import open_backend
 from strop.launch.container.command import complete_plan
-from strop.launch.jobs.environment import read_environment
+from strop.launch.jobs.env_files import read_environment
 from strop.launch.jobs.filling import fill_home
 from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.planning import make_plan

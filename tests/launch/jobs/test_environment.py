@@ -13,17 +13,10 @@ import pytest
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.launch.jobs.contract import JobEnvironment
 from strop.launch.jobs.dotenv import parse_dotenv
-from strop.launch.jobs.environment import (
-    EnvironmentFlags,
-    clean_inherited,
-    describe_auth,
-    gather_environment,
-    read_environment,
-    redact,
-    remove_secrets,
-    secret_values,
-    write_environment,
-)
+from strop.launch.jobs.env_files import read_environment, write_environment
+from strop.launch.jobs.environment import EnvironmentFlags, describe_auth, gather_environment
+from strop.launch.jobs.owned import clean_inherited
+from strop.launch.jobs.secrets import redact, remove_secrets, secret_values
 from strop.spec.site import LocalSite, Site, SlurmSite
 
 CANARY = "canary-7f3a,'\"$HOME `id`\nsecond line"
@@ -292,6 +285,8 @@ def test_what_another_job_left_in_the_shell_is_not_inherited() -> None:
         "MY_KEY": "secret",
         "PATH": "/bin",
         "CUDA_VISIBLE_DEVICES": "2,3",
+        "STROP_LEASE": "the-outer-one",
+        "STROP_NODE": "1",
         "RANKING": "mine",
         "LOCALE": "C",
     }

@@ -23,7 +23,6 @@ from typing import TypeVar
 import strop
 from strop.errors import StoreError
 from strop.hardware.detached import start_detached
-from strop.hardware.leases import LEASE_VARIABLE
 from strop.launch.container.ending import (
     START_NAME,
     inspect_containers,
@@ -34,8 +33,8 @@ from strop.launch.container.ending import (
 )
 from strop.launch.container.engine import Engine, engine_from_json
 from strop.launch.jobs.contract import JobState
-from strop.launch.jobs.environment import clean_inherited
 from strop.launch.jobs.home import read_plan
+from strop.launch.jobs.owned import clean_inherited
 
 RETRY_S = 5.0
 _POLL_S = 0.1
@@ -79,8 +78,6 @@ def start_watcher(job_path: Path) -> None:
     package_folder = str(Path(strop.__file__).absolute().parent.parent)
     found = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH", "")]))
     environ = {**clean_inherited(os.environ), "PYTHONPATH": found}
-    # Started from inside a run, it would otherwise be ended with that run's leftovers.
-    environ.pop(LEASE_VARIABLE, None)
     argv = [sys.executable, "-m", "strop.launch.container.watch", "--job", str(job_path)]
     start_detached(argv, job_path / "watch.log", environ, cwd=Path("/"))
 

@@ -1,13 +1,12 @@
-"""Variables and secrets of a job: from where they are taken, how they travel, who gets them.
+"""Variables and secrets of a job: from where they are taken, and who gets them.
 
 Layers, the later over the earlier: the site profile's `env`, the project's `.env`, variables that the
 submitter names, flags (`--env-file`, `--hf-cache-dir`, `--hf-hub-offline`), the launcher's own. A variable
 that the launcher owns is refused where the user wrote it for this purpose, and reported where it merely
 stands in a file.
 
-A secret is a name here. Its value is read when the job's home is filled, kept in `job/secrets.json` (0600)
-and removed when the job ends; it is in no argument, script, plan or log. Variables that look like
-credentials are treated as secrets wherever they are found.
+A secret is a name here; its value is read when the job's home is filled (`env_files`), and is in no argument,
+script, plan or log. Variables that look like credentials are treated as secrets wherever they are found.
 
 Covered: site profile, `.env`, `--env-file`, named variables, the hub's local login. Not covered: secret
 services of a cloud, which the backend of that cloud asks itself.
@@ -20,64 +19,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, explain_refusal
 from strop.launch.jobs.contract import JobEnvironment, VariableSource
 from strop.launch.jobs.dotenv import is_variable_name, parse_dotenv
-from strop.launch.jobs.secrets import (
-    REDACTED,
-    SECRETS_NAME,
-    is_secret,
-    read_hub_login,
-    read_json,
-    read_secrets,
-    redact,
-    remove_secrets,
-    secret_values,
-    write_private,
-)
+from strop.launch.jobs.owned import is_owned
+from strop.launch.jobs.secrets import REDACTED, is_secret, read_hub_login
 from strop.spec.site import Site, SiteSection
 
-__all__ = [
-    "EnvironmentFlags",
-    "clean_inherited",
-    "describe_auth",
-    "gather_environment",
-    "is_owned",
-    "is_secret",
-    "merge_environment",
-    "read_environment",
-    "redact",
-    "remove_secrets",
-    "secret_values",
-    "write_environment",
-]
-
-ENVIRONMENT_NAME = "env.json"
 HUB_TOKEN = "HF_TOKEN"
 HUB_LOGIN = "login of the model hub on this machine"
 """Source of a hub token that no variable holds."""
 
-OWNED_VARIABLES = frozenset(
-    {
-        *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-        *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        *("NODE_RANK", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-        *("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONUNBUFFERED"),
-        *("STROP_ATTEMPT", "STROP_JOB", "STROP_LEASE"),
-    }
-)
-"""What the launcher or a node's agent sets itself, for each role."""
-
-# What a process inherits from the job, launcher or rank that it happens to be started in.
-_INHERITED_PREFIXES = (
-    *("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "OMPI_", "MASTER_", "TORCHELASTIC_"),
-    *("LOCAL_WORLD", "ROLE_", "GROUP_RANK", "GROUP_WORLD"),
-)
-_INHERITED = OWNED_VARIABLES - {
-    # The user's own choice of devices: a local run slices that list.
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    *("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONUNBUFFERED"),
-}
 _LAUNCHER_VALUES = {"PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 # Backends on whose machines a model cache of this machine may exist.
 _NEAR_BACKENDS = ("local", "container", "slurm")
@@ -206,86 +158,11 @@ def read_env_file(env_file: Path | None) -> dict[str, str]:
     return {} if env_file is None else parse_dotenv(_read_text(env_file), source=env_file.name)
 
 
-def is_owned(name: str) -> bool:
-    """Whether only the launcher sets a variable."""
-    return name in OWNED_VARIABLES or name.startswith(_INHERITED_PREFIXES)
-
-
-def clean_inherited(environ: Mapping[str, str], *, secrets: Iterable[str] = ()) -> dict[str, str]:
-    """Return an environment without what belongs to another job or rank, and without the job's secrets.
-
-    For the start of an agent from a shell that may itself run inside a job.
-    """
-    dropped = _INHERITED | set(secrets)
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in dropped and not name.startswith(_INHERITED_PREFIXES)
-    }
-
-
 def describe_auth(environment: JobEnvironment) -> str | None:
     """Return the line for standard error where a job takes the hub's local login along, else None."""
     if environment.sources.get(HUB_TOKEN) != HUB_LOGIN:
         return None
     return f"{HUB_TOKEN}: taken from the {HUB_LOGIN}, for this job only"
-
-
-def write_environment(
-    job_path: Path,
-    environment: JobEnvironment,
-    environ: Mapping[str, str],
-    *,
-    project_path: Path | None = None,
-    env_file: Path | None = None,
-) -> None:
-    """Write `env.json` and `secrets.json` (both 0600); the values of secrets are read now.
-
-    `project_path` and `env_file` are those that the environment was gathered with.
-
-    Raises: ConfigError if a secret has no value any more; StoreError if a file cannot be written.
-    """
-    values = _read_secrets(environment, environ, project_path, env_file)
-    content = {
-        "format": 1,
-        "variables": dict(environment.variables),
-        "sources": dict(environment.sources),
-        "secrets": {name: list(environment.secret_roles.get(name, ())) for name in environment.secrets},
-    }
-    # Secrets first: an environment that names them is never there without them.
-    if values:
-        write_private(job_path / SECRETS_NAME, {"format": 1, "values": values})
-    write_private(job_path / ENVIRONMENT_NAME, content)
-
-
-def read_environment(job_path: Path, role: str) -> dict[str, str]:
-    """Return what one role's process gets: every variable, and the secrets that it is allowed.
-
-    A secret without a list of roles is for all of them.
-
-    Raises: CheckRefused if a secret of this role is not there; StoreError if a file cannot be read.
-    """
-    content = read_json(job_path / ENVIRONMENT_NAME)
-    if content is None:
-        raise StoreError(
-            explain_refusal(
-                f"{job_path / ENVIRONMENT_NAME} is missing",
-                allowed="a job directory that was filled by strop submit",
-                next_step="submit the job again",
-            )
-        )
-    allowed = [name for name, roles in content["secrets"].items() if not roles or role in roles]
-    values = read_secrets(job_path)
-    absent = [name for name in allowed if name not in values]
-    if absent:
-        raise CheckRefused(
-            explain_refusal(
-                f"role {role!r} lacks {', '.join(absent)}: not in {job_path / SECRETS_NAME}",
-                allowed="a value for every secret that the site profile names for this role",
-                next_step="submit the job again from a shell where the variable is set",
-            )
-        )
-    return {**content["variables"], **{name: values[name] for name in allowed}}
 
 
 def _site_variables(profile: SiteSection) -> dict[str, str]:
@@ -327,7 +204,7 @@ def _take_named(
                 )
             )
         if name not in environ:
-            raise _unset(name, "named for the job")
+            raise explain_unset(name, "named for the job")
     found = {name: environ[name] for name in names}
     is_near = getattr(profile, "backend", "") in _NEAR_BACKENDS
     is_said = profile.hf_home is not None or "HF_HOME" in {*profile.env, *dotenv, *found}
@@ -370,10 +247,11 @@ def _secret_source(name: str, merge: _Merge, environ: Mapping[str, str], *, has_
         return str(VariableSource.DOTENV)
     if name == HUB_TOKEN and has_login:
         return HUB_LOGIN
-    raise _unset(name, "a secret of the job")
+    raise explain_unset(name, "a secret of the job")
 
 
-def _unset(name: str, why: str) -> ConfigError:
+def explain_unset(name: str, why: str) -> ConfigError:
+    """Return the error about a variable without a value. `why`: what it is needed for."""
     steps = f"export {name}, or put it into .env"
     if name == HUB_TOKEN:
         steps += ", or log in with 'hf auth login' and give --auto-auth"
@@ -425,31 +303,6 @@ def _refuse_pasted(variables: Mapping[str, str], site: str) -> None:
                 given, allowed="names of variables, with values that anyone may read", next_step=step
             )
         )
-
-
-def _read_secrets(
-    environment: JobEnvironment,
-    environ: Mapping[str, str],
-    project_path: Path | None,
-    env_file: Path | None,
-) -> dict[str, str]:
-    dotenv = read_dotenv(project_path)
-    flagged = read_env_file(env_file)
-    values: dict[str, str] = {}
-    for name in environment.secrets:
-        source = environment.sources.get(name)
-        if source == VariableSource.DOTENV:
-            value = dotenv.get(name)
-        elif source == VariableSource.FLAG:
-            value = flagged.get(name)
-        elif source == HUB_LOGIN:
-            value = read_hub_login(environ)
-        else:
-            value = environ.get(name)
-        if not value:
-            raise _unset(name, f"a secret of the job (from: {source})")
-        values[name] = value
-    return values
 
 
 def _read_text(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from strop.errors import CheckRefused, explain_refusal
 from strop.launch.jobs.contract import JobPlan, JobRequest, MemberPlan
-from strop.launch.jobs.environment import write_environment
+from strop.launch.jobs.env_files import write_environment
 from strop.launch.jobs.home import (
     ATTEMPTS_FOLDER,
     CODE_NAME,

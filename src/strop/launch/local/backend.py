@@ -15,11 +15,10 @@ from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware import Lease, clear_leftovers, find_leases
 from strop.hardware.detached import start_detached
 from strop.hardware.findings import Finding, Severity
-from strop.hardware.leases import LEASE_VARIABLE
 from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
-from strop.launch.jobs.environment import clean_inherited
 from strop.launch.jobs.files import DirectoryRecord
 from strop.launch.jobs.home import job_path_of, read_plan
+from strop.launch.jobs.owned import clean_inherited
 from strop.launch.local.identity import read_identity
 from strop.launch.local.members import answer_members, forget_orders, order_end
 
@@ -60,8 +59,6 @@ class LocalBackend:
         before = read_identity(job_path)
         forget_orders(job_path)
         environ = clean_inherited(os.environ, secrets=plan.environment.secrets)
-        # Submitted from inside a run, it would otherwise be ended with that run's leftovers.
-        environ.pop(LEASE_VARIABLE, None)
         python = shutil.which(plan.argv[0]) or plan.argv[0]
         argv = [python, *plan.argv[1:], "--job-id", job_id]
         started = start_detached(argv, job_path / "supervisor.log", environ, cwd=Path(plan.home))

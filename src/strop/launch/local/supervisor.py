@@ -25,9 +25,9 @@ from strop.hardware import ChildProcess, clear_leftovers, spawn
 from strop.hardware.orphans import adopt_orphans, bury_orphans
 from strop.launch.jobs.attempts import combine_exit_files, write_verdict
 from strop.launch.jobs.contract import JobPlan, MemberPlan
-from strop.launch.jobs.environment import remove_secrets
 from strop.launch.jobs.exit_codes import from_wait
 from strop.launch.jobs.home import ATTEMPTS_FOLDER, read_plan
+from strop.launch.jobs.secrets import remove_secrets
 from strop.launch.local.identity import write_identity
 from strop.launch.local.members import confirm_end, read_orders
 

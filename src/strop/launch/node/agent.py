@@ -28,7 +28,7 @@ from strop.hardware.identity import identify_self
 from strop.hardware.leftovers import end_processes
 from strop.hardware.orphans import adopt_orphans, bury_orphans
 from strop.launch.jobs.contract import JobPlan, RolePlan
-from strop.launch.jobs.environment import read_environment
+from strop.launch.jobs.env_files import read_environment
 from strop.launch.jobs.home import CODE_NAME, read_plan
 from strop.launch.jobs.snapshot import unpack_code
 from strop.launch.node.environment import Workplace, build_environment, request_devices, require_names

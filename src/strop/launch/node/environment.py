@@ -14,6 +14,7 @@ from strop.errors import CheckRefused, explain_refusal
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, Allocation, GpuRequest
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.launch.jobs.contract import JobPlan, RolePlan
+from strop.launch.jobs.owned import ADDRESS_VARIABLE, NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.launch.node.task import NodeTask
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 from strop.store import user_cache_dir
@@ -73,9 +74,9 @@ def build_environment(
         ATTEMPT_VARIABLE: task.attempt,
         NUMBER_VARIABLE: str(task.number),
         GRACE_VARIABLE: f"{min(task.grace_s, task.term_grace_s):g}",
-        "STROP_NODE": str(task.node),
-        "STROP_NUM_NODES": str(task.num_nodes),
-        "STROP_NODE_ADDRESS": task.address,
+        NODE_VARIABLE: str(task.node),
+        NUM_NODES_VARIABLE: str(task.num_nodes),
+        ADDRESS_VARIABLE: task.address,
         **place.lease,
     }
     variables["PYTHONPATH"] = _python_path(place.code_path, variables.get("PYTHONPATH", ""))

@@ -19,7 +19,7 @@ from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError, ex
 from strop.hardware.findings import Finding
 from strop.launch.jobs.checkpoints import find_checkpoints
 from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, LogSource, RecordFiles
-from strop.launch.jobs.environment import ENVIRONMENT_NAME
+from strop.launch.jobs.env_files import ENVIRONMENT_NAME
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
 from strop.launch.jobs.next_job import CANCELLED_NAME
 from strop.launch.jobs.secrets import SECRETS_NAME
