@@ -280,7 +280,7 @@ def test_two_watchers_are_one_next_job(once: World) -> None:
 def test_what_check_finds_stops_the_next_job(once: World) -> None:
     ref = once.submit()
     end_saved(once, ref, 20)
-    once.backend.problems = [
+    once.backend.findings = [
         Finding(
             code="role", given="the role is gone", allowed="one", next_step="make it", severity=Severity.ERROR
         )
