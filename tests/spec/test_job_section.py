@@ -40,6 +40,12 @@ def test_the_gpus_of_a_node_are_shared_out(given: dict[str, int], roles: dict[st
     assert job.gpus_per_node == sum(roles.values())
 
 
+def test_evaluation_has_gpus_beside_those_of_training() -> None:
+    job = JobSpec(gpus=6, eval_config="e.toml", eval_gpus=2)
+    assert (job.gpu_roles, job.gpus_per_node) == ({"train": 6}, 8)
+    assert JobSpec(eval_config="e.toml", eval_gpus=2).gpus_per_node == 2
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -47,6 +53,16 @@ def test_the_gpus_of_a_node_are_shared_out(given: dict[str, int], roles: dict[st
         (["job.gpus=1", "job.single_gpu=true"], "the GPUs are shared out in two ways"),
         (["job.single_gpu=true", "job.infer_gpus=2"], "one GPU cannot be several"),
         (["job.train_gpus=4", "job.infer_gpus=7"], "together they are 11 GPUs of one node"),
+        (["job.eval_gpus=2"], "nothing would compute on these GPUs"),
+        (
+            ["job.gpus=7", "job.eval_gpus=2", "job.eval_config=e.toml"],
+            "job.gpus=7 (override) and job.eval_gpus=2 (override): together they are 9 GPUs of one node",
+        ),
+        (
+            ["job.eval_config=e.toml", "train.steps=20", "train.checkpoint_every=20"],
+            "no checkpoint would be there before the end, and the evaluator would wait all the time",
+        ),
+        (["job.eval_config=e.toml", "train.steps=1"], "Allowed: two steps or more"),
         (["job.gpus=9"], "job.gpus=9 (override) is not allowed"),
         (["job.train_gpus=5"], "job.train_gpus=5 (override)"),
         (["job.infer_gpus=8"], "job.infer_gpus=8 (override)"),

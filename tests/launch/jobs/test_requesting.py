@@ -148,3 +148,74 @@ def test_a_user_without_a_name_has_a_number(world: World, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(getpass, "getuser", unnamed)
     assert world.request().user == str(os.getuid())
+
+
+EVAL_TEXT = 'task.name = "arithmetic"\neval.num_examples = 8\n'
+
+
+def test_an_evaluation_is_a_role_of_its_own_whose_file_travels_with_the_job(world: World) -> None:
+    (world.project / "held-out.toml").write_text(EVAL_TEXT)
+    flags = {"job.eval_config": str(world.project / "held-out.toml"), "job.eval_gpus": 2, "job.gpus": 6}
+    request = world.request("train.steps=40", flags=flags)
+    train, evaluator = request.roles
+    assert (dict(train.gpus), train.is_awaited) == ({"train": 6}, False)
+    assert evaluator.argv[1:] == (
+        *("-m", "strop.cli", "eval", "{run}", "--config", "{job}/eval.toml", "--follow"),
+    )
+    assert (evaluator.name, dict(evaluator.gpus), evaluator.nodes) == ("evaluator", {"eval": 2}, "first")
+    assert (evaluator.must_succeed, evaluator.is_awaited) == (False, True)
+    assert (request.resources.gpus_per_node, request.resources.is_whole_node) == (8, True)
+    home = Path(world.launcher.submit(request).ref.home)
+    text = (home / "job" / "eval.toml").read_text()
+    assert text.splitlines() == [
+        'name = "held-out"',
+        'task.name = "arithmetic"',
+        "eval.num_examples = 8",
+        "eval.num_samples = 4",
+    ]
+
+
+def test_what_the_evaluation_says_is_a_part_of_the_plan_and_its_place_is_not(world: World) -> None:
+    first, second = world.project / "held-out.toml", world.folder / "held-out.toml"
+    first.write_text(EVAL_TEXT)
+    second.write_text(EVAL_TEXT)
+
+    def plan_hash(path: Path) -> str:
+        request = world.request("train.steps=40", f"job.eval_config={path}", has_snapshot=False)
+        return world.launcher.plan(request).plan_hash
+
+    before = plan_hash(first)
+    assert plan_hash(second) == before
+    first.write_text(EVAL_TEXT.replace("8", "9"))
+    assert plan_hash(first) != before
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sweep", "message"),
+    [
+        (None, (), (), "held-out.toml is not there"),
+        (EVAL_TEXT + 'model.uri = "Org/Other"\n', ("model.uri=Org/Mine",), (), "trains 'Org/Mine'"),
+        (
+            EVAL_TEXT + 'model.uri = "Org/Mine"\n',
+            ("model.uri=Org/Mine",),
+            ("model.uri=Org/A,Org/B",),
+            "trains 'Org/A'",
+        ),
+        (EVAL_TEXT, ("train.checkpoint_every=40",), (), "no checkpoint would be there before the end"),
+        (
+            EVAL_TEXT,
+            ("job.gpus=4", "job.eval_gpus=2"),
+            (),
+            "6 GPUs per node are asked for (2 of them for evaluation), and nodes of local have 4",
+        ),
+    ],
+)
+def test_an_evaluation_that_cannot_work_is_refused(
+    world: World, text: str | None, overrides: tuple[str, ...], sweep: tuple[str, ...], message: str
+) -> None:
+    world.sites("[sites.local]\ngpus_per_node = 4\n")
+    path = world.project / "held-out.toml"
+    if text is not None:
+        path.write_text(text)
+    words = ("train.steps=40", f"job.eval_config={path}", *overrides)
+    assert message in refusal(world, overrides=words, sweep=sweep)

@@ -26,6 +26,8 @@ _DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"
 
 GRANTING = ("slurm", "sagemaker")
 """Backends that give a job its GPUs: a role that asked for none must not see any."""
+NAMING = ("slurm",)
+"""Those of them that name the GPUs in CUDA_VISIBLE_DEVICES. A SageMaker job has all of its instance."""
 
 
 def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[str, str]) -> GpuRequest:
@@ -33,7 +35,7 @@ def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[s
     wanted = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
     ordered = dict(sorted(wanted.items(), key=lambda item: not item[0].endswith("/infer")))
     return GpuRequest(
-        wanted=ordered, inherited=environ.get(VISIBLE_DEVICES), is_granted=plan.backend in GRANTING
+        wanted=ordered, inherited=environ.get(VISIBLE_DEVICES), is_granted=plan.backend in NAMING
     )
 
 
