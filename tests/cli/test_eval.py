@@ -325,3 +325,44 @@ def test_a_canary_or_threshold_that_cannot_be_is_refused(
     assert ended.code in (1, 2)
     assert message in " ".join(ended.err.replace("│", " ").split())
     assert "Traceback" not in ended.err
+
+
+FILE_TEXT = """name = "short"
+task.name = "arithmetic"
+task.max_value = 15
+eval.num_examples = 3
+eval.num_samples = "none"
+model.dtype = "float32"
+placement.threads = 1
+"""
+
+
+def test_a_file_says_what_is_evaluated(run: Run, folder: Path, tiny_model_dir: Path) -> None:
+    (folder / "short.toml").write_text(FILE_TEXT)
+    ended = run("eval", tiny_model_dir, "--config", "short.toml", "--out", "results")
+    assert ended.code == 0, ended.err
+    result = read_result(folder / "results" / "short.arithmetic-step-000000.json")
+    assert (result.num_examples, result.num_samples, result.split.value) == (3, None, "held_out")
+    assert "arithmetic, 3 examples of held_out, step 0" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "Missing option '--task', or --config"),
+        (("--task", "arithmetic"), "Missing option '--split', or --config"),
+        (("--follow",), "--follow takes --config EVAL.toml"),
+        (("--config", "short.toml", "--task", "arithmetic"), "says everything itself: leave --task out"),
+        (("--config", "short.toml", "--limit", "3"), "leave --num-examples out"),
+        (("--config", "short.toml", "max_value=3"), "leave settings out"),
+        (("--config", "short.toml", "--follow", "--out", "o"), "leave --out out"),
+        (("--config", "none.toml"), "the evaluation's file none.toml is not there"),
+    ],
+)
+def test_a_file_leaves_nothing_to_options(
+    run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
+) -> None:
+    (folder / "short.toml").write_text(FILE_TEXT)
+    ended = run("eval", tiny_model_dir, *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert message in " ".join(ended.err.replace("│", " ").split())

@@ -153,3 +153,25 @@ def test_a_job_runs_here_as_the_platform_would_run_it(
     assert "train| ended: done" in said
     assert "contract:" not in said
     assert not (folder / "docs").exists()
+
+
+def test_lists_of_gpus_become_two_roles_on_disjoint_ones(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "held-out.toml").write_text('task.name = "gsm8k"\ntask.source = "Org/Data"\n')
+    words = ("--eval-config", "held-out.toml", "--train-gpus", "0-5", "--dry-run", "--json")
+    assert submit(*words, "--eval-gpus", "6,7", "train.steps=40") == 0
+    captured = capsys.readouterr()
+    plan = json.loads(captured.out)
+    assert [(role["name"], role["gpus"]) for role in plan["roles"]] == [
+        ("train", {"train": 6}),
+        ("evaluator", {"eval": 2}),
+    ]
+    assert plan["resources"]["gpus_per_node"] == 8
+    assert "role evaluator: the first node, 2 GPUs (2 for eval), no other role's" in captured.err
+    # Its data must be staged like the run's own.
+    assert {"key": "task.source", "value": "Org/Data", "place": "datasets/Org/Data"} in plan["details"][
+        "named_assets"
+    ]
+    with pytest.raises(ConfigError, match="both name GPU 5"):
+        submit(*words, "--eval-gpus", "5-7", "train.steps=40")

@@ -77,7 +77,7 @@ def read_request(
     _check_command(options.command, resolved)
     sweep = expand_sweep(options.sweep)
     members = _check_members(run_file, options, sweep)
-    evaluation = read_evaluation([resolved.spec, *members])
+    evaluation = read_evaluation(members or [resolved.spec])
     site = find_site(options.site, project_path, environ)
     root = _find_root(site, resolved)
     environment, conflicts = gather_environment(
@@ -112,7 +112,7 @@ def read_request(
 def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
     """Return the file of the evaluation beside a job; None where there is none.
 
-    `specs`: of the run, or of every run of a sweep.
+    `specs`: of the run, or of every run of a sweep. They share the file.
     Raises: ConfigError if the file is missing or wrong, or is for another model than one of the runs.
     """
     path = specs[0].job.eval_config
