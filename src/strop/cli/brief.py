@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Callable
 from functools import wraps
@@ -18,6 +19,9 @@ def brief(command: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        # Also at the interpreter's end, which walks over everything twice.
+        atexit.unregister(gc.freeze)
+        atexit.register(gc.freeze)
         was_enabled = gc.isenabled()
         gc.disable()
         try:

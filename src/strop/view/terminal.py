@@ -12,13 +12,16 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-from rich import progress as rich_progress
 from rich.console import Console
 from rich.text import Text
 
 from strop.view.harmless import make_harmless
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as LiveLine
+    from rich.progress import TaskID
 
 STEPS_FOR_ESTIMATE = 10
 """The time left follows the last steps only: replies grow and shrink while training goes on."""
@@ -143,18 +146,21 @@ class RichProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lines = StepLines(0)
-        self._live: rich_progress.Progress | None = None
-        self._bar = rich_progress.TaskID(0)
+        self._live: LiveLine | None = None
+        self._bar: TaskID | None = None
 
     def begin(self, name: str, *, num_steps: int, first_step: int = 0) -> None:
         """Print what starts, and show the live line."""
         self._lines = StepLines(num_steps)
         self._console.print(Text(_describe_begin(name, num_steps, first_step), style="bold"))
-        self._live = rich_progress.Progress(
-            rich_progress.SpinnerColumn(),
-            rich_progress.BarColumn(bar_width=32),
+        # Here: tables and short commands take the console alone.
+        from rich import progress
+
+        self._live = progress.Progress(
+            progress.SpinnerColumn(),
+            progress.BarColumn(bar_width=32),
             # Markup is off: a stage may quote text that holds brackets.
-            rich_progress.TextColumn("{task.description}", style="dim", markup=False),
+            progress.TextColumn("{task.description}", style="dim", markup=False),
             console=self._console,
             transient=True,
         )
@@ -163,7 +169,7 @@ class RichProgress:
 
     def stage(self, text: str) -> None:
         """Show what is going on in the live line."""
-        if self._live is not None:
+        if self._live is not None and self._bar is not None:
             self._live.update(self._bar, description=_one_line(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -173,7 +179,7 @@ class RichProgress:
             style = "bold green" if label == "accuracy" else ""
             line.append(f"{label} ", style="dim").append(value, style=style).append("  ")
         self._console.print(line, soft_wrap=True)
-        if self._live is not None:
+        if self._live is not None and self._bar is not None:
             self._live.update(self._bar, completed=step)
 
     def note(self, text: str, *, is_alarm: bool = False) -> None:

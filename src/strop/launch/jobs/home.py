@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +33,18 @@ DIFF_NAME = "code.diff"
 ATTEMPTS_FOLDER = "attempts"
 HIDDEN = "***"
 """Stands for the value of a variable."""
-_PLAN = TypeAdapter(JobPlan)
-_REF = TypeAdapter(JobRef)
 T = TypeVar("T")
+
+
+# On first use: making the two takes longer than all else of this module's import.
+@cache
+def _plan_form() -> TypeAdapter[JobPlan]:
+    return TypeAdapter(JobPlan)
+
+
+@cache
+def _ref_form() -> TypeAdapter[JobRef]:
+    return TypeAdapter(JobRef)
 
 
 def job_path_of(home: str | Path) -> Path:
@@ -61,7 +71,7 @@ def read_plan(job_path: Path) -> JobPlan:
 
     Raises: StoreError if there is none; CorruptRecord if it is damaged.
     """
-    return _read(job_path / PLAN_NAME, _PLAN)
+    return _read(job_path / PLAN_NAME, _plan_form())
 
 
 def write_ref(ref: JobRef) -> None:
@@ -72,7 +82,7 @@ def write_ref(ref: JobRef) -> None:
 
 def read_ref(job_path: Path) -> JobRef:
     """Read the reference of a job. Raises: StoreError if there is none; CorruptRecord if it is damaged."""
-    return _read(job_path / REF_NAME, _REF)
+    return _read(job_path / REF_NAME, _ref_form())
 
 
 def has_plan(home: Path) -> bool:
