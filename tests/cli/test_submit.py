@@ -102,6 +102,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         2,
         ("--only 'some'", "all, traces, checkpoints, latest"),
     ),
+    (("fetch", "nope", "--to", "x", "--step", "4", "--only", "latest"), 2, ("--step 4 together with",)),
     (("drill", "nope"), 2, ("'nope' names no job",)),
     (("drill", "nope", "--steps", "0"), 2, ("'--steps'",)),
 ]
@@ -411,6 +412,12 @@ def test_fetch_brings_the_run(here: World, run: Run, job: JobRef) -> None:
     assert "checkpoints 4" in ended.out
     assert (here.project / "home it's" / "checkpoints" / "step-000004" / "weights").read_text() == "w"
     assert run("fetch", job.job_id, "--to", "home it's").code == 1
+    ended = run("fetch", job.job_id, "--to", "one", "--step", "4")
+    assert ended.code == 0, ended.err
+    assert [path.name for path in (here.project / "one").iterdir()] == ["checkpoints"]
+    ended = run("fetch", job.job_id, "--to", "other", "--step", "5")
+    assert ended.code == 1
+    assert "no complete checkpoint of step 5. Allowed: one of its steps: 4" in ended.err
 
 
 def drill_table(ended: Ended) -> str:

@@ -178,6 +178,10 @@ def fetch(
     reference: Reference,
     to: Annotated[Path, typer.Option(help="Folder that is made.")],
     only: Annotated[str, typer.Option(help="all, traces, checkpoints or latest.")] = "all",
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="One checkpoint alone; a step that is not there: says which are."),
+    ] = None,
     member: Member = None,
     root: Root = RUNS,
 ) -> None:
@@ -195,9 +199,16 @@ def fetch(
                 next_step="choose one of them",
             )
         )
+    if step is not None and only != Part.ALL:
+        raise ConfigError(
+            explain_refusal(
+                f"--step {step} together with --only {only}", allowed="one of them", next_step="leave one out"
+            )
+        )
     launcher, ref = open_job(reference, root)
     require_member(ref, member)
-    fetched = fetch_run(launcher.backend.open_record(ref, member or 0), to.absolute(), Part(only))
+    part = Part.CHECKPOINTS if step is not None else Part(only)
+    fetched = fetch_run(launcher.backend.open_record(ref, member or 0), to.absolute(), part, step=step)
     steps = ", ".join(map(str, fetched.steps)) or "none"
     output.give(
         f"{fetched.path}: {fetched.num_files} files, {fetched.moved_bytes / 1e6:.1f} MB; checkpoints {steps}"

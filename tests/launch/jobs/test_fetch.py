@@ -71,6 +71,17 @@ def test_everything_but_secrets_and_unfinished_checkpoints_is_brought(run: Path,
     assert not (tmp_path / "home.incoming").exists()
 
 
+def test_one_checkpoint_alone(run: Path, tmp_path: Path) -> None:
+    fetched = fetch_run(DirectoryRecord(run), tmp_path / "home", Part.CHECKPOINTS, step=10)
+    assert fetched.steps == (10,)
+    assert {name.split("/")[1] for name in names_in(tmp_path / "home")} == {"step-000010"}
+    for step in (15, 30):
+        # 30 is being written.
+        with pytest.raises(StoreError, match=f"no complete checkpoint of step {step}.*its steps: 10, 20"):
+            fetch_run(DirectoryRecord(run), tmp_path / "other", Part.CHECKPOINTS, step=step)
+    assert not (tmp_path / "other.incoming").exists()
+
+
 @pytest.mark.parametrize(
     ("part", "steps", "has_traces"),
     [(Part.TRACES, (), True), (Part.CHECKPOINTS, (10, 20), False), (Part.LATEST, (20,), False)],

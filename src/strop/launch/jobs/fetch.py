@@ -46,10 +46,11 @@ class Fetched:
     """Of the checkpoints."""
 
 
-def fetch_run(record: RecordFiles, dest: Path, part: Part) -> Fetched:
+def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None = None) -> Fetched:
     """Copy a member's files to a new folder; the same call again goes on where it stopped.
 
-    Checkpoints are continued byte by byte. What a job may still change is small, and brought anew.
+    Checkpoints are continued byte by byte. What a job may still change is small, and brought anew. `step`:
+    of the checkpoints this one alone.
 
     Raises: StoreError if the folder is there already, there is nothing to fetch, or a place fails;
         CorruptRecord if a checkpoint is not what its manifest promises.
@@ -64,6 +65,10 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part) -> Fetched:
         )
     incoming = dest.with_name(dest.name + ".incoming")
     complete = find_checkpoints(record)
+    if step is not None:
+        if step not in complete:
+            raise _no_step(record, step, complete)
+        complete = [step]
     names = _choose(record, part, complete)
     if not names:
         raise _nothing(record, part)
@@ -94,6 +99,16 @@ def _nothing(record: RecordFiles, part: Part) -> StoreError:
             f"{record.describe('')} has no {part.value} to fetch",
             allowed="a job that has written something",
             next_step="ask `strop status` how it stands",
+        )
+    )
+
+
+def _no_step(record: RecordFiles, step: int, complete: Sequence[int]) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{record.describe('')} has no complete checkpoint of step {step}",
+            allowed=f"one of its steps: {', '.join(map(str, complete)) or 'there is none yet'}",
+            next_step="name one of these",
         )
     )
 
