@@ -40,7 +40,9 @@ class SageMakerArguments:
     local: Annotated[
         bool, typer.Option("--local", help="Run the job here, as the platform would, and submit nothing.")
     ] = False
-    gpus: Annotated[Text, typer.Option(metavar="0,1,2", help="With --local: GPUs, by index or UUID.")] = None
+    gpus: Annotated[
+        Text, typer.Option(metavar="0,1,2", help="With --local: GPUs, by index or UUID; none: free ones.")
+    ] = None
     instance_type: Annotated[Text, typer.Option(help="Instance type.")] = None
     instance_count: Annotated[int | None, typer.Option(min=1, help="Instances.")] = None
     image: Annotated[Text, typer.Option(help="Image instead of ours; 'none' with --local: processes.")] = None
@@ -267,10 +269,11 @@ def _run_here(
     import os
 
     from strop.errors import CheckRefused, explain_refusal
+    from strop.hardware import read_gpu_users, read_gpus
     from strop.launch.jobs.filling import fill_home
     from strop.launch.jobs.launcher import Launcher
     from strop.launch.sagemaker.backend import SageMakerBackend
-    from strop.launch.sagemaker.local_run import run_here
+    from strop.launch.sagemaker.local_run import choose_gpus, run_here
 
     gpus = tuple(filter(None, (given.gpus or "").split(",")))
     if gpus and image is None:
@@ -291,6 +294,8 @@ def _run_here(
     plan = Launcher(SageMakerBackend(profile)).plan(request)
     for notice in (*plan.conflicts, *plan.notices):
         output.say(f"notice: {notice}")
+    if image is not None:
+        gpus = choose_gpus(plan, gpus, read_gpus(), read_gpu_users())
     fill_home(plan, request, os.environ)
     return run_here(
         plan, profile, gpus=gpus, engine=engine if image is not None else None, image=image, say=output.say

@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.errors import CheckRefused
+from strop.hardware import Gpu, GpuUser
+from strop.launch.jobs.contract import Resources
 from strop.launch.sagemaker.control import Control, find_address, join_hosts
 from strop.launch.sagemaker.entry import _set_network
 from strop.launch.sagemaker.failure import describe_failure, write_failure
 from strop.launch.sagemaker.fake import FakeSageMaker
 from strop.launch.sagemaker.folder_objects import FolderObjects
+from strop.launch.sagemaker.local_run import choose_gpus
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.sagemaker.platform_tree import CheckpointSync, build_tree
 from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, StoreSink
@@ -343,7 +346,9 @@ def test_a_name_that_does_not_resolve_is_said() -> None:
     assert find_address("127.0.0.1", 1.0) == "127.0.0.1"
 
 
-def test_lau_10_an_interface_that_is_not_there_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lau_10_an_interface_that_is_not_there_is_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LAU-10: interfaces come from the platform and are looked for; EFA is set where its devices are."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FI_PROVIDER"):
         monkeypatch.delenv(name, raising=False)
@@ -353,8 +358,16 @@ def test_lau_10_an_interface_that_is_not_there_is_a_refusal(monkeypatch: pytest.
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     _set_network(Hosts(names=("a", "b"), current="a", interface="lo"))
     assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
-    has_efa = any(Path("/dev/infiniband").glob("uverbs*"))
-    assert ("FI_PROVIDER" in os.environ) == has_efa
+    two = Hosts(names=("a", "b"), current="a", interface="lo")
+    for name in ("FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA"):
+        os.environ.pop(name, None)
+    _set_network(two, tmp_path)
+    assert "FI_PROVIDER" not in os.environ
+    (tmp_path / "uverbs0").touch()
+    _set_network(Hosts(names=("a",), current="a", interface="lo"), tmp_path)
+    assert "FI_PROVIDER" not in os.environ
+    _set_network(two, tmp_path)
+    assert (os.environ["FI_PROVIDER"], os.environ["FI_EFA_USE_DEVICE_RDMA"]) == ("efa", "1")
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA"):
         os.environ.pop(name, None)
 
@@ -486,3 +499,18 @@ def test_a_program_is_told_at_the_start_of_the_window_and_killed_at_its_end() ->
     assert instance.said == ["start 0", "TERM", "KILL"]
     described = fake.describe_training_job(TrainingJobName=request["TrainingJobName"])
     assert described["SecondaryStatus"] == "Stopped"
+
+
+def test_a_rehearsal_gets_the_gpus_that_its_run_asks_for() -> None:
+    gpus = [
+        Gpu(index=str(n), uuid=f"GPU-{n}", name="x", memory_bytes=None, has_mig=False, slices=())
+        for n in range(4)
+    ]
+    users = [GpuUser(gpu_uuid="GPU-0", pid=1, memory_bytes=None, user=None, command=None)]
+    two = plan_of(resources=Resources(gpus_per_node=2))
+    # Without --gpus: free ones, as many as the job has.
+    assert choose_gpus(two, (), gpus, users) == ("GPU-1", "GPU-2")
+    assert choose_gpus(two, ("3", "GPU-1"), gpus, users) == ("GPU-3", "GPU-1")
+    assert choose_gpus(plan_of(), (), gpus, users) == ()
+    with pytest.raises(CheckRefused, match="0 in use"):
+        choose_gpus(two, ("0", "1"), gpus, users)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strop.errors import CheckRefused, explain_refusal
+from strop.launch.container.devices import device_words
 from strop.launch.container.engine import Engine
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.fake import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
@@ -289,7 +290,7 @@ class _ContainerHost:
         argv += _network(names)
         # Names alone: values would stand in the process list.
         argv += [word for key in sorted(environment) for word in ("--env", key)]
-        argv += _gpu_options(settings)
+        argv += device_words(settings.engine.kind, settings.gpus)
         if settings.rootfs is not None:
             argv += ["--rootfs", f"{settings.rootfs}:O", *entry]
         else:
@@ -334,14 +335,6 @@ def _require_image(settings: RunnerSettings) -> None:
                 next_step="build it with --build, or leave the engine out for a plain process",
             )
         )
-
-
-def _gpu_options(settings: RunnerSettings) -> list[str]:
-    if not settings.gpus:
-        return []
-    if settings.engine is not None and settings.engine.kind == "docker":
-        return ["--gpus", f"device={','.join(settings.gpus)}"]
-    return [word for gpu in settings.gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]
 
 
 def _network(names: Sequence[str]) -> list[str]:

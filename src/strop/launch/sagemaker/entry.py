@@ -60,6 +60,7 @@ STOP_WINDOW_S = 120.0
 RESERVE_S = 20.0
 """Of the window, for what comes after the roles: the last state, the record, the verdict."""
 _BLOCK_END = "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
+_EFA_DEVICES = Path("/dev/infiniband")
 _BLOCK_RESERVE_S = 300.0
 
 
@@ -317,7 +318,7 @@ def _choose_sink(start: _Start) -> Sink:
     return StoreSink(S3Objects(), f"{store}/checkpoints/{start.job_name}")
 
 
-def _set_network(hosts: Hosts) -> None:
+def _set_network(hosts: Hosts, device_path: Path = _EFA_DEVICES) -> None:
     """Name the interface that the platform names, and EFA where its devices are.
 
     Raises: CheckRefused if there is no such interface.
@@ -336,7 +337,7 @@ def _set_network(hosts: Hosts) -> None:
             )
         os.environ.setdefault("NCCL_SOCKET_IFNAME", hosts.interface)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", hosts.interface)
-    if any(Path("/dev/infiniband").glob("uverbs*")):
+    if any(device_path.glob("uverbs*")):
         # By the devices, not by a list of instance types: a missing entry once meant silent sockets.
         os.environ.setdefault("FI_PROVIDER", "efa")
         os.environ.setdefault("FI_EFA_USE_DEVICE_RDMA", "1")

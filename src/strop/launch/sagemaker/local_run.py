@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strop.errors import EXIT_INTERRUPTED
+from strop.hardware import Gpu, GpuUser
+from strop.launch.container.devices import choose_devices, leased_devices
 from strop.launch.container.engine import Engine
 from strop.launch.jobs.contract import JobPlan
 from strop.launch.jobs.home import job_path_of
@@ -77,6 +79,18 @@ def run_here(
     if failure := runner.failure():
         say(f"failure file: {failure}")
     return code
+
+
+def choose_gpus(
+    plan: JobPlan, asked: Sequence[str], gpus: Sequence[Gpu], users: Sequence[GpuUser]
+) -> tuple[str, ...]:
+    """Return the ids of the GPUs that a container of a plan gets here: those asked for, else free ones.
+
+    Raises: CheckRefused if one is unknown or in use, or too few are free.
+    """
+    return choose_devices(
+        gpus, users, num_wanted=plan.resources.gpus_per_node, asked=asked, taken=leased_devices()
+    )
 
 
 def _hand_over(plan: JobPlan, profile: SageMakerSite, objects: FolderObjects) -> Mapping[str, Any]:
