@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from strop.cli.output import Output
 from strop.cli.sagemaker import _push, sagemaker_commands
 from strop.errors import CheckRefused, ConfigError
 from strop.launch.container.engine import Engine
+from strop.launch.container.image import BuiltImage, ImagePlan
 from strop.launch.sagemaker.client import AwsClients
 from strop.spec.site import SageMakerSite
 from tests.fixtures.object_store import use_store
@@ -130,6 +132,49 @@ def test_what_is_pushed_is_submitted_by_digest(
     assert f"push {PROFILE['repository']}:v{__version__}" in words
     with pytest.raises(ConfigError, match="--push with image=None"):
         _push(Output(), request, profile, engine, None)
+
+
+def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
+    folder: Path,
+    store_address: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use_store(monkeypatch, store_address)
+    prepare_account(AwsClients(profile=SageMakerSite(**PROFILE, endpoint_url=store_address)), tag="other")
+    base = "999999999999.dkr.ecr.us-west-2.amazonaws.com/bases/python:3.11"
+    (folder / "strop-sites.toml").write_text(
+        f'{SITES}endpoint_url = "{store_address}"\nbase_image = "{base}"\n'
+    )
+    program, built = tmp_path / "podman", tmp_path / "built"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = login ]; then echo "$*" >> {tmp_path}/words; cat > {tmp_path}/password; fi\n'
+        f'if [ "$1" = image ] && [ -e {built} ]; then echo \'[{{"Id": "abc", "Size": 1}}]\'; exit; fi\n'
+        'if [ "$1" = image ]; then echo "[]"; fi\n'
+    )
+    program.chmod(0o755)
+    engine = Engine(kind="podman", program=str(program), version="0")
+
+    def build(_engine: Engine, plan: ImagePlan, **_settings: object) -> BuiltImage:
+        built.touch()
+        return BuiltImage(name=plan.name, image_id="sha256:abc", size_bytes=1, wall_s=0.0)
+
+    monkeypatch.setattr("strop.launch.container.engine.locate_engine", lambda: engine)
+    monkeypatch.setattr("strop.launch.container.engine.prove_engine", lambda found: found)
+    monkeypatch.setattr("strop.launch.container.image.build_image", build)
+    for _ in range(2):
+        # What else `check` misses in this account is not this test's matter.
+        with suppress(CheckRefused):
+            submit("--build", "--image-tag", "other", "--check")
+    # Once: the second time there is nothing to build.
+    host = base.partition("/")[0]
+    assert (tmp_path / "words").read_text() == f"login --username AWS --password-stdin {host}\n"
+    assert (tmp_path / "password").read_text()
+    told = capsys.readouterr().err
+    assert "the job uses the repository's image" in told
+    assert "warning: strop:other in the repository is another image than the one that was built" in told
 
 
 @pytest.mark.slow

@@ -117,6 +117,8 @@ def submit(context: typer.Context, given: SageMakerArguments) -> None:
         raise typer.Exit(_run_here(output, request, profile, given, engine, local_image))
     if given.push:
         request = _push(output, request, profile, engine, local_image)
+    elif given.build and not given.dry_run:
+        _say_difference(output, profile, given, engine, local_image)
     submit_request(output, request, base)
 
 
@@ -226,9 +228,29 @@ def _build(
             log_in_for_base(profile, engine)
         built = build_image(engine, image, no_cache=given.no_cache, say=output.say)
         output.say(f"image {built.name}: {built.size_bytes / 1e6:.0f} MB, built in {built.wall_s:.0f} s")
-        if not (given.push or given.local):
-            output.say("the job uses the repository's image; --push sends this one there")
     return engine, image.name if find_image(engine, image.name) else None
+
+
+def _say_difference(
+    output: Output,
+    profile: SageMakerSite,
+    given: SageMakerArguments,
+    engine: Engine | None,
+    image: str | None,
+) -> None:
+    """Warn where the job would use another image than the one that was built here."""
+    from strop import __version__
+    from strop.launch.container.image import find_image
+    from strop.launch.sagemaker.client import AwsClients
+    from strop.launch.sagemaker.ecr import compare_images, parse_reference
+
+    output.say("the job uses the repository's image; --push sends this one there")
+    remote = parse_reference(f"{profile.repository}:{given.image_tag or f'v{__version__}'}")
+    local = find_image(engine, image) if engine is not None and image is not None else None
+    if remote is None or remote.registry is None or local is None:
+        return
+    if told := compare_images(AwsClients(profile=profile), remote, local[0]):
+        output.say(f"warning: {told}")
 
 
 def _push(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from strop.launch.jobs.contract import JobPlan
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients, action_of
 from strop.launch.sagemaker.ecr import (
+    compare_images,
     ensure_repository,
     find_digest,
     log_in_for_base,
@@ -384,6 +386,26 @@ def test_a_push_logs_in_by_standard_input_and_gives_the_digest(site: Site, tmp_p
     assert password not in words
     assert [line.split()[0] for line in words.splitlines()] == ["login", "tag", "push"]
     assert "--password-stdin" in words
+
+
+def test_an_image_that_was_built_and_not_pushed_is_compared_with_the_repositorys(site: Site) -> None:
+    prepare_account(site.clients, tag="tag-compare")
+    there = parse_reference("123456789012.dkr.ecr.us-east-1.amazonaws.com/strop:tag-compare")
+    assert there is not None
+    # The id that `prepare_account` gives an image: its tag as hexadecimal digits.
+    image_id = f"sha256:{b'tag-compare'.hex():0>64}"
+    assert compare_images(site.clients, there, image_id) == ""
+    told = compare_images(site.clients, there, "sha256:" + "0" * 64)
+    assert told.startswith("strop:tag-compare in the repository is another image")
+    absent = replace(there, tag="never-pushed")
+    assert compare_images(site.clients, absent, image_id).startswith(
+        "the repository has no strop:never-pushed"
+    )
+    answers = {"batch_get_image": refusal("AccessDeniedException")}
+    site.clients.given["ecr"] = Recorder(site.clients.client("ecr"), [], answers)
+    assert "ecr:BatchGetImage on strop:tag-compare is not allowed" in compare_images(
+        site.clients, there, image_id
+    )
 
 
 def test_a_push_that_fails_says_why_without_the_password(site: Site, tmp_path: Path) -> None:

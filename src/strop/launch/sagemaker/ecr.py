@@ -7,12 +7,13 @@ everybody on the machine can read.
 from __future__ import annotations
 
 import base64
+import json
 import re
 import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, RemoteMissing, explain_refusal
+from strop.errors import CheckRefused, ConfigError, RemoteMissing, StropError, explain_refusal
 from strop.launch.container.engine import Engine
 from strop.launch.sagemaker.client import AwsClients
 from strop.spec.site import SageMakerSite
@@ -104,6 +105,28 @@ def find_digest(clients: AwsClients, image: ImageReference) -> str:
     shown = f"{image.name}{'@' + image.digest if image.digest else ':' + (image.tag or 'latest')}"
     found = clients.call("ecr", "describe_images", resource=shown, imageIds=[wanted], **place)
     return str(found["imageDetails"][0]["imageDigest"])
+
+
+def compare_images(clients: AwsClients, image: ImageReference, local_id: str) -> str:
+    """Say whether the image that a job would use is the one that was built here; empty: it is.
+
+    By the digest of its configuration, which is what engines call an image's id: a manifest's digest depends
+    on how its layers were compressed. What cannot be asked is said, and refuses nothing.
+    """
+    shown = f"{image.name}:{image.tag or 'latest'}"
+    place: dict[str, Any] = {"repositoryName": image.name, "imageIds": [{"imageTag": image.tag or "latest"}]}
+    if image.account:
+        place["registryId"] = image.account
+    try:
+        found = clients.call("ecr", "batch_get_image", resource=shown, **place).get("images", [])
+        config = json.loads(found[0]["imageManifest"]).get("config", {}) if found else {}
+    except (StropError, ValueError) as error:
+        return f"whether {shown} in the repository is the image that was built was not seen: {error}"
+    if not found:
+        return f"the repository has no {shown}: --push sends the image that was built"
+    if config.get("digest") == local_id:
+        return ""
+    return f"{shown} in the repository is another image than the one that was built; the job uses that one"
 
 
 def log_in(clients: AwsClients, engine: Engine, account: str | None = None) -> str:
