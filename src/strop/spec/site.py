@@ -188,6 +188,13 @@ class SageMakerSite(SiteSection):
         " spot instances are used.",
     )
     spot: bool = Field(default=False, description="Whether spot instances are used.")
+    internal_retries: int = Field(
+        default=0,
+        ge=0,
+        le=30,
+        description="How often the platform starts a job again after an error of its own. Both time limits"
+        " then hold for all starts together.",
+    )
     keep_alive_s: int | None = Field(default=None, ge=0, le=21600, description="Warm pool, seconds.")
     subnets: tuple[str, ...] = Field(default=(), strict=False, description="Subnets, for a VPC.")
     security_groups: tuple[str, ...] = Field(default=(), strict=False, description="Security groups.")

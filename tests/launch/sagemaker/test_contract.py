@@ -89,6 +89,17 @@ def test_lau_2_term_during_a_step_saves_and_a_second_start_goes_on_exactly(rehea
     assert verdict["number"] == 1
 
 
+def test_before_a_capacity_block_ends_the_state_is_saved(rehearsal: Rehearsal) -> None:
+    request = rehearsal.submit(trainee={"STEPS": 400, "STEP_S": 0.1})
+    # 300 s are the reserve: the stop comes 3 to 4 s after the start.
+    ends_at = str(int(time.time()) + 304)
+    variables = {"SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP": ends_at}
+    runner = rehearsal.start(request, environment=variables)
+    assert end_of(runner) == 75, runner.log_of(HOST)
+    assert runner.failure().startswith("requeue: ")
+    assert rehearsal.states(request) != []
+
+
 def test_a_job_that_goes_on_after_another_one_counts_on(rehearsal: Rehearsal) -> None:
     """An attempt with a number that an earlier job of the same home had would be fenced off, or misjudged."""
     request = rehearsal.submit(trainee={"STEPS": 1}, num_past=3)

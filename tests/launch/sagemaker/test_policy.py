@@ -54,6 +54,32 @@ def test_the_role_may_write_and_prune_but_not_start_jobs() -> None:
     assert trust_policy()["Statement"][0]["Principal"] == {"Service": "sagemaker.amazonaws.com"}
 
 
+def test_the_role_has_the_rights_of_the_written_list_and_no_others() -> None:
+    arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
+    wanted = {
+        *(f"s3:{word}" for word in ("GetObject", "PutObject", "ListBucket", "DeleteObject")),
+        "s3:AbortMultipartUpload",
+        *("ecr:GetAuthorizationToken", "ecr:BatchCheckLayerAvailability", "ecr:GetDownloadUrlForLayer"),
+        "ecr:BatchGetImage",
+        *(f"logs:{word}" for word in ("CreateLogGroup", "CreateLogStream", "PutLogEvents")),
+        *("logs:DescribeLogStreams", "cloudwatch:PutMetricData"),
+    }
+    assert set(actions_of(execution_policy(SITE))) == wanted
+    wanted |= {"secretsmanager:GetSecretValue", "kms:Decrypt", "kms:GenerateDataKey", "kms:CreateGrant"}
+    wanted |= {
+        f"ec2:{word}"
+        for word in (
+            *("CreateNetworkInterface", "CreateNetworkInterfacePermission", "DeleteNetworkInterface"),
+            *("DeleteNetworkInterfacePermission", "DescribeNetworkInterfaces", "DescribeVpcs"),
+            *("DescribeDhcpOptions", "DescribeSubnets", "DescribeSecurityGroups"),
+        )
+    }
+    full = SageMakerSite(
+        **PROFILE, secret_arns={"HF_TOKEN": arn}, kms_key="alias/mine", subnets=("subnet-1",)
+    )
+    assert set(actions_of(execution_policy(full))) == wanted
+
+
 def test_secrets_keys_and_networks_only_where_the_site_has_them() -> None:
     arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
     full = SageMakerSite(

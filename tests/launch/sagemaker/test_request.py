@@ -139,6 +139,13 @@ def test_the_wall_time_of_the_run_beats_the_site_and_a_flag_beats_both() -> None
     )
 
 
+def test_errors_of_the_platform_are_retried_by_it_where_the_site_says_so() -> None:
+    assert "RetryStrategy" not in request_of(plan_of())
+    assert request_of(plan_of(profile={"internal_retries": 3}))["RetryStrategy"] == {
+        "MaximumRetryAttempts": 3
+    }
+
+
 def test_nodes_without_gpus_are_an_instance_group() -> None:
     request = request_of(plan_of(resources=Resources(num_nodes=2, num_cpu_nodes=3)))
     assert request["ResourceConfig"]["InstanceGroups"] == [

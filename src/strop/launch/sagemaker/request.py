@@ -136,6 +136,8 @@ def build_request(
     subnets, groups = settings.option("subnets"), settings.option("security_groups")
     if subnets or groups:
         built["VpcConfig"] = {"Subnets": list(subnets), "SecurityGroupIds": list(groups)}
+    if profile.internal_retries:
+        built["RetryStrategy"] = {"MaximumRetryAttempts": profile.internal_retries}
     if settings.instance_count > 1:
         built["InfraCheckConfig"] = {"EnableInfraCheck": True}
     return built
