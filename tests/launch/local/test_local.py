@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from strop.errors import CheckRefused
 from strop.launch.jobs.contract import JobRef, JobState, JobStatus
 from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.logs import LogFilter
+from strop.launch.jobs.watching import watch
 from strop.launch.local.backend import LocalBackend
 from strop.launch.local.identity import read_identity
 from strop.launch.local.members import order_end
@@ -92,6 +94,30 @@ def test_the_budget_of_lives_is_kept(project: Path, launcher: Launcher) -> None:
     assert status.state is JobState.FAILED
     assert status.reason == "requeue budget: attempt 2 was the last one that it may have"
     assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75, 75, 75]
+
+
+def test_who_waits_leaves_the_next_life_to_the_supervisor(project: Path, launcher: Launcher) -> None:
+    ref = launcher.submit(make_request(project, [saver(30)])).ref
+    said: list[str] = []
+
+    def pause(duration_s: float) -> None:
+        # Of this machine it is asked every second, not every quarter of a minute.
+        assert 1.0 <= duration_s <= 1.25
+        time.sleep(0.05)
+        if len(steps_of(ref.home)) >= 3 and not told:
+            told.append(launcher.backend.preempt(ref, 0))
+
+    told: list[str] = []
+    watch(launcher, Path(ref.home), said.append, pause=pause)
+    assert said[-1] == f"{ref.job_id}: succeeded"
+    assert steps_of(ref.home) == list(range(1, 31))
+    wait_for_end(launcher, ref)
+    assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75, 0]
+    stopper = role("train", "import sys; sys.exit(75)")
+    last = launcher.submit(make_request(project, [stopper], "name=other", "job.max_requeue=1")).ref
+    with pytest.raises(CheckRefused, match=r"ended as failed \(requeue budget: attempt 1"):
+        watch(launcher, Path(last.home), said.append, pause=lambda _: time.sleep(0.05))
+    wait_for_end(launcher, last)
 
 
 def test_a_failure_names_role_code_and_last_lines_and_is_not_repeated(

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strop.errors import CheckRefused
-from strop.launch.jobs.contract import JobRef
+from strop.launch.jobs.contract import JobEnvironment, JobRef
 from strop.launch.jobs.home import job_path_of, read_plan, read_ref
 from strop.launch.jobs.launcher import Launcher
+from strop.launch.jobs.snapshot import take_snapshot
 from strop.launch.jobs.watching import watch
-from strop.launch.sagemaker.fake import JobScript, Stage
+from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
+from strop.launch.sagemaker.fake import FakeSageMaker, JobScript, Stage
 from strop.launch.sagemaker.job_log import JobLog
+from tests.fixtures.object_store import store_environment
 from tests.fixtures.scripted_jobs import Killed, be_killed
 from tests.launch.sagemaker.aws import Site
 from tests.launch.sagemaker.building import NOON
+from tests.launch.sagemaker.rehearsal import SOURCE, expected_metrics, free_port
+from tests.launch.sagemaker.test_contract import HOST, wait_until
 from tests.launch.sagemaker.test_verbs import launcher_of, request_of, write_verdict
 
 SAVED = JobScript(
@@ -187,3 +195,76 @@ def test_a_kill_after_the_submission_is_one_job(
     assert names == {ref.job_id, watcher.ref.job_id}
     assert created(site)[0]["TrainingJobName"] == "job-20261121-120000"
     assert watcher.ref.submitted_at > NOON
+
+
+@pytest.mark.slow
+def test_a_real_program_is_brought_to_its_end_over_two_jobs(
+    site: Site, tmp_path: Path, store_address: str
+) -> None:
+    """The wall time ends the first job in the middle; the second one goes on at the very next step."""
+    runners: list[ContractRunner] = []
+
+    def make_instance() -> ContractRunner:
+        environment = {
+            **store_environment(store_address),
+            "PYTHONPATH": str(SOURCE),
+            "STROP_CACHE": str(tmp_path / "cache"),
+            "STROP_STORE_URI": f"s3://strop-test/{site.prefix}",
+        }
+        settings = RunnerSettings(
+            environment=environment, stop_window_s=10.0, sync_every_s=0.2, port=free_port()
+        )
+        runners.append(ContractRunner(tmp_path / f"instance-{len(runners)}", site.objects, settings))
+        return runners[-1]
+
+    site.fake = FakeSageMaker(now=NOON, make_instance=make_instance)
+    site.clients.given["sagemaker"] = site.fake
+    launcher = launcher_of(site, tmp_path)
+    numbers = {"TRAINEE_STEPS": "60", "TRAINEE_STEP_S": "0.1"}
+    request = request_of(site, max_runtime="5m", environment=JobEnvironment(variables=numbers))
+    shutil.copy(Path(__file__).with_name("trainee.py"), site.project / "program.py")
+    excluded = [site.project / "runs", site.project / "docs"]
+    request = replace(request, snapshot=take_snapshot(site.project, excluded=excluded))
+    ref = launcher.submit(request).ref
+    state_uri = ref.details["jobs"][0]["state_uri"]
+
+    def has_state() -> bool:
+        return site.backend.find_saved_step(ref, 0) is not None
+
+    def run_out_of_time() -> None:
+        wait_until(has_state, "no state came")
+        site.fake.advance(250.0)
+        wait_until(lambda: runners[0].poll() is not None, "it did not stop")
+
+    def finish() -> None:
+        site.fake.advance(200.0)
+        wait_until(lambda: runners[1].poll() is not None, "it did not end")
+        site.fake.advance(60.0)
+
+    script: list[Callable[[], Any]] = [
+        lambda: site.fake.advance(200.0),
+        run_out_of_time,
+        lambda: site.fake.advance(130.0),
+        finish,
+    ]
+    said: list[str] = []
+    try:
+        watch(
+            launcher,
+            Path(ref.home),
+            said.append,
+            pause=lambda _: script.pop(0)(),
+            now=lambda: site.fake.now,
+        )
+    finally:
+        for runner in runners:
+            runner.kill()
+    assert [runner.codes for runner in runners] == [{HOST: 75}, {HOST: 0}]
+    assert said[-1].endswith(": succeeded")
+    assert any("timeout" in line for line in said)
+    text = site.objects.read(f"{state_uri}/{HOST}/run/metrics.jsonl").decode()
+    # No step is missing, none is trained twice, and the numbers are those of an undisturbed run.
+    assert [json.loads(line) for line in text.splitlines()] == expected_metrics(60)
+    step = read_plan(job_path_of(ref.home)).start_step
+    assert step is not None
+    assert f"train| begin at step {step}" in runners[1].log_of(HOST)
