@@ -90,7 +90,7 @@ def digest_of_files(sha256_by_name: Mapping[str, str]) -> str:
 def write_bytes_atomically(path: Path, data: bytes, *, open_file: FileOpener | None = None) -> None:
     """Write a file so that a reader finds the old bytes or all of the new ones.
 
-    `open_file` opens the file aside for writing; it is there so that a test can make a disk fail.
+    `open_file` opens the file aside for writing: with other rights, or on a disk that a test lets fail.
 
     Raises: StoreError if the bytes cannot be written; the old file stays and nothing else is left.
     """

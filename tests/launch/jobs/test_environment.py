@@ -18,6 +18,7 @@ from strop.launch.jobs.environment import EnvironmentFlags, describe_auth, gathe
 from strop.launch.jobs.owned import clean_inherited
 from strop.launch.jobs.secrets import redact, remove_secrets, secret_values
 from strop.spec.site import LocalSite, Site, SlurmSite
+from strop.store.leftovers import partial_path_of
 
 CANARY = "canary-7f3a,'\"$HOME `id`\nsecond line"
 # What breaks exports, job scripts and command lines, each for its own reason.
@@ -159,7 +160,7 @@ def test_a_secret_is_in_its_private_file_alone(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_writer_are_removed_with_the_secrets(tmp_path: Path) -> None:
-    (tmp_path / ".secrets.json.4711").write_text("half")
+    partial_path_of(tmp_path / "secrets.json").write_text("half")
     remove_secrets(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -305,7 +306,7 @@ def test_a_directory_that_submit_did_not_fill(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"env\.json cannot be read") as caught:
         read_environment(tmp_path, "trainer")
     assert "hunter2" not in str(caught.value)
-    with pytest.raises(StoreError, match=r"env\.json cannot be written: No such file or directory"):
+    with pytest.raises(StoreError, match=r"env\.json could not be written .*No such file or directory"):
         write_environment(tmp_path / "absent", JobEnvironment(), {})
     (tmp_path / "secrets.json").mkdir()
     with pytest.raises(StoreError, match=r"secrets\.json cannot be removed"):

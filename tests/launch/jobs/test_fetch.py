@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     put(path, "attempts/17-0/0/train.log", "hello\nwor")
     put(path, "job/plan.json", "{}")
     put(path, "job/secrets.json", '{"values": {"T": "canary"}}')
-    put(path, "job/.secrets.json.4711", '{"values": {"T": "canary"}}')
+    put(path, "job/secrets.json.partial-4711-0a1b2c0a1b2c3d4", '{"values": {"T": "canary"}}')
     put(path, "job/env.json", '{"variables": {"A": "canary"}}')
     put(path, "lock", "canary")
     (path / "latest").symlink_to("attempts/17-0")

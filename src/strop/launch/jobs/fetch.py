@@ -128,7 +128,7 @@ def _verify(record: RecordFiles, incoming: Path, step: int) -> bool:
 
 
 def _choose(record: RecordFiles, part: Part, complete: Sequence[int]) -> list[str]:
-    names = [name for name in record.list("") if not _is_secret(name) and ".partial-" not in name]
+    names = [name for name in record.list("") if name not in _NEVER and ".partial-" not in name]
     of_checkpoints = [name for name in names if step_of(name) in set(complete)]
     others = [name for name in names if not name.startswith(CHECKPOINTS)]
     match part:
@@ -140,11 +140,6 @@ def _choose(record: RecordFiles, part: Part, complete: Sequence[int]) -> list[st
             return [name for name in of_checkpoints if step_of(name) == max(complete)]
         case Part.ALL:
             return [*others, *of_checkpoints]
-
-
-def _is_secret(name: str) -> bool:
-    # Also what a killed writer left of it.
-    return name in _NEVER or (name.startswith("job/.") and "secrets" in name)
 
 
 def _copy(record: RecordFiles, name: str, path: Path) -> int:

@@ -13,10 +13,11 @@ import shlex
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from strop.errors import StoreError, explain_refusal
 from strop.spec.credentials import credential_form, is_credential_name
+from strop.store.atomic import write_bytes_atomically
 
 SECRETS_NAME = "secrets.json"
 REDACTED = "<redacted>"
@@ -48,7 +49,7 @@ def secret_values(job_path: Path) -> tuple[str, ...]:
 def remove_secrets(job_path: Path) -> None:
     """Remove `secrets.json` and what a killed writer left of it. Raises: StoreError if it cannot be."""
     try:
-        for path in job_path.glob(f".{SECRETS_NAME}.*"):
+        for path in job_path.glob(f"{SECRETS_NAME}.partial-*"):
             path.unlink(missing_ok=True)
         (job_path / SECRETS_NAME).unlink(missing_ok=True)
     except OSError as error:
@@ -109,26 +110,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_private(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that nobody else can read at any moment, and that appears complete."""
-    partial_path = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial_path.unlink(missing_ok=True)
-        descriptor = os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial_path, path)
-    except OSError as error:
-        raise StoreError(
-            explain_refusal(
-                f"{path} cannot be written: {error.strerror}",
-                allowed="a directory of the submitting user on a disk with room",
-                next_step="free some space or choose another output.root",
-            )
-        ) from error
-    finally:
-        partial_path.unlink(missing_ok=True)
+    """Write a file that nobody else can read at any moment, and that appears complete. Raises: StoreError."""
+    write_bytes_atomically(path, json.dumps(content, indent=1).encode(), open_file=_open_private)
+
+
+def _open_private(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def _written_forms(value: str) -> Iterable[str]:
