@@ -11,6 +11,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.store.atomic import nearest_existing
+
 NETWORK_KINDS = frozenset(
     (
         *("nfs", "nfs3", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "virtiofs"),
@@ -48,8 +50,7 @@ def describe_disk(path: Path, *, mounts: str | None = None) -> Disk:
 
     `mounts` is the text of /proc/self/mountinfo; None reads it.
     """
-    place = path.absolute().resolve()
-    existing = next(parent for parent in (place, *place.parents) if parent.exists())
+    existing = nearest_existing(path.resolve())
     usage = shutil.disk_usage(existing)
     mount, kind = _find_mount(existing, _read_mounts() if mounts is None else mounts)
     bare = kind.removeprefix("fuse.").removeprefix("fuseblk.")

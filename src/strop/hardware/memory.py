@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
+from strop.store.atomic import nearest_existing
 
 
 def rss_bytes() -> int | None:
@@ -41,8 +42,7 @@ def reset_peak_rss() -> bool:
 
 def free_disk_bytes(path: Path) -> int:
     """Return what this user can still write under `path`, which need not exist yet."""
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def require_writable(path: Path, purpose: str) -> None:
@@ -52,7 +52,7 @@ def require_writable(path: Path, purpose: str) -> None:
 
     Raises: CheckRefused naming the place and what the system says.
     """
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    existing = nearest_existing(path)
     try:
         # Asked by writing: root passes every permission, and no permission tells of a read-only disk.
         tempfile.TemporaryFile(dir=existing).close()

@@ -296,10 +296,16 @@ def is_disk_full(error: Exception, directory: Path) -> bool:
     return shutil.disk_usage(directory).free < FULL_BELOW_BYTES
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a place that exists: the path itself, or the folder in which it would be made."""
+    absolute = path.absolute()
+    return next(place for place in (absolute, *absolute.parents) if place.exists())
+
+
 def explain_write_failure(error: Exception, path: Path, *, is_full: bool = False) -> StoreError:
     """Build the StoreError for a write of `path` that failed."""
     if is_full or (isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS):
-        existing = next(parent for parent in path.absolute().parents if parent.exists())
+        existing = nearest_existing(path)
         free_bytes = shutil.disk_usage(existing).free
         return StoreError(
             explain_refusal(

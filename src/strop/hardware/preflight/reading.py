@@ -19,6 +19,7 @@ from strop.hardware.machine import free_memory_bytes
 from strop.hardware.memory import free_disk_bytes, require_writable
 from strop.hardware.preflight.request import PreflightRequest
 from strop.hardware.torch_build import TorchBuild, explain_misfit, has_compat_package, read_torch_build
+from strop.store.atomic import nearest_existing
 
 MAX_SKEW_S = 30.0
 """Clocks that differ by more make the order of records wrong, and soon signatures invalid."""
@@ -157,9 +158,8 @@ def _check_clock(request: PreflightRequest) -> Iterator[Finding]:
 
 def _ask_clock(path: Path) -> float | None:
     """Return what the file system calls now; on a network that is its server's clock."""
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing) as file:
+        with tempfile.TemporaryFile(dir=nearest_existing(path)) as file:
             file.write(b"now")
             file.flush()
             return os.fstat(file.fileno()).st_mtime

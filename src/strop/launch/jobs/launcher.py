@@ -416,17 +416,15 @@ def _may_live_again(state: JobState) -> bool:
 
 def _check_disk(home: Path) -> list[Finding]:
     """Look for room where the job's home will be."""
-    place = next((path for path in (home, *home.parents) if path.is_dir()), None)
-    free = None if place is None else free_disk_bytes(place)
-    if free is not None and free >= MIN_FREE_BYTES:
+    free_bytes = free_disk_bytes(home)
+    if free_bytes >= MIN_FREE_BYTES:
         return []
     return [
         Finding(
             code="disk",
-            given=f"{home}: {'its disk is unknown' if free is None else f'{free / 1e9:.2f} GB are free'}",
+            given=f"{home}: {free_bytes / 1e9:.2f} GB are free",
             allowed=f"{MIN_FREE_BYTES / 1e9:.1f} GB or more for logs and checkpoints",
             next_step="free some, or name another output.root",
-            severity=Severity.UNKNOWN if free is None else Severity.ERROR,
         )
     ]
 
