@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import strop
 from strop.errors import StoreError
 from strop.hardware.detached import start_detached
 from strop.launch.container.ending import (
@@ -32,6 +31,7 @@ from strop.launch.container.ending import (
     settle,
 )
 from strop.launch.container.engine import Engine, engine_from_json
+from strop.launch.container.image import strop_folder
 from strop.launch.jobs.contract import JobState
 from strop.launch.jobs.home import read_plan
 from strop.launch.jobs.owned import clean_inherited
@@ -75,8 +75,7 @@ def start_watcher(job_path: Path) -> None:
     Raises: CheckRefused if this machine has no room for one more process; StoreError if the disk fails.
     """
     # A checkout that was found by a relative path would not be found from another folder.
-    package_folder = str(Path(strop.__file__).absolute().parent.parent)
-    found = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH", "")]))
+    found = os.pathsep.join(filter(None, [strop_folder(), os.environ.get("PYTHONPATH", "")]))
     environ = {**clean_inherited(os.environ), "PYTHONPATH": found}
     argv = [sys.executable, "-m", "strop.launch.container.watch", "--job", str(job_path)]
     start_detached(argv, job_path / "watch.log", environ, cwd=Path("/"))

@@ -17,7 +17,6 @@ from strop.errors import ConfigError, explain_refusal
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _START = re.compile(r"[ \t]*(?:export[ \t]+)?(?P<name>[^=\n]*?)[ \t]*=[ \t]*")
 _REST = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
-_BLANK = re.compile(r"[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
 _EXPANSION = re.compile(r"\$[A-Za-z_{(]|`")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "$": "$", "`": "`"}
 
@@ -38,7 +37,7 @@ def parse_dotenv(text: str, *, source: str = ".env") -> dict[str, str]:
     found: dict[str, str] = {}
     position = 0
     while position < len(text):
-        blank = _BLANK.match(text, position)
+        blank = _REST.match(text, position)
         if blank is not None:
             position = blank.end()
             continue

@@ -20,6 +20,8 @@ from strop.record.fence import read_fence
 SIGN_EVERY_S = 5.0
 MAX_SILENCE_S = 120.0
 """Shared file systems show a change to other nodes after up to a minute."""
+FIRST_SIGN_LIMIT_S = 900.0
+"""For code and preflight of node 0, which come before its first sign, and may wait for all nodes."""
 _LOOK_EVERY_S = 1.0
 
 
@@ -83,11 +85,11 @@ class PeerWatch:
         changed_at = _changed_at(self._sign_path)
         seen, since = self._seen
         # Not against our clock: the other one's may be minutes off.
-        if changed_at != seen or changed_at is None:
+        if changed_at is not None and changed_at != seen:
             self._seen = (changed_at, time.monotonic())
             return None
         silent_s = time.monotonic() - since
-        if silent_s < MAX_SILENCE_S:
+        if silent_s < (FIRST_SIGN_LIMIT_S if seen is None else MAX_SILENCE_S):
             return None
         cause = f"node 0 has given no sign of life for {silent_s:.0f} s"
         return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
