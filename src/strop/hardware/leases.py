@@ -96,6 +96,8 @@ class HeldLease:
 
     def __init__(self, lease: Lease, folder: Path) -> None:
         self.lease = lease
+        self.is_kept = False
+        """Whether `release` leaves it behind: for what belongs to it and could not be ended."""
         self._folder = folder
         # Says in other namespaces of process numbers that its holder lives.
         self._lock = FileLock(lock_path_of(lease, folder))
@@ -133,8 +135,9 @@ class HeldLease:
 
     def release(self) -> None:
         """Remove the directories and the lease. What still runs is the business of who started it."""
-        remove_directories(self.lease)
-        forget_lease(self.lease, self._folder)
+        if not self.is_kept:
+            remove_directories(self.lease)
+            forget_lease(self.lease, self._folder)
         self._lock.release()
 
     def take(self) -> None:

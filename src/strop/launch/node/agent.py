@@ -134,11 +134,17 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
         try:
             return _run_roles(node, allocation, lease, stop)
         finally:
-            strays, _ = end_processes(lease.lease)
-            if strays:
-                node.say(
-                    f"ended {len(strays)} processes that the roles had left: {', '.join(map(str, strays))}"
-                )
+            _end_strays(node, lease)
+
+
+def _end_strays(node: _Node, lease: HeldLease) -> None:
+    """End what the roles had left. What cannot be ended keeps the lease, by which the next agent finds it."""
+    ended, surviving = end_processes(lease.lease)
+    if ended:
+        node.say(f"ended {len(ended)} processes that the roles had left: {', '.join(map(str, ended))}")
+    if surviving:
+        lease.is_kept = True
+        node.say(f"processes {', '.join(map(str, surviving))} did not end, and are left to the next agent")
 
 
 def _roles_of(plan: JobPlan, task: NodeTask) -> Iterator[RolePlan]:
@@ -164,7 +170,9 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     if plan.code_sha256 is not None:
         code_path = work_path / "code"
         unpack_code(task.job_path / CODE_NAME, code_path, plan.code_sha256)
-    check_node(plan, task, allocation, lease.lease.lease_id, node.say)
+    check_node(
+        plan, task, allocation, lease.lease.lease_id, node.say, is_stopped=lambda: bool(stop.signal_name)
+    )
     if stop.signal_name:
         # Told to end before anything began: what the last attempt saved is the state.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")

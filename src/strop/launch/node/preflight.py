@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused, Interrupted, explain_refusal
 from strop.hardware.allocation import Allocation
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready
 from strop.launch.jobs.contract import JobPlan
@@ -29,11 +29,18 @@ _LEVELS = {
 
 
 def check_node(
-    plan: JobPlan, task: NodeTask, allocation: Allocation, lease_id: str, say: Callable[[str], None]
+    plan: JobPlan,
+    task: NodeTask,
+    allocation: Allocation,
+    lease_id: str,
+    say: Callable[[str], None],
+    *,
+    is_stopped: Callable[[], bool],
 ) -> None:
     """Check that this node can do what the plan asks of it, as far as the plan wants it looked at.
 
-    Raises: CheckRefused naming what is wrong and where (exit code 76).
+    Raises: CheckRefused naming what is wrong and where (exit code 76); Interrupted (75) if `is_stopped` says
+        that this node is to end while it waits for the others.
     """
     levels = _LEVELS[plan.preflight]
     if not levels:
@@ -47,7 +54,7 @@ def check_node(
         disk_need_bytes=MIN_FREE_BYTES,
         own_lease_id=lease_id,
         interfaces={name: value for name in _INTERFACES if (value := os.environ.get(name))},
-        group=_gather(plan, task) if has_group else None,
+        group=_gather(plan, task, is_stopped) if has_group else None,
     )
     for finding in require_ready(request):
         say(f"{finding.code}: {finding}")
@@ -58,13 +65,15 @@ def host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _gather(plan: JobPlan, task: NodeTask) -> NodeGroup:
+def _gather(plan: JobPlan, task: NodeTask, is_stopped: Callable[[], bool]) -> NodeGroup:
     """Wait until all nodes of the main part have begun, and name them.
 
-    Raises: CheckRefused naming the nodes that are missing.
+    Raises: CheckRefused naming the nodes that are missing; Interrupted.
     """
     deadline = time.monotonic() + ARRIVAL_LIMIT_S
     while missing := [node for node in range(plan.resources.num_nodes) if _host_of(task, node) is None]:
+        if is_stopped():
+            raise Interrupted(f"told to end while it waited for node {', '.join(map(str, missing))}")
         if time.monotonic() > deadline:
             raise CheckRefused(
                 explain_refusal(
