@@ -199,7 +199,7 @@ def test_a_process_is_itself_until_it_ends() -> None:
 
 
 def test_a_lease_of_what_could_not_be_ended_stays_for_whoever_clears_up_next(tmp_path: Path) -> None:
-    """Incident: a process that hung in the driver lost its lease with its agent, and was a stranger's then."""
+    """Incident: a process that hung in the driver lost its lease with its agent, and became a stranger."""
     folder = tmp_path / "leases"
     with take_lease("run", "1", folder=folder) as held:
         path = held.make_directory(tmp_path)

@@ -276,6 +276,22 @@ def test_a_time_limit_ends_the_job_with_its_state_saved(project: Path, agent_ima
     assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75]
 
 
+def test_a_job_that_nobody_can_watch_is_refused_and_does_not_run(
+    project: Path, agent_image: BuiltImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: without room for its watcher a job was refused, lost its secrets, and ran without an end."""
+
+    def fail(job_path: Path) -> None:
+        raise CheckRefused("no room for one more process")
+
+    monkeypatch.setattr("strop.launch.container.backend.start_watcher", fail)
+    before = set(list_names())
+    request = box(project, agent_image, [saver(10_000)])
+    with pytest.raises(CheckRefused, match="no room for one more process"):
+        launcher_of(request).submit(request)
+    assert set(list_names()) == before
+
+
 def test_a_job_with_more_memory_than_allowed_is_killed_and_says_so(
     project: Path, agent_image: BuiltImage
 ) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, StoreError, explain_refusal
+from strop.errors import CheckRefused, StoreError, StropError, explain_refusal
 from strop.hardware import read_gpu_users, read_gpus
 from strop.hardware.findings import Finding
 from strop.hardware.identity import find_user_name
@@ -73,6 +73,7 @@ from strop.spec.site import ContainerSite
 
 START_LIMIT_S = 60.0
 """How long process 1 may take to say that it is there."""
+KILL_LIMIT_S = 10.0
 _POLL_S = 0.1
 
 
@@ -122,7 +123,12 @@ class ContainerBackend:
             engine.ask("rm", "--volumes", name)
             raise _refuse_start(plan, engine, quote_words(done))
         self._wait_for_start(engine, plan, before)
-        start_watcher(job_path)
+        try:
+            start_watcher(job_path)
+        except StropError:
+            # What is refused must not run, least of all with nobody to end it in time.
+            _end_at_once(engine, name, job_path)
+            raise
         return self._refer_to(plan, details)
 
     def find_accepted(self, plan: JobPlan) -> JobRef | None:
@@ -258,8 +264,7 @@ class ContainerBackend:
             if read_identity(job_path) != before:
                 return
             if is_running:
-                engine.ask("kill", "--signal", "KILL", name)
-                time.sleep(1.0)
+                _end_at_once(engine, name, job_path)
             settle(job_path)
             words = (
                 (job_path / LOG_NAME).read_text(errors="replace")[-2000:]
@@ -368,6 +373,14 @@ def user_words(engine: Engine) -> list[str]:
         return []
     user = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp"]
     return [*(["--userns", "keep-id"] if engine.is_rootless else []), *user]
+
+
+def _end_at_once(engine: Engine, name: str, job_path: Path) -> None:
+    """Kill a container and settle. Raises: StoreError if the engine does not answer."""
+    engine.ask("kill", "--signal", "KILL", name)
+    deadline = time.monotonic() + KILL_LIMIT_S
+    while not settle(job_path) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _refuse_start(plan: JobPlan, engine: Engine, words: str) -> CheckRefused:
