@@ -36,7 +36,8 @@ from benchmarks.ratio import summarize_ratios
 from benchmarks.rivals import strop_arm
 from benchmarks.store import BUCKET, run_server
 from benchmarks.throttled_store import COUNT_PATH
-from strop.hardware import ChildProcess, spawn, terminate
+from strop.hardware import ChildProcess, terminate
+from strop.launch import mirroring
 from strop.policy.footprint import read_model_size
 from strop.record import RunDir
 from strop.record.mirror.layout import MirrorOrder
@@ -94,8 +95,7 @@ def start_uploader(run_path: Path, address: str) -> ChildProcess:
     order = MirrorOrder(
         run_path=str(run_path), uri=f"s3://{BUCKET}/checkpoints/run", owner="benchmark", attempt=1
     )
-    env = {**os.environ, **_FACTS, "AWS_ENDPOINT_URL": address, "OMP_NUM_THREADS": "1"}
-    return spawn([sys.executable, "-m", "strop.record.mirror", order.to_json()], run_path / "mirror.log", env)
+    return mirroring.start_uploader(order, run_path / "mirror.log", {**_FACTS, "AWS_ENDPOINT_URL": address})
 
 
 def taken_bytes(address: str) -> int:

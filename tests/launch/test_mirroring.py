@@ -15,11 +15,12 @@ from typing import cast
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteDenied, RemoteUnreachable, StoreError
-from strop.launch.mirroring import continue_from, limit_after_signal, probe_store
+from strop.hardware import terminate
+from strop.launch.mirroring import continue_from, limit_after_signal, probe_store, start_uploader
 from strop.launch.training import TrainOutcome, train_here
 from strop.record import EventKind, RunDir, list_runs
 from strop.record.fence import GRACE_VARIABLE
-from strop.record.mirror.layout import notes_path
+from strop.record.mirror.layout import MirrorOrder, mirror_uri, notes_path
 from strop.record.mirror.restore import find_remote_run
 from strop.spec import StoreSpec, load_spec
 from strop.store import get_model, remove_directory, verify_directory
@@ -106,6 +107,24 @@ def whole(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Cur
 
 def list_files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_uploader_leaves_the_processors_to_the_trainer(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs", "here", "", "", {})
+    run.begin_attempt()
+    uri = mirror_uri(str(tmp_path / "store"), run.path.name)
+    order = MirrorOrder(run_path=str(run.path), uri=uri, owner="here", attempt=1)
+    uploader = start_uploader(order, tmp_path / "mirror.log")
+    try:
+        assert os.getpriority(os.PRIO_PROCESS, uploader.pid) == 19
+        # Where Linux shares processors among sessions first, a process's own niceness counts for nothing.
+        autogroup = Path(f"/proc/{uploader.pid}/autogroup")
+        session = autogroup.read_text().split() if autogroup.exists() else []
+        assert session[-1:] in ([], ["19"])
+        assert os.sched_getscheduler(uploader.pid) == os.SCHED_BATCH
+    finally:
+        terminate(uploader, 0.0)
+        run.release()
 
 
 def test_a_finished_run_is_whole_in_its_store(here: Here, whole: Curve) -> None:

@@ -67,8 +67,7 @@ class Process:
 
 
 def upload(order: str, log_path: str) -> None:
-    """Mirror, with the output in a file, in a session of its own as a run starts it."""
-    os.setsid()
+    """Mirror, with the output in a file."""
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -169,21 +168,6 @@ def test_an_attempt_that_slept_and_wakes_up_ends(played: PlayedRun, s3_root: str
     assert "belongs to attempt 2, fence 2" in process.log_path.read_text()
     assert newer.look(is_flush=False)
     require_sound(restore_run(uri, played.run.path.parent / "restored"), 4)
-
-
-@pytest.mark.slow
-def test_an_uploader_leaves_the_processors_to_the_trainer(played: PlayedRun, s3_root: str) -> None:
-    process = Process(played, s3_root)
-    try:
-        process.wait_for("may write to")
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
-        autogroup = Path(f"/proc/{process.pid}/autogroup")
-        # Where Linux shares among sessions first, a process's own niceness counts for nothing.
-        session = autogroup.read_text().split() if autogroup.exists() else []
-        assert session[-1:] in ([], ["19"])
-        assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
-    finally:
-        process.close()
 
 
 @pytest.mark.slow

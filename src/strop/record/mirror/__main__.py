@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 
-from strop.hardware.priority import MAX_NICENESS, step_back
 from strop.record.mirror.layout import MirrorOrder
 from strop.record.mirror.uploader import Uploader, upload_settings
 from strop.store.opening import open_record_store
@@ -20,11 +19,6 @@ def main(words: list[str]) -> int:
     parent = os.getppid()
     for number in _NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
-    # Two cores whose threads wait for each other at every product lost 9 % of their time to an uploader of
-    # niceness 10 (16 MB/s), and 2 % to this one (7 MB/s). On a core that nobody uses it sends at full speed.
-    step_back(os.getpid(), by=MAX_NICENESS)
-    if hasattr(os, "SCHED_BATCH"):  # Linux: never wake up into the trainer's turn.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     order = MirrorOrder.from_json(words[0])
     store = open_record_store(order.uri, upload_settings(order.max_mb_per_s))
     # Linux kills it with its parent; elsewhere it has to look.
