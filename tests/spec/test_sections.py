@@ -63,6 +63,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("store.mirror", "store.mirror_as", "store.mirror_every_s", "store.max_mb_per_s"),
         *("store.keep_last", "store.keep_every", "store.flush_limit_s", "store.stop_flush_limit_s"),
         *("job.nodes", "job.gpus", "job.train_gpus", "job.infer_gpus", "job.single_gpu"),
+        *("job.eval_config", "job.eval_gpus"),
         *("job.cpus_per_gpu", "job.cpus", "job.memory", "job.time_limit", "job.max_requeue", "job.grace_s"),
         *("job.preflight", "job.max_silence_s", "job.cpu_nodes", "job.cpu_command"),
     )
