@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, StoreError
+from strop.evaluate import write_result
 from strop.hardware import spawn
 from strop.launch import following
 from strop.launch.following import choose_step, follow_run
 from strop.record import RunDir
 from strop.spec import load_spec, write_spec
 from strop.store.atomic import AtomicDirectory
+from tests.evaluate.stored_results import make_result
 
 EVAL_TEXT = 'name = "short"\ntask.name = "arithmetic"\n'
 
@@ -137,6 +139,29 @@ def test_what_no_checkpoint_could_be_evaluated_by_is_refused_at_once(
     assert isinstance(error, kind)
     assert message in str(error)
     assert not [line for line in said if "begins" in line]
+
+
+def test_a_result_is_in_the_mirror_although_the_trainer_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    run_path = a_finished_run(tmp_path, [20], f"store.uri={store}", "store.mirror=true")
+    result_path = run_path / "eval" / "short.arithmetic-step-000020.json"
+
+    def evaluate(argv: Sequence[str], log_path: Path) -> Any:
+        assert argv[3:] == ["eval", str(run_path / "checkpoints" / "step-000020"), *argv[5:]]
+        write_result(make_result({"a": 1.0, "b": 0.0}, step=20), result_path)
+        return spawn(["true"], log_path)
+
+    monkeypatch.setattr(following, "spawn", evaluate)
+    said, error = follow(run_path, write_eval_file(tmp_path))
+    assert error is None
+    assert said[-1].startswith("step 20: greedy accuracy of ")
+    (mirrored,) = store.rglob("traces/eval/*.json")
+    assert mirrored.parts[-4:] == (run_path.name, "traces", "eval", result_path.name)
+    assert mirrored.read_bytes() == result_path.read_bytes()
+    # What has a result is not evaluated once more.
+    assert follow(run_path, write_eval_file(tmp_path)) == (said[:1], None)
 
 
 def test_a_resume_removes_results_and_replies_of_later_steps(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Rehearsal:
         fake = FakeSageMaker(now=NOON)
         clients = AwsClients(profile=profile, given={"sagemaker": fake})
         backend = SageMakerBackend(profile, clients=clients, objects=self.objects)
-        num_past = changes.pop("num_past", 0)
+        num_past, evaluation = changes.pop("num_past", 0), changes.pop("evaluation", None)
         request = make_request(
             project=self.project,
             profile=profile.model_dump(exclude_defaults=True),
@@ -63,6 +63,7 @@ class Rehearsal:
         request = replace(request, snapshot=take_snapshot(self.project, excluded=[self.project / "runs"]))
         home = f"{request.home}{'' if request.options.get('job_name') is None else '-2'}"
         request = replace(request, roles=roles or request.roles, home=home, num_past=num_past)
+        request = replace(request, evaluation=evaluation)
         plan = make_plan(request, backend)
         fill_home(plan, request, {})
         backend.hand_over(plan)

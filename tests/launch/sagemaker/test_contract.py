@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from strop.launch.eval_file import read_eval_file
 from strop.launch.jobs.contract import RolePlan
 from strop.launch.sagemaker.contract_runner import ContractRunner
 from strop.launch.sagemaker.folder_objects import FolderObjects
@@ -426,3 +427,24 @@ def test_the_environment_of_the_test_is_not_the_jobs(rehearsal: Rehearsal) -> No
     runner = rehearsal.start(rehearsal.submit(trainee={"X": 7}))
     assert end_of(runner) == 0
     assert "train| False 7" in runner.log_of(HOST)
+
+
+def test_an_evaluation_travels_to_the_instance_and_its_role_outlives_training(rehearsal: Rehearsal) -> None:
+    path = rehearsal.root / "held-out.toml"
+    path.write_text('task.name = "arithmetic"\neval.num_examples = 7\n')
+    text = "import sys, time; time.sleep(6); print(open(sys.argv[1]).read())"
+    evaluator = RolePlan(
+        name="evaluator",
+        argv=("python3", "-c", text, "{job}/eval.toml"),
+        must_succeed=False,
+        is_awaited=True,
+    )
+    request = rehearsal.submit(
+        trainee={"STEPS": 1},
+        roles=(RolePlan(name="train", argv=PROGRAM), evaluator),
+        evaluation=read_eval_file(path),
+    )
+    runner = rehearsal.start(request)
+    assert runner.wait(LIMIT_S) == 0, runner.log_of(HOST)
+    assert "evaluator| eval.num_examples = 7" in runner.log_of(HOST)
+    assert runner.check_end() == []
