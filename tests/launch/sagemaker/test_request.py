@@ -139,6 +139,11 @@ def test_the_wall_time_of_the_run_beats_the_site_and_a_flag_beats_both() -> None
     )
 
 
+def test_the_job_log_may_be_elsewhere_than_in_the_project() -> None:
+    assert plan_of().details["job_log"] == "/project/docs/job_log.md"
+    assert plan_of(profile={"job_log": "/private/jobs.md"}).details["job_log"] == "/private/jobs.md"
+
+
 def test_errors_of_the_platform_are_retried_by_it_where_the_site_says_so() -> None:
     assert "RetryStrategy" not in request_of(plan_of())
     assert request_of(plan_of(profile={"internal_retries": 3}))["RetryStrategy"] == {

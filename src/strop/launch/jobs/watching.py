@@ -25,6 +25,20 @@ UNKNOWN_LIMIT_S = 600.0
 _HERE = frozenset({"local", "container"})
 
 
+class _News:
+    """Says what has changed, and not at every look what is as it was."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._told: dict[str, str] = {}
+
+    def tell(self, kind: str, words: str) -> None:
+        """Say it, unless it was what was said last of its kind."""
+        if self._told.get(kind) != words:
+            self.say(words)
+        self._told[kind] = words
+
+
 def watch(
     launcher: Launcher,
     home: Path,
@@ -38,17 +52,15 @@ def watch(
     Raises: CheckRefused for an end that is no success, with why no next job follows; StoreError if nobody
         knows the job any more.
     """
-    told, unknown_s = "", 0.0
+    news, unknown_s = _News(say), 0.0
     while True:
         # Anew each time: somebody else may have submitted the next job.
         ref = read_ref(job_path_of(home))
         statuses = launcher.status([ref])
         words = f"{ref.job_id}: {', '.join(map(_describe, statuses))}"
-        if words != told:
-            say(words)
-            told = words
+        news.tell("state", words)
         has_ended = all(one.state.is_terminal and not one.is_silent for one in statuses)
-        if has_ended and not _goes_on(launcher, ref, statuses, say, now):
+        if has_ended and not _goes_on(launcher, ref, statuses, news, now):
             return
         pause_s = _choose_pause_s(ref)
         is_lost = any(one.state is JobState.UNKNOWN and not one.is_silent for one in statuses)
@@ -62,7 +74,7 @@ def _goes_on(
     launcher: Launcher,
     ref: JobRef,
     statuses: list[JobStatus],
-    say: Callable[[str], None],
+    news: _News,
     now: Callable[[], float],
 ) -> bool:
     """Return whether there is a next job, or may still be one; False for a success.
@@ -83,12 +95,12 @@ def _goes_on(
         submitted = launcher.resubmit(ref, submitted_at=now())
     except StoreError as error:
         # Whether it was accepted will be seen at the next look; nothing is lost meanwhile.
-        say(f"the next job waits: {error}")
+        news.tell("wait", f"the next job waits: {error}")
         return True
     word = "submitted" if submitted.is_new else "was submitted"
-    say(f"{submitted.ref.job_id} {word} as the next job of this run, after {ref.job_id}")
+    news.say(f"{submitted.ref.job_id} {word} as the next job of this run, after {ref.job_id}")
     for warning in submitted.warnings:
-        say(f"notice: {warning}")
+        news.say(f"notice: {warning}")
     return True
 
 
