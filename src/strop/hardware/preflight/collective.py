@@ -111,7 +111,7 @@ def judge_collective(group: NodeGroup, answer: dict[str, Any] | None) -> Iterato
     if answer is None:
         yield _blame(group.name, "node_stuck", f"{group.name} did not answer at all", "a node that computes")
     elif answer.get("missing"):
-        yield from _name_missing(group, answer)
+        yield from _name_missing(answer)
     elif answer.get("stage") == "reach":
         yield _blame(
             group.name,
@@ -146,7 +146,7 @@ def _name_slow(group: NodeGroup, pairs: Mapping[str, float]) -> Iterator[Finding
         )
 
 
-def _name_missing(group: NodeGroup, answer: dict[str, Any]) -> Iterator[Finding]:
+def _name_missing(answer: dict[str, Any]) -> Iterator[Finding]:
     """Blame each node that did not come as far as the others."""
     said = {
         "come": ("node_missing", "has not come to the meeting place"),

@@ -74,7 +74,7 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
     roles = tuple(_with_python(role, request.python, python) for role in plan.roles)
     mounts = list_mounts(plan, request, profile)
     plan = replace(plan, python=python, roles=roles)
-    argv = build_argv(plan, request, profile, mounts)
+    argv = build_argv(plan, profile, mounts)
     details = {
         **plan.details,
         "container": name_container(plan),
@@ -86,9 +86,7 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
     return replace(plan, argv=argv, details=details)
 
 
-def build_argv(
-    plan: JobPlan, request: JobRequest, profile: ContainerSite, mounts: Sequence[Mount]
-) -> tuple[str, ...]:
+def build_argv(plan: JobPlan, profile: ContainerSite, mounts: Sequence[Mount]) -> tuple[str, ...]:
     """Return the command line; words in braces are filled in by `fill_argv`."""
     name = name_container(plan)
     engine = "podman" if profile.engine == "auto" else profile.engine

@@ -220,7 +220,7 @@ def _run_agent(
         term_grace_s=max(1.0, settings.stop_window_s - RESERVE_S * settings.stop_window_s / STOP_WINDOW_S),
         address=_head_address(start.hosts),
     )
-    keeper = _open_keeper(start, settings)
+    keeper = _open_keeper(start)
     echo = LogEcho(task.log_path, hide=hidden)
     threads = (keeper, sender, echo)
     for thread in threads:
@@ -275,7 +275,7 @@ def _bring_state(start: _Start) -> None:
     write_bytes_atomically(start.attempt_path / "resume.json", content.encode())
 
 
-def _open_keeper(start: _Start, settings: EntrySettings) -> StateKeeper:
+def _open_keeper(start: _Start) -> StateKeeper:
     # Beside the checkpoint directory, where a rename reaches it, and not in it.
     staging = start.tree.checkpoint_path.parent / f".strop-{start.hosts.current}"
     shutil.rmtree(staging, ignore_errors=True)
