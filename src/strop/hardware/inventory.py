@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.hardware.gpus import Gpu, GpuReport, GpuUser, Probe, read_gpu_users, report_gpus
-from strop.hardware.leases import Lease, LeaseState, find_leases, state_of
+from strop.hardware.leases import Lease, find_living
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +63,7 @@ def read_inventory(folder: Path | None = None) -> Inventory:
     """Ask nvidia-smi and read the leases. Takes as long as nvidia-smi, twice or three times."""
     report = report_gpus()
     users = read_gpu_users() if report.probe is Probe.ANSWERED else ()
-    living = [lease for lease in find_leases(folder) if state_of(lease, folder) is LeaseState.ALIVE]
-    return Inventory(report=report, users=users, leases=tuple(living))
+    return Inventory(report=report, users=users, leases=tuple(find_living(folder)))
 
 
 def _divide(gpu: Gpu) -> list[Device]:

@@ -210,12 +210,15 @@ def find_leases(folder: Path | None = None) -> list[Lease]:
     return [lease for path in sorted(place.glob("*.json")) if (lease := _read(path)) is not None]
 
 
+def find_living(folder: Path | None = None) -> list[Lease]:
+    """Return the leases that hold, those of containers that share the folder too."""
+    return [lease for lease in find_leases(folder) if state_of(lease, folder) is LeaseState.ALIVE]
+
+
 def find_inherited(folder: Path | None = None) -> Lease | None:
     """Return the living lease that this process was started under; None if there is none."""
-    place = folder or leases_dir()
     carried = os.environ.get(LEASE_VARIABLE)
-    mine = [lease for lease in find_leases(place) if lease.lease_id == carried]
-    return next((lease for lease in mine if state_of(lease, place) is LeaseState.ALIVE), None)
+    return next((lease for lease in find_living(folder) if lease.lease_id == carried), None)
 
 
 def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:

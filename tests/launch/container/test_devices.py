@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
 import pytest
 
 from strop.errors import CheckRefused
-from strop.hardware import Gpu, GpuUser, MigSlice
-from strop.launch.container.devices import choose_devices, device_words
+from strop.hardware import Gpu, GpuUser, MigSlice, take_lease
+from strop.hardware.leases import leases_dir, path_of
+from strop.launch.container.devices import choose_devices, device_words, leased_devices
 
 
 def gpu(index: int, *slices: str) -> Gpu:
@@ -59,3 +64,17 @@ def test_engines_are_told_in_their_own_words() -> None:
     docker = device_words("docker", ["GPU-1", "GPU-2"])
     assert docker[:2] == ["--gpus", '"device=GPU-1,GPU-2"']
     assert device_words("podman", []) == []
+
+
+def test_what_a_run_in_another_container_holds_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: its process is not seen here, so that its lease read as dead, and its GPU was given twice."""
+    monkeypatch.setenv("STROP_RUNTIME_DIR", str(tmp_path / "runtime"))
+    with take_lease("run", "1", gpus=["GPU-1"]) as held:
+        holder = replace(held.lease.holder, pid_namespace="pid:[1]")
+        elsewhere = replace(held.lease, holder=holder)
+        path_of(elsewhere, leases_dir()).write_text(json.dumps(asdict(elsewhere)))
+        # The lock says so: it is held as long as that process lives, whatever its number means here.
+        assert leased_devices() == {"GPU-1"}
+    assert leased_devices() == set()

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from strop.errors import CheckRefused, explain_refusal
-from strop.hardware import Gpu, GpuUser, find_leases
+from strop.hardware import Gpu, GpuUser
+from strop.hardware.leases import find_living
 
 LABEL_DEVICES = "strop.devices"
 
@@ -51,7 +52,7 @@ def choose_devices(
 
 def leased_devices() -> set[str]:
     """Return what living runs of this user hold on this machine."""
-    return {device for lease in find_leases() if lease.is_alive for device in lease.gpus}
+    return {device for lease in find_living() for device in lease.gpus}
 
 
 def device_words(kind: str, devices: Sequence[str]) -> list[str]:
