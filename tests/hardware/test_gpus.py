@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from strop.hardware import Gpu, GpuUser, MigSlice, describe_machine, read_gpu_users, read_gpus
+from strop.hardware import Gpu, GpuUser, MigSlice, describe_machine, gpus, read_gpu_users, read_gpus
 from strop.hardware.fake_nvidia_smi import install_fake_nvidia_smi
 from strop.hardware.gpus import GpuReport, Probe, parse_gpu_line, parse_slices, report_gpus
 
@@ -111,3 +112,20 @@ def test_the_fake_answers_no_other_question(tool: Path) -> None:
         asked = subprocess.run([program, *words], capture_output=True, text=True, check=False)
         assert (asked.returncode, asked.stdout) == (6, "")
         assert "Invalid combination of input arguments" in asked.stderr
+
+
+def test_prc_1_a_tool_that_hangs_and_cannot_be_buried_holds_nobody_up(
+    tool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs in the driver survives KILL; here a child of it keeps its output open as long."""
+    monkeypatch.setattr(gpus, "NVIDIA_SMI_LIMIT_S", 0.3)
+    monkeypatch.setattr(gpus, "_DEATH_LIMIT_S", 0.3)
+    path = tool / "nvidia-smi"
+    path.unlink(missing_ok=True)
+    path.write_text("#!/bin/sh\nsleep 20 & wait\n")
+    path.chmod(0o755)
+    began_at = time.monotonic()
+    answer = gpus.ask_nvidia_smi("-L")
+    assert answer.probe is Probe.FAILED
+    assert "timed out after 0.3 seconds" in answer.complaint
+    assert time.monotonic() - began_at < 10.0

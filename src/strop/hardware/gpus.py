@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +20,7 @@ from strop.hardware.leftovers import read_lease_id
 
 NVIDIA_SMI = "nvidia-smi"
 NVIDIA_SMI_LIMIT_S = 10.0
+_DEATH_LIMIT_S = 1.0
 _GPU_FIELDS = (
     *("index", "uuid", "name"),
     *("memory.total", "memory.free", "mig.mode.current", "driver_version"),
@@ -214,17 +216,27 @@ def ask_nvidia_smi(*words: str) -> Answer:
     if program is None:
         return Answer(probe=Probe.MISSING)
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [program, *words],
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_LIMIT_S,
-            check=False,
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         return Answer(probe=Probe.FAILED, complaint=str(error))
-    if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+    try:
+        output, errors = process.communicate(timeout=NVIDIA_SMI_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        # Not without a limit, as `subprocess.run` does: one that hangs in the driver does not even die.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_DEATH_LIMIT_S)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return Answer(probe=Probe.FAILED, complaint=str(error))
+    if process.returncode != 0:
+        said = " ".join((errors or output).split()) or f"exit code {process.returncode}"
         return Answer(probe=Probe.FAILED, complaint=said)
-    return Answer(probe=Probe.ANSWERED, lines=tuple(done.stdout.splitlines()))
+    return Answer(probe=Probe.ANSWERED, lines=tuple(output.splitlines()))
