@@ -6,7 +6,7 @@ import pytest
 
 from strop.launch.jobs.contract import JobState
 from strop.launch.sagemaker.service_model import load_shapes
-from strop.launch.sagemaker.states import describe_money, map_state, read_answer
+from strop.launch.sagemaker.states import map_state, read_answer
 from tests.launch.sagemaker.building import NOON
 
 TABLE = [
@@ -71,14 +71,3 @@ def test_an_answer_has_the_reason_and_the_restarts() -> None:
     assert answer.raw == "Failed/Failed"
     assert answer.reason == "refused by a check before it began: node algo-2: 7 of 8 GPUs"
     assert (answer.num_restarts, answer.since, answer.nodes) == (1, NOON, "2 x ml.p4d.24xlarge")
-
-
-def test_money() -> None:
-    described = {
-        "BillableTimeInSeconds": 300,
-        "TrainingTimeInSeconds": 1000,
-        "ResourceConfig": {"InstanceCount": 4},
-    }
-    # 4 instances, 300 billed seconds each; 1 - 300/1000 saved.
-    assert describe_money(described) == {"billed_instance_s": 1200.0, "spot_saving_frac": 0.7}
-    assert describe_money({}) == {}

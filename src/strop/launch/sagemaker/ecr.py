@@ -18,7 +18,6 @@ from strop.launch.container.engine import Engine
 from strop.launch.sagemaker.client import AwsClients
 from strop.spec.site import SageMakerSite
 
-MAX_REFERENCE_CHARACTERS = 255
 LOGIN_LIMIT_S = 60.0
 PUSH_LIMIT_S = 3600.0
 _REFERENCE = re.compile(

@@ -54,11 +54,6 @@ def input_shape(operation: str) -> Mapping[str, Any]:
     return shape
 
 
-def instance_types() -> tuple[str, ...]:
-    """Return every instance type that training jobs may name."""
-    return tuple(load_shapes()["TrainingInstanceType"]["enum"])
-
-
 def does_match(pattern: str, text: str) -> bool:
     r"""Whether a text is, as a whole, what a pattern of the service asks for.
 

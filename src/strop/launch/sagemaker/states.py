@@ -12,7 +12,6 @@ from typing import Any
 from strop.launch.jobs.contract import Answer, JobState
 
 CANCEL_PENDING = "cancel pending"
-NO_RECORD = "completed, and no final record of the run"
 REQUEUE_PREFIX = "requeue:"
 PREFLIGHT_PREFIX = "preflight:"
 
@@ -38,7 +37,6 @@ _BY_PRIMARY: Mapping[str, tuple[JobState, str]] = {
     "Stopped": (JobState.CANCELLED, ""),
     "Deleting": (JobState.UNKNOWN, "deleting"),
 }
-STATUS_WORDS = tuple(_BY_PRIMARY)
 
 
 def map_state(primary: str, secondary: str, before: str = "") -> tuple[JobState, str]:
@@ -80,23 +78,6 @@ def read_answer(described: Mapping[str, Any]) -> Answer:
         since=None if changed_at is None else changed_at.timestamp(),
         is_saved=str(described.get("FailureReason", "")).startswith(REQUEUE_PREFIX),
     )
-
-
-def describe_money(described: Mapping[str, Any]) -> dict[str, float]:
-    """Return billed instance seconds, and what spot saved of the training time, where they are known."""
-    billable_s, training_s = described.get("BillableTimeInSeconds"), described.get("TrainingTimeInSeconds")
-    if billable_s is None:
-        return {}
-    found = {"billed_instance_s": float(billable_s * _num_instances(described))}
-    if training_s:
-        found["spot_saving_frac"] = 1.0 - billable_s / training_s
-    return found
-
-
-def _num_instances(described: Mapping[str, Any]) -> int:
-    resources = described.get("ResourceConfig", {})
-    groups = resources.get("InstanceGroups") or [resources]
-    return sum(int(group.get("InstanceCount", 0)) for group in groups)
 
 
 def _nodes(described: Mapping[str, Any]) -> str:
