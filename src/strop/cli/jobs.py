@@ -36,7 +36,8 @@ def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
     from strop.launch.backends import backend_of
     from strop.launch.jobs.home import has_ref, job_path_of, read_plan, read_ref
     from strop.launch.jobs.index import find_home
-    from strop.launch.jobs.launcher import REFUSED_NAME, Launcher
+    from strop.launch.jobs.launcher import Launcher
+    from strop.launch.jobs.submitting import REFUSED_NAME
 
     home = find_home(reference, [root], os.environ)
     job_path = job_path_of(home)

@@ -28,8 +28,8 @@ from strop.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from strop.launch.jobs.contract import JobPlan, JobRequest, RolePlan
-    from strop.launch.jobs.launcher import Submitted
     from strop.launch.jobs.requesting import SubmitOptions
+    from strop.launch.jobs.submitting import Submitted
 
 Site = Annotated[
     str,

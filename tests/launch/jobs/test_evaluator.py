@@ -11,8 +11,9 @@ import pytest
 
 from strop.evaluate import read_result
 from strop.launch.jobs.contract import JobState
-from strop.launch.jobs.launcher import Launcher, Submitted
+from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.requesting import SubmitOptions, read_request
+from strop.launch.jobs.submitting import Submitted
 from strop.launch.local.backend import LocalBackend
 from strop.launch.runs import read_results
 from strop.record import RunDir

@@ -114,7 +114,7 @@ def test_a_damaged_plan_is_named(world: World, content: str, words: str) -> None
 
 
 def test_a_disk_without_room_is_a_finding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.launch.jobs.launcher.free_disk_bytes", lambda path: 500_000_000)
+    monkeypatch.setattr("strop.launch.jobs.checking.free_disk_bytes", lambda path: 500_000_000)
     (found,) = world.launcher.check(world.launcher.plan(world.request()))
     assert (found.code, found.severity) == ("disk", Severity.ERROR)
     assert "0.50 GB are free" in str(found)

@@ -15,7 +15,7 @@ from strop.errors import StoreError
 from strop.hardware.findings import Finding, Severity
 from strop.launch.jobs.contract import JobState
 from strop.launch.jobs.home import has_plan, has_ref, job_path_of
-from strop.launch.jobs.launcher import REFUSED_NAME
+from strop.launch.jobs.submitting import REFUSED_NAME
 from tests.fixtures.scripted_jobs import NOW, Killed, World, be_killed, make_world, refusal
 
 S = JobState

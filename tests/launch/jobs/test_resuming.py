@@ -78,7 +78,7 @@ def test_a_job_goes_on_at_its_own_site_alone(world: World) -> None:
 def test_what_may_live_or_has_succeeded_does_not_go_on(
     world: World, monkeypatch: pytest.MonkeyPatch, answer: Answer | None, code: int | None
 ) -> None:
-    monkeypatch.setattr("strop.launch.jobs.launcher.SETTLE_LIMIT_S", 0.1)
+    monkeypatch.setattr("strop.launch.jobs.submitting.SETTLE_LIMIT_S", 0.1)
     ref = world.submit()
     world.backend.end_attempt(world.backend.begin_attempt(ref), code)
     world.backend.answer(ref, answer)

@@ -177,7 +177,7 @@ def test_a_secret_reaches_its_role_and_nothing_else(
 ) -> None:
     value = "k3y, \"with\" $HOME `x` 'y'"
     monkeypatch.setenv("API_KEY", value)
-    launcher = Launcher(desk.backend, environ={**desk.launcher._environ, "API_KEY": value})
+    launcher = Launcher(desk.backend, environ={**desk.launcher.environ, "API_KEY": value})
     environment = JobEnvironment(variables={"MODE": "a,b 'c' $d"}, secrets=("API_KEY",))
     ref = launcher.submit(desk.request(a_role("--steps", "20"), environment=environment)).ref
     desk.wait_for(ref, JobState.RUNNING)

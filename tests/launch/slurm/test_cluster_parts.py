@@ -36,7 +36,7 @@ def test_the_last_member_of_a_sweep_takes_the_secrets_along(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_KEY", "k3y")
-    launcher = Launcher(desk.backend, environ={**desk.launcher._environ, "API_KEY": "k3y"})
+    launcher = Launcher(desk.backend, environ={**desk.launcher.environ, "API_KEY": "k3y"})
     environment = JobEnvironment(secrets=("API_KEY",))
     # The second member lives twice: what the first one took along would be missing then.
     role = a_role("--steps", "5", "--special", "1=75,0")
