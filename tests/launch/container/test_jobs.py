@@ -293,8 +293,10 @@ def test_a_job_that_nobody_can_watch_is_refused_and_does_not_run(
 
 
 def test_a_job_with_more_memory_than_allowed_is_killed_and_says_so(
-    project: Path, agent_image: BuiltImage
+    project: Path, agent_image: BuiltImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")
     hog = role("train", "x = bytearray(400 << 20); x[::4096] = b'1' * len(x[::4096]); print('had it')")
     request = box(project, agent_image, [hog], 'job.memory="256M"')
     launcher = launcher_of(request)
@@ -302,6 +304,8 @@ def test_a_job_with_more_memory_than_allowed_is_killed_and_says_so(
     status = wait_for_end(launcher, ref)
     assert status.state is JobState.FAILED
     assert "had it" not in "".join(path.read_text() for path in Path(ref.home).glob("attempts/*/0/train.log"))
+    # Incident: podman's monitor left a file `oom` in the folder of whoever submitted.
+    assert not list((tmp_path / "desk").iterdir())
 
 
 def test_members_of_a_sweep_live_one_after_the_other(project: Path, agent_image: BuiltImage) -> None:

@@ -20,6 +20,7 @@ import re
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -203,6 +204,8 @@ def _run(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str
     try:
         return subprocess.run(
             argv,
+            # Where podman's monitor starts, it leaves a file `oom` once the container has had too much.
+            cwd=tempfile.gettempdir(),
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,

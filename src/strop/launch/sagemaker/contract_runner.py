@@ -298,6 +298,7 @@ class _ContainerHost:
         with (host_path / "entry.log").open("ab") as log:
             self._client = subprocess.Popen(
                 argv,
+                cwd=host_path,
                 env={**os.environ, **environment},
                 stdout=log,
                 stderr=log,
