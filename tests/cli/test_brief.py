@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from strop.cli.brief import brief
+from strop.cli.brief import brief, lasting
 
 
 def test_a_brief_command_runs_without_the_collector_and_gives_it_back() -> None:
@@ -32,3 +32,16 @@ def test_a_brief_command_runs_without_the_collector_and_gives_it_back() -> None:
     # The command line is made of the signature and the docstring.
     assert list(inspect.signature(command).parameters) == ["words"]
     assert command.__doc__ == "Say it."
+
+
+def test_a_brief_command_that_waits_collects_meanwhile() -> None:
+    seen: list[bool] = []
+
+    @brief
+    def command() -> None:
+        with lasting():
+            seen.append(gc.isenabled())
+        seen.append(gc.isenabled())
+
+    command()
+    assert (seen, gc.isenabled()) == ([True, False], True)

@@ -1,10 +1,11 @@
-"""Commands that are over in a moment: `@brief` saves them the search for garbage."""
+"""Commands that are over in a moment: `@brief` saves them the search for garbage, `lasting` returns it."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec
 
@@ -31,3 +32,15 @@ def brief(command: Callable[P, None]) -> Callable[P, None]:
                 gc.enable()
 
     return run
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Give a brief command its collector back while it waits: hours of garbage are some."""
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            gc.disable()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strop.cli.arguments import Json
-from strop.cli.brief import brief
+from strop.cli.brief import brief, lasting
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def _wait(output: Output, references: Sequence[str], root: Path) -> None:
             )
         )
     launcher, ref = open_job(references[0], root)
-    watch(launcher, Path(ref.home), output.say)
+    with lasting():
+        watch(launcher, Path(ref.home), output.say)
 
 
 def _status_of(launcher: Launcher, ref: JobRef) -> list[JobStatus]:

@@ -21,7 +21,7 @@ from strop.cli.arguments import (
     SingleGpu,
     TrainGpus,
 )
-from strop.cli.brief import brief
+from strop.cli.brief import brief, lasting
 from strop.cli.options import takes
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
@@ -200,7 +200,8 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
         submitted = launcher.submit(request, is_new=given.new)
     _show_submitted(output, submitted, is_json=given.json)
     if given.wait:
-        watch(launcher, Path(submitted.ref.home), output.say)
+        with lasting():
+            watch(launcher, Path(submitted.ref.home), output.say)
     if submitted.warnings:
         # It is submitted; what is left to do is the reader's.
         raise typer.Exit(EXIT_FAILED)
