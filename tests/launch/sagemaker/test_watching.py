@@ -181,7 +181,7 @@ def test_a_kill_after_the_submission_is_one_job(
     save(site, ref, 20)
     site.fake.advance(1000.0)
     with monkeypatch.context() as patch:
-        patch.setattr(launcher, "_keep", lambda *given, **named: be_killed())
+        patch.setattr("strop.launch.jobs.submitting.write_ref", lambda ref: be_killed())
         with pytest.raises(Killed):
             Watcher(site, launcher, ref, {}).run()
     assert len(created(site)) == 2
