@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +163,10 @@ def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
     monkeypatch.setattr("strop.launch.container.engine.locate_engine", lambda: engine)
     monkeypatch.setattr("strop.launch.container.engine.prove_engine", lambda found: found)
     monkeypatch.setattr("strop.launch.container.image.build_image", build)
+    # What `check` finds in this account is not this test's matter, and asking takes half a minute.
+    monkeypatch.setattr("strop.launch.sagemaker.backend.probe_site", lambda *parts: [])
     for _ in range(2):
-        # What else `check` misses in this account is not this test's matter.
-        with suppress(CheckRefused):
-            submit("--build", "--image-tag", "other", "--check")
+        submit("--build", "--image-tag", "other", "--check")
     # Once: the second time there is nothing to build.
     host = base.partition("/")[0]
     assert (tmp_path / "words").read_text() == f"login --username AWS --password-stdin {host}\n"
