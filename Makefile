@@ -45,14 +45,17 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
-# Slow tests that wait for schedulers, containers and other programs more than they compute run beside all others.
-BESIDE := tests/launch tests/benchmarks tests/evaluate
+# Three streams: none of them keeps both cores busy, and jobs wait for schedulers, containers and each other.
+JOBS := tests/launch
+LAST := tests/benchmarks tests/evaluate
 
 test: $(READY)
-	@log=$$(mktemp); $(IN_VENV) -m pytest -m slow $(BESIDE) >"$$log" 2>&1 & beside=$$!; ended=0; \
-	{ $(IN_VENV) -m pytest -m "not slow" && $(IN_VENV) -m pytest -m slow $(addprefix --ignore=,$(BESIDE)); } \
-		|| ended=$$?; \
-	wait "$$beside" || ended=$$?; cat "$$log"; rm -f "$$log"; exit "$$ended"
+	@logs=$$(mktemp -d); ended=0; \
+	$(IN_VENV) -m pytest -m slow $(JOBS) >"$$logs/jobs" 2>&1 & jobs=$$!; \
+	$(IN_VENV) -m pytest -m slow $(addprefix --ignore=,$(JOBS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
+	{ $(IN_VENV) -m pytest -m "not slow" && $(IN_VENV) -m pytest -m slow $(LAST); } || ended=$$?; \
+	wait "$$slow" || ended=$$?; wait "$$jobs" || ended=$$?; \
+	cat "$$logs/slow" "$$logs/jobs"; rm -rf "$$logs"; exit "$$ended"
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .
