@@ -198,10 +198,10 @@ def measure_mirror(*, is_quick: bool, model_dir: Path) -> Measured:
         protocol = Protocol(model_dir=model_dir, num_pairs=1, num_warm_ups=0, threads=1)
         checkpoint_bytes = 8 * PART_BYTES
     else:
-        case, protocol = CASE, Protocol(model_dir=model_dir, num_pairs=8, num_warm_ups=2)
+        case, protocol = CASE, Protocol(model_dir=model_dir, num_pairs=20, num_warm_ups=2)
         checkpoint_bytes = max(
             read_model_size(model_dir).num_params * sum(CHECKPOINT_FILES.values()),
-            int(2.0 * protocol.num_pairs * EXPECTED_STEP_S * BYTES_PER_S),
+            int(1.3 * protocol.num_pairs * EXPECTED_STEP_S * BYTES_PER_S),
         )
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as name:
         pairs = measure_turns(Path(name), protocol, case, checkpoint_bytes)

@@ -43,7 +43,12 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Early]:
     require_system_part("slurm-wlm", is_installed())
     minute = Resources(time_limit_s=60.0)
     root = tmp_path_factory.mktemp("early-desk")
-    with slurm_cluster(tmp_path_factory.mktemp("early")) as cluster, pytest.MonkeyPatch.context() as patch:
+    # They are asked for when all others have had their turn, which may take longer than Slurm remembers.
+    options = ClusterOptions(min_job_age_s=3600)
+    with (
+        slurm_cluster(tmp_path_factory.mktemp("early"), options) as cluster,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         desk = open_desk(cluster, root, patch)
         # Told 30 s before, give or take a minute: Slurm looks at limits that often.
         told = desk.submit(
