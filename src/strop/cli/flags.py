@@ -21,13 +21,20 @@ _SETTINGS = {
     "job_name": "name",
 }
 """Option to setting."""
+_PATHS = {"output_dir": "output.dir", "eval_config": "job.eval_config"}
+"""Relative to where the command was given."""
 
 
 def to_flags(given: object) -> tuple[Flag, ...]:
     """Return the settings that a command's arguments give; an option that it does not have gives none."""
-    named = {name: getattr(given, name, None) for name in _SETTINGS}
+    settings = _SETTINGS | _PATHS
+    named = {name: getattr(given, name, None) for name in settings}
     flags = [
-        Flag(key=_SETTINGS[name], value=value, name=f"--{name.replace('_', '-')}")
+        Flag(
+            key=settings[name],
+            value=str(Path(value).absolute()) if name in _PATHS else value,
+            name=f"--{name.replace('_', '-')}",
+        )
         for name, value in named.items()
         if value is not None
     ]
@@ -35,12 +42,4 @@ def to_flags(given: object) -> tuple[Flag, ...]:
         flags.append(Flag(key="job.single_gpu", value=True, name="--single-gpu"))
     if not getattr(given, "requeue", True):
         flags.append(Flag(key="job.max_requeue", value=0, name="--no-requeue"))
-    output_dir = getattr(given, "output_dir", None)
-    if output_dir is not None:
-        flags.append(Flag(key="output.dir", value=str(Path(output_dir).absolute()), name="--output-dir"))
-    eval_config = getattr(given, "eval_config", None)
-    if eval_config is not None:
-        flags.append(
-            Flag(key="job.eval_config", value=str(Path(eval_config).absolute()), name="--eval-config")
-        )
     return tuple(flags)

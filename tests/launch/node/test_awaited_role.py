@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,13 @@ from strop.launch.jobs.truth import judge
 from strop.launch.node.environment import request_devices
 from strop.record import RunDir
 from tests.fixtures.jobs import is_running, project, role, saver, wait_for
-from tests.launch.node.test_agent import Node, a_node
+from tests.launch.node.test_agent import Node, a_node, running
 
-__all__ = ["project"]
+__all__ = ["project", "running"]
 
 
 def evaluator(text: str, *arguments: object) -> RolePlan:
     return role("evaluator", text, *arguments, must_succeed=False, is_awaited=True)
-
-
-@pytest.fixture
-def running() -> Iterator[list[subprocess.Popen[str]]]:
-    """Agents that a test has started; none outlives it."""
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def a_job(project: Path, *roles: RolePlan) -> Node:

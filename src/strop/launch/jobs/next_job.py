@@ -31,6 +31,11 @@ def forbid_next(ref: JobRef) -> JobRef:
     return ref
 
 
+def describe_status(status: JobStatus) -> str:
+    """Return a member's state, and why it is so where that is known."""
+    return f"{status.state}{f' ({status.reason})' if status.reason else ''}"
+
+
 def may_go_on(status: JobStatus) -> bool:
     """Whether a member ended in a way after which the next job would go on."""
     return status.state is JobState.TIMEOUT or (status.state is JobState.FAILED and status.is_saved)
@@ -45,7 +50,7 @@ def refuse_next(
     """
     reason = _find_objection(backend, plan, statuses, is_begun)
     if reason:
-        ended = ", ".join(f"{one.state}{f' ({one.reason})' if one.reason else ''}" for one in statuses)
+        ended = ", ".join(map(describe_status, statuses))
         raise CheckRefused(
             explain_refusal(
                 f"job {statuses[0].ref.job_id} ended as {ended}, and is not submitted again: {reason}",

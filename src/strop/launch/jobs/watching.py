@@ -15,7 +15,7 @@ from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.launch.jobs.contract import JobRef, JobState, JobStatus, Renewable
 from strop.launch.jobs.home import job_path_of, read_ref
 from strop.launch.jobs.launcher import Launcher
-from strop.launch.jobs.next_job import may_go_on
+from strop.launch.jobs.next_job import describe_status, may_go_on
 
 ASK_EVERY_S = 15.0
 """Schedulers of many users throttle who asks more often."""
@@ -57,7 +57,7 @@ def watch(
         # Anew each time: somebody else may have submitted the next job.
         ref = read_ref(job_path_of(home))
         statuses = launcher.status([ref])
-        words = f"{ref.job_id}: {', '.join(map(_describe, statuses))}"
+        words = f"{ref.job_id}: {', '.join(map(describe_status, statuses))}"
         news.tell("state", words)
         has_ended = all(one.state.is_terminal and not one.is_silent for one in statuses)
         if has_ended and not _goes_on(launcher, ref, statuses, news, now):
@@ -86,7 +86,7 @@ def _goes_on(
     if not isinstance(launcher.backend, Renewable) or not any(map(may_go_on, statuses)):
         raise CheckRefused(
             explain_refusal(
-                f"job {ref.job_id} ended as {', '.join(map(_describe, statuses))}",
+                f"job {ref.job_id} ended as {', '.join(map(describe_status, statuses))}",
                 allowed="an end of all members with success",
                 next_step=f"strop logs {ref.job_id}",
             )
@@ -102,10 +102,6 @@ def _goes_on(
     for warning in submitted.warnings:
         news.say(f"notice: {warning}")
     return True
-
-
-def _describe(status: JobStatus) -> str:
-    return f"{status.state}{f' ({status.reason})' if status.reason else ''}"
 
 
 def _choose_pause_s(ref: JobRef) -> float:

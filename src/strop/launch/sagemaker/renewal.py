@@ -7,7 +7,6 @@ limits are those of that job, to the letter.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from strop.launch.jobs.contract import JobPlan
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.names import MAX_PREFIX_CHARACTERS, base_name, member_name
-from strop.launch.sagemaker.request import REQUEST_FILE
+from strop.launch.sagemaker.request import REQUEST_FILE, show_requests
 from strop.store.atomic import MANIFEST_NAME
 
 _STAMP = re.compile(r"-\d{8}-\d{6}(-[0-9a-f]{3,4})*$")
@@ -28,11 +27,10 @@ def renew_plan(plan: JobPlan, submitted_at: float) -> JobPlan:
     prefix = _STAMP.sub("", first)[:MAX_PREFIX_CHARACTERS].rstrip("-")
     base = base_name(prefix, submitted_at)
     jobs = [_rename(job, member_name(base, job["member"], len(plan.members))) for job in plan.details["jobs"]]
-    shown = json.dumps([job["request"] for job in jobs] if len(jobs) > 1 else jobs[0]["request"], indent=1)
     return replace(
         plan,
         details={**plan.details, "jobs": jobs, "parent": plan.follows},
-        files={**plan.files, REQUEST_FILE: shown},
+        files={**plan.files, REQUEST_FILE: show_requests(jobs)},
     )
 
 

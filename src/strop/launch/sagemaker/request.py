@@ -7,7 +7,7 @@ channel `config` alone. Secrets are ARNs here, never values.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -64,9 +64,13 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
         "assets": _asset_places(request, settings),
         "named_assets": [{"key": asset.key, "value": asset.value, "place": asset.place} for asset in assets],
     }
-    # The exact words, for a dry run and for the job's home.
-    shown = json.dumps([job["request"] for job in jobs] if len(jobs) > 1 else jobs[0]["request"], indent=1)
-    return replace(plan, details=details, notices=notices, files={**plan.files, REQUEST_FILE: shown})
+    files = {**plan.files, REQUEST_FILE: show_requests(jobs)}
+    return replace(plan, details=details, notices=notices, files=files)
+
+
+def show_requests(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the exact words of all members' requests, for a dry run and for the job's home."""
+    return json.dumps([job["request"] for job in jobs] if len(jobs) > 1 else jobs[0]["request"], indent=1)
 
 
 def _build_job(
