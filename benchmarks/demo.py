@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,20 @@ def read_step_seconds(run_dir: Path) -> list[float]:
     return seconds
 
 
-def measure_demo() -> DemoResult:
+def measure_demo(
+    *changes: str, look: Callable[[Path], None] = lambda run_dir: None, root: Path | None = None
+) -> DemoResult:
     """Train by the demo's recipe into a temporary folder and report what it cost and gained.
 
+    `changes` are settings behind the recipe; `look` is shown the run's directory before it goes.
     Raises: DemoFailed if the command fails or its run directory is not complete.
     """
     load_before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="strop-bench-", dir=root) as folder:
         strop = str(Path(sys.executable).parent / "strop")
         begun_at = time.perf_counter()
-        done = run_watched([strop, "train", str(RECIPE), f"output.root={folder}"], ROOT, dict(os.environ))
+        command = [strop, "train", str(RECIPE), f"output.root={folder}", *changes]
+        done = run_watched(command, ROOT, dict(os.environ))
         whole_s = time.perf_counter() - begun_at
         run_dirs = sorted(path.parent for path in Path(folder).glob("*/run.json"))
         if done.exit_code != 0 or not run_dirs:
@@ -87,6 +92,7 @@ def measure_demo() -> DemoResult:
             )
         before, after = read_accuracies(run_dirs[-1])
         seconds = read_step_seconds(run_dirs[-1])
+        look(run_dirs[-1])
     return DemoResult(
         whole_s=whole_s,
         train_s=sum(seconds),

@@ -9,11 +9,16 @@ from pathlib import Path
 from benchmarks.cases import Case
 from benchmarks.environments import TRL, VLLM, ensure_environment
 from benchmarks.harness import Arm
+from strop.hardware.python_environment import PythonEnvironment
 
 KV_CACHE_GIB = 2
 """vLLM's cache: 64 rows of 512 tokens of the 135M model take 0.75 GB."""
 
 RIVALS = {"grpo": ("trl",), "generate": ("vllm-compiled", "vllm-eager")}
+
+
+def _environment(environment: PythonEnvironment) -> Path:
+    return ensure_environment(environment, say=lambda text: print(text, file=sys.stderr))
 
 
 def strop_arm() -> Arm:
@@ -22,14 +27,14 @@ def strop_arm() -> Arm:
 
 
 def _trl_arm() -> Arm:
-    return Arm(name="trl", python=ensure_environment(TRL), module="benchmarks.arms.trl_arm")
+    return Arm(name="trl", python=_environment(TRL), module="benchmarks.arms.trl_arm")
 
 
 def _vllm_arm(name: str, threads: int, *, eager: bool) -> Arm:
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
     return Arm(
         name=name,
-        python=ensure_environment(VLLM),
+        python=_environment(VLLM),
         module="benchmarks.arms.vllm_arm",
         settings={"eager": eager},
         environment={

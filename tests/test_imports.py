@@ -117,3 +117,14 @@ def test_a_command_that_people_wait_for_loads_nothing_that_it_has_no_use_for(
 def test_the_version_is_the_packages_own() -> None:
     pyproject = Path(__file__).parents[1] / "pyproject.toml"
     assert f'\nversion = "{strop.__version__}"\n' in pyproject.read_text(encoding="utf-8")
+
+
+def test_the_agent_of_a_node_needs_little(tmp_path: Path) -> None:
+    """It is process 1 of images that hold no numbers and no models: all of them have what it imports."""
+    code = "import sys, strop.launch.node.agent, strop.launch.node.__main__; print(*sys.modules)"
+    ended = run_fresh("-c", code, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    foreign = {name.partition(".")[0] for name in ended.stdout.split()} - set(sys.stdlib_module_names)
+    known = {"strop", "pydantic", "pydantic_core", "annotated_types"}
+    known |= {"typing_extensions", "typing_inspection"}
+    assert {name for name in foreign if not name.startswith("_")} <= known

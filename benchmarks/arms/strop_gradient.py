@@ -20,6 +20,7 @@ from strop.algorithm import Algorithm, Credit, assign_credit, build_algorithm
 from strop.engine.native import NativeEngine
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
+from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
 from strop.tokenizer import Tokenizer
 
@@ -91,11 +92,8 @@ def compute_gradient(
     spec, algorithm = build_spec(case), _algorithm(case)
     learner = Learner(LanguageModel.load(model_dir, dtype=DTYPES[dtype]), spec.optimizer)
 
-    def token_terms(
-        logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        terms = algorithm.token_terms(logprob, logprob, advantage)
-        return terms.loss_N, terms.grad_N
+    def token_terms(tokens: ScoredTokens, /) -> TokenTerms:
+        return algorithm.token_terms(tokens.logprob_M, tokens.logprob_M, tokens.advantage_M)
 
     return learner.gradients(pack_groups(groups), temperature=1.0, token_terms=token_terms)
 

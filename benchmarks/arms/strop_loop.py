@@ -22,6 +22,7 @@ from benchmarks.prompts import Prompt, read_prompts, step_prompts
 from benchmarks.verifier import forced_rewards, last_number_reward
 from strop.cluster.contract import ModelSource, Roles
 from strop.cluster.inline import InlinePlacement
+from strop.cluster.local_learner import LocalLearner
 from strop.policy.learner import Learner
 from strop.record import RunDir
 from strop.rollout import Example, Message, Outcome, Split, make_example
@@ -98,9 +99,20 @@ class BenchmarkSchedule:
 
     def __init__(self, case: Case, task: BenchmarkTask, prompts: Sequence[Prompt]) -> None:
         self._case, self._task, self._prompts = case, task, list(prompts)
+        self._steps: dict[int, list[Example]] = {}
+
+    def numbered(self, number: int) -> Example:
+        """Return the example of a group."""
+        step, place = divmod(number, self._case.num_prompts)
+        return self.examples(step)[place]
 
     def examples(self, step: int) -> list[Example]:
-        """Return the step's examples, and fix their rewards where the case forces them."""
+        """Return a step's examples, and fix their rewards, once, where the case forces them."""
+        if step not in self._steps:
+            self._steps[step] = self._make_step(step)
+        return self._steps[step]
+
+    def _make_step(self, step: int) -> list[Example]:
         prompts = step_prompts(self._prompts, self._case, step)
         if self._case.rewards == "forced":
             self._task.force_rewards(prompts, self._case.seed + step)
@@ -171,7 +183,14 @@ def build_spec(case: Case) -> RunSpec:
             "name": "benchmark",
             "seed": case.seed,
             "task": {"name": "arithmetic", "max_reply_tokens": case.max_new_tokens},
-            "algorithm": {"name": "dapo", "clip_low": cases.CLIP_LOW, "clip_high": cases.CLIP_HIGH},
+            "algorithm": {
+                "name": "dapo",
+                "clip_low": cases.CLIP_LOW,
+                "clip_high": cases.CLIP_HIGH,
+                # What the other arms do not do either.
+                "zero_variance": "skip",
+                "overlong": "keep",
+            },
             "optimizer": {"lr": cases.LEARNING_RATE, "max_grad_norm": cases.MAX_GRAD_NORM},
             "train": {
                 "steps": NEVER,
@@ -192,6 +211,7 @@ def build_loop(channel: Channel, order: WorkerOrder, roles: Roles, run_dir: RunD
     """Return a training loop that waits for the harness before each step."""
     prompts = read_prompts(order.prompts_path)
     task = BenchmarkTask(order.case, prompts)
+    assert isinstance(roles.learner, LocalLearner)
     loop = TrainLoop(
         TrainInput(
             spec=build_spec(order.case),
@@ -199,7 +219,7 @@ def build_loop(channel: Channel, order: WorkerOrder, roles: Roles, run_dir: RunD
             roles=roles,
             run_dir=run_dir,
             model_dir=Path(order.model_dir),
-            observer=StepGate(channel, roles.learner),
+            observer=StepGate(channel, roles.learner.local),
             evaluate=None,
         )
     )

@@ -10,6 +10,7 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |       `-- LengthMismatch            two streams of one turn differ in length
     |-- CheckRefused    (RuntimeError)  a check before the first step said no
     |-- EngineError     (RuntimeError)  no reply was produced, or it is not usable
+    |   |-- EngineLost                    it died, or does not answer any more
     |   `-- WeightMismatch                the engine does not serve the published weights
     |-- LearnerError    (RuntimeError)  an update was refused, for example a non-finite loss
     |-- SandboxError    (RuntimeError)  a sandbox failed, not the program in it
@@ -86,6 +87,10 @@ class CheckRefused(StropError, RuntimeError):
 
 class EngineError(StropError, RuntimeError):
     """Raised when an engine produced no usable reply; the rollout worker masks the rollout."""
+
+
+class EngineLost(EngineError):
+    """Raised when an engine died or does not answer; the router gives its requests to another one."""
 
 
 class WeightMismatch(EngineError):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from strop.algorithm.aggregation import Aggregation
 from strop.algorithm.catalog import ALGORITHMS, DAPO, DR_GRPO, GRPO, Algorithm
-from strop.algorithm.credit import Credit, assign_credit
+from strop.algorithm.credit import Credit, assign_credit, needs_replacement, shape_rewards
+from strop.algorithm.kl import KlPenalty
 from strop.errors import DataError
 
 
@@ -102,9 +103,10 @@ def test_an_empty_reply_counts_as_a_rollout() -> None:
 def test_masked_overlong_replies_stay_in_the_baseline() -> None:
     rewards_P_G, num_scored_P_G = [[1, 0, 0, 0]], [[2, 2, 2, 8]]
     truncated_P_G = [[False, False, False, True]]
-    masking = replace(DAPO, overlong="mask")
+    plain = replace(DAPO, overlong="keep")
+    masking = replace(plain, overlong="mask")
     masked = assign_credit(masking, rewards_P_G, num_scored_P_G, truncated_P_G, 8)
-    kept = assign_credit(DAPO, rewards_P_G, num_scored_P_G, truncated_P_G, 8)
+    kept = assign_credit(plain, rewards_P_G, num_scored_P_G, truncated_P_G, 8)
     assert listed(masked.advantage_P_G) == listed(kept.advantage_P_G)
     assert listed(masked.weight_P_G) == [[1 / 6, 1 / 6, 1 / 6, 0.0]]  # 2 + 2 + 2 tokens
     assert listed(kept.weight_P_G) == [[1 / 14] * 4]
@@ -153,7 +155,7 @@ def test_what_is_forwarded_is_counted_and_has_a_weight(
                     assert num_scored > 0
                     assert not (truncated and overlong == "mask")
                     assert credit.weight_P_G[p][g] > 0
-                    assert credit.advantage_P_G[p][g] != 0
+                    assert credit.advantage_P_G[p][g] != 0 or algorithm.acts_on_all_tokens
                 if reward is None:
                     assert credit.advantage_P_G[p][g] == credit.weight_P_G[p][g] == 0
         if aggregation is Aggregation.TOKEN_MEAN and credit.num_counted_tokens:
@@ -164,3 +166,53 @@ def test_what_is_forwarded_is_counted_and_has_a_weight(
 def test_streams_of_different_shape_are_refused() -> None:
     with pytest.raises(DataError, match=r"rewards \[2\]; token counts \[1\]; truncation flags \[2\]\. All"):
         assign_credit(GRPO, [[1, 0]], [[1]], [[False, False]], 9)
+
+
+def test_replies_near_the_limit_lose_reward_by_hand() -> None:
+    # Limit 20, buffer 4: from 16 tokens on a quarter per token.
+    shaping = replace(DAPO, overlong_buffer_tokens=4)
+    lengths = [15, 16, 17, 18, 20, 21]
+    assert shape_rewards(shaping, [0.0] * 6, lengths, 20) == [0, 0, -0.25, -0.5, -1, -1]
+    assert shape_rewards(shaping, [1.0, None], [18, 18], 20) == [0.5, None]
+    # Without a setting a fifth of the limit, and at least one token.
+    assert shape_rewards(DAPO, [0.0] * 2, [16, 18], 20) == [0, -0.5]
+    assert shape_rewards(DAPO, [0.0], [2], 2) == [-1]
+    assert shape_rewards(GRPO, [0.5], [20], 20) == [0.5]
+
+
+def test_shaped_rewards_are_compared_and_the_filter_may_look_at_the_tasks_own() -> None:
+    # Rewards 1 and 1; the second is at the limit and loses 1. The mean is 0.5, the spread 0.707107.
+    rewards_P_G, lengths_P_G, cut_P_G = [[1, 1]], [[2, 20]], [[False, True]]
+    shaped = replace(DAPO, filter_on="shaped")
+    credit = assign_credit(shaped, rewards_P_G, lengths_P_G, cut_P_G, 20)
+    assert listed(credit.advantage_P_G)[0] == pytest.approx([0.707007, -0.707007], abs=1e-6)
+    assert credit.num_dropped_groups == 0
+    credit = assign_credit(DAPO, rewards_P_G, lengths_P_G, cut_P_G, 20)
+    assert (credit.num_dropped_groups, credit.num_zero_variance_groups) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rewards_G", "is_replaced"),
+    [
+        ([1, 0, 0], False),
+        # The only loser must keep its group: the statistics are those of all members.
+        ([1, 1, 1, 0], False),
+        ([1, 1], True),
+        ([0, None, 0], True),
+        # Fewer than two scores are a failure, and no reason to sample another.
+        ([1, None], False),
+        ([], False),
+    ],
+)
+def test_what_shows_no_difference_is_replaced(rewards_G: list[float | None], is_replaced: bool) -> None:
+    lengths_G = [1] * len(rewards_G)
+    assert needs_replacement(DAPO, rewards_G, lengths_G, 20) == is_replaced
+    assert not needs_replacement(GRPO, rewards_G, lengths_G, 20)
+
+
+def test_what_has_a_gradient_without_advantage_is_never_skipped() -> None:
+    """N5: beside a KL penalty a group without difference has a gradient too."""
+    rewards_P_G, lengths_P_G, cut_P_G = [[1, 1], [1, 0]], [[2, 2], [2, 2]], [[False] * 2] * 2
+    beside_kl = replace(GRPO, kl=KlPenalty(beta=0.04))
+    for algorithm, forwarded in ((GRPO, 2), (beside_kl, 4), (ALGORITHMS["dppo"], 4)):
+        assert assign_credit(algorithm, rewards_P_G, lengths_P_G, cut_P_G, 20).num_forwarded == forwarded

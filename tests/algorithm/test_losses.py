@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithm.losses import CISPO, CLIPPED, IS_PG, LOSSES, REINFORCE, TokenLoss
+from strop.algorithm.losses import CISPO, CLIPPED, DPPO, IPO_MASK, IS_PG, LOSSES, REINFORCE, TokenLoss
 
 # Shapes: N = 3 tokens.
 LOGP_N = torch.tensor([-0.8, -2.5, -0.9], dtype=torch.float64)
@@ -61,6 +61,41 @@ def test_batch_loss_by_hand(
     assert float((weights_N * loss.value(*arguments)).sum()) == pytest.approx(total, abs=1e-6)
     assert (weights_N * loss.grad(*arguments)).tolist() == pytest.approx(gradient_N, abs=1e-6)
     assert (weights_N * differentiate(loss, *arguments)).tolist() == pytest.approx(gradient_N, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pi", "mu", "advantage", "dppo", "ipo_mask"),
+    [
+        # log(0.5 / 0.35) = 0.356675, its square 0.127217; the gain of 0.15 leaves the narrow range only.
+        (0.50, 0.35, 1, (-1.428444, -1.427858), (0.000127, 0.000713)),
+        # A rare token that doubles stays in both: the gain is 0.01.
+        (0.02, 0.01, 1, (-1.999520, -1.998614), (-1.999520, -1.998614)),
+        (0.10, 0.35, -1, (0.001569, -0.002506), (0.001569, -0.002506)),
+        # A loss of 0.25 with A > 0 is the worse side: only the two-sided mask stops it.
+        (0.10, 0.35, 1, (-0.284145, -0.288220), (0.001569, -0.002506)),
+    ],
+)
+def test_probability_masks_by_hand(
+    pi: float, mu: float, advantage: int, dppo: tuple[float, float], ipo_mask: tuple[float, float]
+) -> None:
+    logp_N, old_N = (torch.tensor([value], dtype=torch.float64).log() for value in (pi, mu))
+    arguments = (logp_N, old_N, torch.tensor([float(advantage)], dtype=torch.float64))
+    for loss, bound, expected in ((DPPO, 0.2, dppo), (IPO_MASK, 0.1, ipo_mask)):
+        found = [loss.value(*arguments, bound, bound), loss.grad(*arguments, bound, bound)]
+        assert [one.item() for one in found] == pytest.approx(expected, abs=1e-6)
+
+
+def test_probability_masks_over_four_tokens_by_hand() -> None:
+    # (-1.428444 - 1.999520 + 0.001569 - 0.284145) / 4 and (0.000127 - 1.999520 + 2 x 0.001569) / 4
+    logp_N, old_N = (
+        torch.tensor(row, dtype=torch.float64).log()
+        for row in ([0.5, 0.02, 0.1, 0.1], [0.35, 0.01, 0.35, 0.35])
+    )
+    advantage_N = torch.tensor([1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    for loss, bound, mean in ((DPPO, 0.2, -0.927635), (IPO_MASK, 0.1, -0.499063)):
+        assert float(loss.value(logp_N, old_N, advantage_N, bound, bound).mean()) == pytest.approx(
+            mean, abs=1e-6
+        )
 
 
 def test_clipped_token_losses_by_hand() -> None:

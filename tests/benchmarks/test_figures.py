@@ -25,8 +25,12 @@ def test_a_goal_is_reached_at_its_bound(
     assert ("FAIL" in figure.describe()) is not is_reached
 
 
+WHOLE_RUNS = ("asynchronous", "planning", "ray-demo")
+"""Train whole runs of the demo's model, minutes each even with `--quick`."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in WHOLE_RUNS])
 def test_every_benchmark_of_figures_works(name: str, smollm2_dir: Path) -> None:
     if name == "code-judge":
         require_system_part("a sandbox with namespaces", best_level() == "namespace")

@@ -106,11 +106,12 @@ def test_a_score_of_our_own_task_is_not_compared_with_a_published_one(
 
 
 def test_a_score_says_what_the_audit_of_its_task_found(
-    run: Run, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, folder: Path, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
     words = ("eval", tiny_model_dir, "--task", "arithmetic", *ASK, "--limit", "2")
     ended = run(*words, "--json")
+    assert ended.code == 0, ended.err
     result = json.loads(ended.out)
     assert result["audit"] is None
     # What was kept is scored again, and nothing is generated.

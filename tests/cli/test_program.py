@@ -104,9 +104,9 @@ def test_help_names_every_command(run: Run) -> None:
     assert ended.code == 0
     listed = ended.out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [
-        "train", "sft", "eval", "rescore", "sample", "plan", "check", "stage", "submit", "status", "logs",
-        "cancel", "fetch", "drill", "explain", "ls", "view", "compare", "audit", "doctor", "model", "tasks",
-        "slurm", "sagemaker",
+        "train", "sft", "eval", "rescore", "sample", "plan", "simulate", "check", "stage", "submit", "status",
+        "logs", "cancel", "fetch", "drill", "explain", "ls", "view", "compare", "audit", "doctor", "model",
+        "tasks", "slurm", "sagemaker",
     ]  # fmt: skip
 
 
@@ -160,6 +160,8 @@ def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:
         ("model", "ls"),
         ("plan", "run.toml"),
         ("plan", "run.toml", "--json"),
+        ("plan", "run.toml", "--hardware", "h100"),
+        ("simulate", "--help"),
         ("ls", "."),
     ],
     ids=" ".join,

@@ -35,7 +35,7 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     ended = run("sft", "sft.toml")
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
-    assert [line.split()[0] for line in lines] == ["before", "after", "change", "report"]
+    assert [line.split()[0] for line in lines] == ["before", "after", "change", "pace", "report"]
     (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
     record = RunDir.open(path)
     assert record.is_finished

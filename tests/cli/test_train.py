@@ -12,7 +12,7 @@ def test_a_run_is_trained_told_and_reported(folder: Path, run: Run) -> None:
     assert ended.code == 0
     (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
     lines = ended.out.splitlines()
-    assert [line.split()[0] for line in lines] == ["before", "after", "change", "report"]
+    assert [line.split()[0] for line in lines] == ["before", "after", "change", "pace", "report"]
     assert lines[0].startswith("before held-out accuracy ")
     assert lines[0].endswith("4 examples)")
     assert "95% interval" in lines[0]

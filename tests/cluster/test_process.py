@@ -20,17 +20,25 @@ from safetensors.torch import load_file
 
 from strop.cluster import ModelSource, Roles
 from strop.cluster.build import build_placement
+from strop.cluster.engine_process import can_swap_adapters
 from strop.cluster.inline import InlinePlacement
-from strop.cluster.process import FilePublisher, ProcessPlacement
+from strop.cluster.local_learner import LocalLearner
+from strop.cluster.process import ProcessPlacement
+from strop.cluster.publishers import BroadcastPublisher, FilePublisher, clear_publications
+from strop.engine import WeightTransport
 from strop.engine.remote import RemoteEngine
 from strop.engine.wire import HealthForm
 from strop.errors import ConfigError, EngineError, StoreError
+from strop.hardware.owned_dirs import SHARED_MEMORY, clear_shared_memory
+from strop.policy.digest import tensors_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
-from strop.policy.weights import tensors_digest, weights_digest
+from strop.policy.published import read_published
+from strop.policy.weights import weights_digest
 from strop.spec import RunSpec
+from strop.spec.lora import LoraSpec
 from tests.fixtures.tiny_disk import tiny_disk
-from tests.fixtures.tiny_run import tiny_spec
+from tests.fixtures.tiny_run import learner_of, tiny_spec
 
 PARENT = """
 import asyncio, sys, time
@@ -81,6 +89,10 @@ def make_learner(model_dir: Path) -> Learner:
     return Learner(LanguageModel.load(model_dir, dtype=torch.float32), tiny_spec().optimizer)
 
 
+def weights_in_memory() -> set[Path]:
+    return {path for path in SHARED_MEMORY.glob("strop-*") if list(path.glob("v*.safetensors"))}
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
 
@@ -91,7 +103,7 @@ def names(directory: Path) -> list[str]:
 def test_a_publication_names_version_digest_and_file(tiny_model_dir: Path, tmp_path: Path) -> None:
     learner = make_learner(tiny_model_dir)
     learner.version = 12
-    update = asyncio.run(FilePublisher(tmp_path / "w", lambda: None).publish(learner))
+    update = asyncio.run(FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: None).publish())
     assert update.path == str(tmp_path / "w" / "v000012.safetensors")
     assert (update.version, update.digest) == (12, weights_digest(learner.model))
     assert tensors_digest(load_file(update.path).items()) == update.digest
@@ -99,22 +111,22 @@ def test_a_publication_names_version_digest_and_file(tiny_model_dir: Path, tmp_p
 
 
 def test_publishing_twice_is_publishing_once(tiny_model_dir: Path, tmp_path: Path) -> None:
-    learner, publisher = make_learner(tiny_model_dir), FilePublisher(tmp_path, lambda: None)
-    assert asyncio.run(publisher.publish(learner)) == asyncio.run(publisher.publish(learner))
+    publisher = FilePublisher(LocalLearner(make_learner(tiny_model_dir)), tmp_path, lambda: None)
+    assert asyncio.run(publisher.publish()) == asyncio.run(publisher.publish())
     assert names(tmp_path) == ["v000000.safetensors"]
 
 
 def test_files_older_than_the_served_version_are_removed(tiny_model_dir: Path, tmp_path: Path) -> None:
     learner, served = make_learner(tiny_model_dir), [0]
-    publisher = FilePublisher(tmp_path, lambda: served[0])
+    publisher = FilePublisher(LocalLearner(learner), tmp_path, lambda: served[0])
     seen = []
     for version, acknowledged in ((0, 0), (1, 0), (2, 1), (3, 2)):
         learner.version, served[0] = version, acknowledged
-        asyncio.run(publisher.publish(learner))
+        asyncio.run(publisher.publish())
         seen.append([int(name[1:7]) for name in names(tmp_path)])
     # What is served stays until the next version is; version 1 goes when 2 is served.
     assert seen == [[0], [0, 1], [1, 2], [2, 3]]
-    publisher.clear()
+    clear_publications(tmp_path)
     assert not tmp_path.exists()
 
 
@@ -123,14 +135,36 @@ def test_a_full_disk_is_told_and_leaves_no_partial_file(tiny_model_dir: Path, tm
     with tiny_disk(tmp_path / "disk") as disk:
         (disk / "ballast").write_bytes(b"x" * 1_000_000)
         with pytest.raises(StoreError, match=r"the weights could not be written to .*v000000"):
-            asyncio.run(FilePublisher(disk / "w", lambda: None).publish(learner))
+            asyncio.run(FilePublisher(LocalLearner(learner), disk / "w", lambda: None).publish())
         assert names(disk / "w") == []
 
 
 def test_a_directory_that_cannot_be_made_is_told(tiny_model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "w").write_text("a file")
     with pytest.raises(StoreError, match="could not be written"):
-        asyncio.run(FilePublisher(tmp_path / "w", lambda: None).publish(make_learner(tiny_model_dir)))
+        asyncio.run(
+            FilePublisher(LocalLearner(make_learner(tiny_model_dir)), tmp_path / "w", lambda: None).publish()
+        )
+
+
+def test_a_publication_can_be_sent_and_leaves_no_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_model_dir)
+    publisher = BroadcastPublisher(LocalLearner(learner), tmp_path / "w", host="127.0.0.1", num_receivers=1)
+
+    async def act() -> None:
+        # The same version twice, as after a resume: each is met at an address of its own.
+        paths = set()
+        for _ in range(2):
+            update = await publisher.publish()
+            paths.add(update.path)
+            assert update.transport is WeightTransport.BROADCAST
+            assert update.path is not None
+            tensors = await asyncio.to_thread(read_published, update.path, expected_digest=update.digest)
+            assert tensors_digest(tensors.items()) == weights_digest(learner.model)
+        assert len(paths) == 2
+
+    asyncio.run(act())
+    assert names(tmp_path / "w") == []
 
 
 # ---------------------------------------------------------------- placement
@@ -159,23 +193,28 @@ def test_a_started_engine_serves_the_learners_weights_and_leaves_only_its_log(
     for name in ("engine.key", "engine.ready", "weights/v000040.safetensors", "weights/v000041.partial"):
         (work_dir / name).write_text("stale")
 
-    async def act() -> tuple[Roles, HealthForm, list[str], list[str]]:
+    async def act() -> tuple[Roles, HealthForm, list[str], Path, list[str]]:
         try:
             roles = await placement.start()
             assert isinstance(roles.engine, RemoteEngine)
             health = await roles.engine.health()
-            roles.learner.version = 3
-            update = await roles.publisher.publish(roles.learner)
+            learner_of(roles).version = 3
+            update = await roles.publisher.publish()
             receipt = await roles.engine.update(update)
             assert (receipt.version, receipt.digest) == (3, update.digest)
-            return roles, health, names(work_dir), names(work_dir / "weights")
+            assert update.path is not None
+            weights_dir = Path(update.path).parent
+            return roles, health, names(work_dir), weights_dir, names(weights_dir)
         finally:
             await placement.stop()
 
-    roles, health, files, weights = asyncio.run(act())
-    assert health.digest == health.model_digest == weights_digest(roles.learner.model)
+    roles, health, files, weights_dir, weights = asyncio.run(act())
+    assert health.digest == health.model_digest == weights_digest(learner_of(roles).model)
     assert health.version == 0
-    assert files == ["engine.log", "weights"]
+    assert files == ["engine.log"]
+    # In memory, and gone with the run.
+    assert weights_dir.parent == SHARED_MEMORY
+    assert not weights_dir.exists()
     # Version 0 was served when 3 was published, so it stays until the next publication.
     assert weights == ["v000000.safetensors", "v000003.safetensors"]
     assert not is_running(health.pid)
@@ -267,6 +306,7 @@ def test_prc_4_the_engine_dies_with_a_run_that_is_killed(tiny_model_dir: Path, t
     args = [sys.executable, "-c", PARENT, str(tiny_model_dir), str(tmp_path)]
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "."])}
+    before = weights_in_memory()
     parent = subprocess.Popen(args, stdout=subprocess.PIPE, text=True, cwd=root, env=environment)
     assert parent.stdout is not None
     engine_pid = int(parent.stdout.readline())
@@ -274,3 +314,44 @@ def test_prc_4_the_engine_dies_with_a_run_that_is_killed(tiny_model_dir: Path, t
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
     wait_until(lambda: not is_running(engine_pid))
+    # Its weights in memory go with the next who clears up here: a job's agent, or another run.
+    left = weights_in_memory() - before
+    assert left
+    clear_shared_memory()
+    assert not left & weights_in_memory()
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def test_engines_that_swap_adapters_get_nothing_else_after_the_base(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+    base = weights_digest(model)
+    model.adapt(LoraSpec(rank=2), seed=1)
+    learner, served = Learner(model, tiny_spec().optimizer), [None, 0, 1]
+    publisher = FilePublisher(LocalLearner(learner), tmp_path, lambda: served[0], sends_adapters=True)
+    first = asyncio.run(publisher.publish())
+    assert (first.is_adapter, first.digest) == (False, base)
+    for version in (1, 2):
+        del served[0]
+        learner.version = version
+        update = asyncio.run(publisher.publish())
+        assert (update.is_adapter, update.path) == (True, str(tmp_path / f"v{version:06d}"))
+        stored = load_file(f"{update.path}/adapter_model.safetensors")
+        assert tensors_digest(stored.items()) == update.digest
+        assert all("lora_" in name for name in stored)
+    # The base, older than the served version 1, is gone.
+    assert names(tmp_path) == ["v000001", "v000002"]
+    clear_publications(tmp_path)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "expected"),
+    [(None, "vllm", False), (4, "native", False), (4, "vllm", True), (600, "vllm", False)],
+)
+def test_only_engines_that_can_are_sent_adapters(rank: int | None, kind: str, expected: bool) -> None:
+    spec = tiny_spec(lora={"rank": rank}, engine={"kind": kind}, placement={"kind": "process"})
+    assert can_swap_adapters(spec) is expected

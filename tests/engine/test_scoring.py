@@ -13,7 +13,7 @@ import pytest
 
 from strop.engine.dummy import DummyEngine
 from strop.engine.remote import RemoteEngine
-from strop.engine.wire import ScoreAnswer, ScoreCall, ScoreForm, write_floats
+from strop.engine.wire import ScoreAnswer, ScoreCall, ScoreForm, read_ids, write_floats
 from strop.errors import EngineError
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
@@ -80,11 +80,12 @@ def form(ids: list[int], version: int = 3) -> ScoreForm:
 
 
 def test_the_replies_to_a_prompt_travel_together_and_few_prompts_at_once() -> None:
-    desk = Desk(lambda call: ScoreAnswer(scores=[form(reply) for reply in call.replies]))
+    desk = Desk(lambda call: ScoreAnswer(scores=[form(read_ids(reply).tolist()) for reply in call.replies]))
     found = score_all(desk, 40)
     assert found == [[-float(reply)] * (reply + 1) for _ in range(40) for reply in range(4)]
-    assert sorted(call.prompt_ids[0] for call in desk.calls) == list(range(40))
-    assert all(call.replies == [[0], [1, 1], [2] * 3, [3] * 4] for call in desk.calls)
+    assert sorted(read_ids(call.prompt_ids)[0] for call in desk.calls) == list(range(40))
+    for call in desk.calls:
+        assert [read_ids(reply).tolist() for reply in call.replies] == [[0], [1, 1], [2] * 3, [3] * 4]
     # A thousand prompts must not take a thousand connections.
     assert desk.max_open <= 8
 

@@ -16,7 +16,7 @@ import pytest
 from strop.engine import WeightTransport, WeightUpdate
 from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.engine.server import announce, build_app, listen, main, read_key
-from strop.engine.wire import GenerateCall, ReadyForm, RequestForm, ScoreCall, UpdateForm
+from strop.engine.wire import GenerateCall, ReadyForm, ScoreCall, UpdateForm
 from strop.errors import ConfigError, StoreError
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
@@ -35,7 +35,9 @@ def talk(engine: DummyEngine, speak: Callable[[httpx.AsyncClient], Awaitable[Any
     """Talk to the application without a socket."""
 
     async def act() -> Any:
-        transport = httpx.ASGITransport(app=build_app(engine, key=KEY, model_digest="m0"))
+        transport = httpx.ASGITransport(
+            app=build_app(engine, key=KEY, model_digest="m0", tokenizer_digest="t0")
+        )
         json = {"Content-Type": "application/json", **headers}
         async with httpx.AsyncClient(transport=transport, base_url="http://engine", headers=json) as client:
             return await speak(client)
@@ -45,10 +47,10 @@ def talk(engine: DummyEngine, speak: Callable[[httpx.AsyncClient], Awaitable[Any
 
 def messages(tokenizer: Tokenizer) -> dict[str, str]:
     request = ask(tokenizer)
-    ids = request.prompt_ids.tolist()
+    ids = request.prompt_ids
     return {
-        "/v1/generate": GenerateCall(requests=[RequestForm.of(request)]).model_dump_json(),
-        "/v1/score": ScoreCall(prompt_ids=ids, replies=[ids], temperature=1.0).model_dump_json(),
+        "/v1/generate": GenerateCall.of([request]).model_dump_json(),
+        "/v1/score": ScoreCall.of(ids, [ids], 1.0).model_dump_json(),
         "/v1/weights": UpdateForm.of(UPDATE).model_dump_json(),
     }
 
@@ -89,7 +91,7 @@ def test_with_the_key_every_path_answers(tokenizer: Tokenizer) -> None:
         return {path: (await client.post(path, content=body)).json() for path, body in bodies.items()}
 
     answers = talk(engine, speak, Authorization=f"Bearer {KEY}")
-    assert answers["/v1/generate"]["replies"][0]["completion"]["text"] == "said"
+    assert answers["/v1/generate"]["texts"] == ["said"]
     assert answers["/v1/weights"] == {"version": 4, "digest": "d4"}
     assert set(answers["/v1/score"]) == {"scores"}
 
@@ -104,21 +106,21 @@ def test_health_needs_no_key_and_tells_no_secret(tokenizer: Tokenizer) -> None:
         return [before, await client.get("/health")]
 
     before, after = talk(engine, speak)
-    assert before.json() == {"pid": os.getpid(), "version": 0, "digest": "m0", "model_digest": "m0"}
-    assert after.json() == {"pid": os.getpid(), "version": 4, "digest": "d4", "model_digest": "m0"}
+    same = {"pid": os.getpid(), "model_digest": "m0", "tokenizer_digest": "t0"}
+    assert before.json() == {**same, "version": 0, "digest": "m0"}
+    assert after.json() == {**same, "version": 4, "digest": "d4"}
 
 
 def test_a_batch_is_answered_in_its_order(tokenizer: Tokenizer) -> None:
     # A reply of many tokens next to short ones: order is that of the requests, not of the endings.
     engine = DummyEngine(tokenizer, [ScriptedReply(text="a long one"), "b", "c"])
-    forms = [RequestForm.of(ask(tokenizer, seed=seed)) for seed in range(3)]
+    call = GenerateCall.of([ask(tokenizer, seed=seed) for seed in range(3)])
 
     async def speak(client: httpx.AsyncClient) -> Any:
-        body = GenerateCall(requests=forms).model_dump_json()
-        return (await client.post("/v1/generate", content=body)).json()
+        return (await client.post("/v1/generate", content=call.model_dump_json())).json()
 
     answer = talk(engine, speak, Authorization=f"Bearer {KEY}")
-    assert [reply["completion"]["text"] for reply in answer["replies"]] == ["a long one", "b", "c"]
+    assert answer["texts"] == ["a long one", "b", "c"]
     assert [request.seed for request in engine.requests] == [0, 1, 2]
 
 
@@ -134,7 +136,7 @@ def test_errors_are_answered_by_their_class(tokenizer: Tokenizer, caplog: pytest
     assert weights.json()["kind"] == "WeightMismatch"
     # One failed request is no failed batch.
     assert generate.status_code == 200
-    assert generate.json()["replies"][0]["error"]["kind"] == "EngineError"
+    assert generate.json()["errors"][0]["kind"] == "EngineError"
     assert "WeightMismatch: weights of version 4 have digest other" in caplog.text
 
 

@@ -42,3 +42,25 @@ def test_only_adopted_children_that_have_ended_are_buried() -> None:
         [sys.executable, "-c", _UNDERTAKER], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "1 Z gone True 0\n", done.stderr
+
+
+# Ends children in sessions of their own, and what they started, but not itself.
+_KEEPER = """
+import os, subprocess, sys, time
+from strop.hardware.orphans import adopt_orphans, end_descendants
+
+code = "import os, time; pid = os.fork(); print(pid, flush=True) if pid else None; time.sleep(600)"
+adopt_orphans()
+child = subprocess.Popen(
+    [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True
+)
+grandchild = int(child.stdout.readline())
+print(end_descendants(30.0), [os.path.exists(f"/proc/{pid}") for pid in (child.pid, grandchild)])
+"""
+
+
+def test_prc_4_everything_that_a_keeper_started_is_ended() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _KEEPER], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "[] [False, False]\n", done.stderr

@@ -13,6 +13,7 @@ import torch
 
 from strop.cluster import Roles
 from strop.cluster.inline import SharedPublisher
+from strop.cluster.local_learner import LocalLearner
 from strop.engine import Completion, Engine, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.environments import RolloutPlan, SingleTurn, run_group
@@ -23,7 +24,7 @@ from strop.rollout import Group, IntArray, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
-from strop.train.gate import GateInput
+from strop.train.gate_input import GateInput
 
 Tamper = Callable[[GenerationRequest, Completion], Completion]
 
@@ -88,7 +89,8 @@ def build_gate(path: Path, engine: Engine, *, dtype: str = "float32", **settings
     )
     tokenizer = Tokenizer.load(path)
     learner = Learner(load_model(path, dtype), spec.optimizer)
-    roles = Roles(learner=learner, engine=engine, publisher=SharedPublisher(), tokenizer=tokenizer)
+    role = LocalLearner(learner)
+    roles = Roles(learner=role, engine=engine, publisher=SharedPublisher(role), tokenizer=tokenizer)
     return GateInput(spec=spec, task=build_task(spec.task), roles=roles, model_dir=path, run_path=path)
 
 

@@ -5,6 +5,7 @@ That a resumed run equals an uninterrupted one is shown where runs are trained.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -20,7 +21,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.engine.dummy import DummyEngine
 from strop.errors import ConfigError, CorruptRecord, StoreError
-from strop.policy.weights import export_model, tensors_digest, weights_digest
+from strop.policy.digest import tensors_digest
+from strop.policy.weights import export_model, weights_digest
 from strop.record import RunDir
 from strop.store import AtomicDirectory, get_model, is_complete, verify_directory
 from strop.tokenizer import Tokenizer
@@ -222,7 +224,7 @@ def test_ckp_1_loaded_tensors_are_those_of_the_file(tmp_path: Path) -> None:
 def test_ckp_1_tensors_made_anew_after_loading_are_refused(tmp_path: Path) -> None:
     """Incident: as above; weights that know no language are seen by their loss on plain text."""
     gate = build_gate(make_model(tmp_path), DummyEngine(Tokenizer.load(tmp_path), []))
-    check = check_weights(gate)
+    check = asyncio.run(check_weights(gate))
     assert not check.is_passed
     assert "the weights look random: were they loaded, and from the right file?" in check.detail
 
@@ -234,8 +236,8 @@ class FaultyExport:
         self.save = module.save_pretrained
         self.damage = damage
 
-    def __call__(self, target: Path) -> None:
-        self.save(target, max_shard_size="20KB")
+    def __call__(self, target: Path, **options: Any) -> None:
+        self.save(target, max_shard_size="20KB", **options)
         self.damage(target)
 
 

@@ -7,6 +7,7 @@ R1, R2 and R4 are the contracts on resume of the design: trainer, synchronous ru
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.algorithm import build_algorithm
 from strop.cluster import ModelSource, Roles
-from strop.cluster.inline import build_learner
+from strop.cluster.local_learner import LocalLearner, build_learner
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord
 from strop.launch.training import train_here
@@ -272,12 +273,8 @@ def test_r1_equal_rollouts_give_equal_parameters_and_moments(tmp_path: Path, tin
     made = Composition(spec, tiny_model_dir, new_run(tmp_path))
     made.run()
     learner = build_learner(spec, ModelSource(path=tiny_model_dir, digest="unused"))
-    load_checkpoint(made.run_dir.checkpoint_path(2), learner, num_threads=1)
+    asyncio.run(load_checkpoint(made.run_dir.checkpoint_path(2), LocalLearner(learner), num_threads=1))
     algorithm = build_algorithm(spec.algorithm)
-
-    def token_terms(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        terms = algorithm.token_terms(*values)
-        return terms.loss_N, terms.grad_N
 
     for step in (3, 4):
         rollouts = read_rollouts(made.run_dir.rollouts_path(step))
@@ -286,7 +283,7 @@ def test_r1_equal_rollouts_give_equal_parameters_and_moments(tmp_path: Path, tin
             for start in range(0, len(rollouts), 4)
         ]
         batch = build_batch(algorithm, groups, made.task.limits.max_reply_tokens)
-        learner.step(batch.groups, temperature=1.0, token_terms=token_terms)
+        learner.step(batch.groups, temperature=1.0, token_terms=algorithm)
         folder = tmp_path / f"state-{step}"
         folder.mkdir()
         learner.save_state(folder)
@@ -386,5 +383,6 @@ def test_ckp_6_a_run_that_is_killed_holds_a_usable_checkpoint_at_every_moment(
     # It serves without strop, and a run goes on from it.
     served: Any = AutoModelForCausalLM.from_pretrained(latest[1] / "model")
     learner = build_learner(tiny_spec(), ModelSource(path=tiny_model_dir, digest="unused"))
-    assert load_checkpoint(latest[1], learner, num_threads=1).step == latest[0]
+    restored = asyncio.run(load_checkpoint(latest[1], LocalLearner(learner), num_threads=1))
+    assert restored.step == latest[0]
     assert torch.equal(served.get_input_embeddings().weight, learner.model.head_weight)

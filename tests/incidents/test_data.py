@@ -15,7 +15,7 @@ import pytest
 
 from strop.cluster import Roles
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.environments import run_groups
+from strop.environments import run_group
 from strop.errors import CheckRefused, DataError, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group, IntArray, Message, Outcome, Split
@@ -171,17 +171,23 @@ def test_dat_2_a_fate_that_is_lost_or_doubled_is_an_alarm(
     fault: str, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Incident: as above; nobody counted, so nobody saw which prompts were gone."""
+    num_groups = 0
 
-    async def leak(*arguments: Any, **options: Any) -> list[Group]:
-        first, *others = await run_groups(*arguments, **options)
+    async def leak(*arguments: Any) -> Group:
+        nonlocal num_groups
+        num_groups += 1
+        is_first = num_groups == 1
+        first = await run_group(*arguments)
+        if not is_first:
+            return first
         rollouts = {
             "dropped": first.rollouts[:-1],
             "doubled": (*first.rollouts[:-1], first.rollouts[0]),
             "foreign": (*first.rollouts[:-1], replace(first.rollouts[-1], sample_index=99)),
         }[fault]
-        return [replace(first, rollouts=rollouts), *others]
+        return replace(first, rollouts=rollouts)
 
-    monkeypatch.setattr("strop.train.loop.run_groups", leak)
+    monkeypatch.setattr("strop.train.collecting.run_group", leak)
     spec = tiny_spec(tripwires={"on_alarm": "stop"})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=SpellTask())
     with pytest.raises(RunStopped, match="fate_leak"):

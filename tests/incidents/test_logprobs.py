@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from strop.engine import Completion, GenerationRequest
 from strop.engine.dummy import DummyEngine
 from strop.errors import LearnerError
 from strop.policy.learner import Learner
+from strop.policy.masters import LocalMasters
+from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.rollout import FailureOwner, Group, Outcome, Rollout, Sampling
 from strop.spec.optimizer import OptimizerSpec
 from strop.spec.run import RunSpec
@@ -28,6 +31,7 @@ from strop.train.batch import build_batch
 from strop.train.gate import check_parity
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
 from strop.train.tripwires import find_alarms
+from tests.fixtures.tiny_run import learner_of
 from tests.incidents.faulty_engines import (
     TamperedEngine,
     build_gate,
@@ -44,7 +48,6 @@ from tests.policy.worlds import (
     make_model,
     ragged_groups,
     reinforce,
-    terms_of,
 )
 
 ALARMS = TripwireSpec()
@@ -78,7 +81,7 @@ def test_log_1_equal_conventions_pass_the_gate(model_dir: Path, dtype: str, temp
     gate = build_gate(
         model_dir, native_engine(model_dir, dtype), dtype=dtype, sampling={"temperature": temperature}
     )
-    check = check_parity(gate, sample_groups(gate))
+    check = asyncio.run(check_parity(gate, sample_groups(gate)))
     assert check.is_passed, check.detail
 
 
@@ -89,7 +92,7 @@ def test_log_1_raw_values_at_temperature_0_6_are_refused_by_name(model_dir: Path
     """
     engine = TamperedEngine(native_engine(model_dir), tamper=raw_values(load_model(model_dir)))
     gate = build_gate(model_dir, engine, sampling={"temperature": 0.6})
-    check = check_parity(gate, sample_groups(gate))
+    check = asyncio.run(check_parity(gate, sample_groups(gate)))
     assert not check.is_passed
     assert "cause: temperature (the engine reports log-probabilities before dividing by it)" in check.detail
 
@@ -102,7 +105,7 @@ def test_log_2_values_over_fewer_tokens_are_refused_by_name(model_dir: Path) -> 
     """
     engine = TamperedEngine(native_engine(model_dir), sampling=Sampling(top_p=0.9))
     gate = build_gate(model_dir, engine)
-    check = check_parity(gate, sample_groups(gate))
+    check = asyncio.run(check_parity(gate, sample_groups(gate)))
     assert not check.is_passed
     assert "cause: support" in check.detail
 
@@ -118,7 +121,7 @@ def test_log_2_cut_sampling_is_refused_for_training(sampling: dict[str, Any]) ->
 def test_log_3_one_other_layer_is_refused(model_dir: Path) -> None:
     """Incident: trainer and engine disagreed on equal weights, to a KL of 1,691."""
     gate = build_gate(model_dir, perturbed_engine(model_dir, 0.05))
-    check = check_parity(gate, sample_groups(gate))
+    check = asyncio.run(check_parity(gate, sample_groups(gate)))
     assert not check.is_passed
     assert "cause: weights, position ids, template or dtype differ" in check.detail
 
@@ -128,8 +131,8 @@ def test_log_3_a_value_that_is_not_a_number_is_refused(model_dir: Path) -> None:
     gate = build_gate(model_dir, native_engine(model_dir))
     groups = sample_groups(gate)
     with torch.no_grad():
-        gate.roles.learner.model.head_weight[0, 0] = float("nan")
-    assert not check_parity(gate, groups).is_passed
+        learner_of(gate.roles).model.head_weight[0, 0] = float("nan")
+    assert not asyncio.run(check_parity(gate, groups)).is_passed
 
 
 def test_log_3_drift_at_learning_rate_0_raises_an_alarm(model_dir: Path) -> None:
@@ -220,7 +223,7 @@ def test_log_5_masters_and_moments_are_float32(bf16_dir: Path, tmp_path: Path) -
     assert learner.model.dtype == torch.bfloat16
 
 
-class Bf16Masters(Learner):
+class Bf16Masters(LocalMasters):
     """The fault: the compute copies are their own masters."""
 
     def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
@@ -237,14 +240,15 @@ def test_log_5_updates_that_vanish_in_16_bits_raise_an_alarm(bf16_dir: Path) -> 
     algorithm = ALGORITHMS["grpo"]
     batch = build_batch(algorithm, ragged_groups(), REPLY_LIMIT)
     seen, copies = {}, {}
-    for kind in (Learner, Bf16Masters):
-        learner = kind(load_model(bf16_dir, "bfloat16"), OptimizerSpec(lr=1e-6))
-        report = learner.step(batch.groups, temperature=1.0, token_terms=terms_of(algorithm))
+    for kind in (LocalMasters, Bf16Masters):
+        model = load_model(bf16_dir, "bfloat16")
+        learner = Learner(model, OptimizerSpec(lr=1e-6), masters=kind(model))
+        report = learner.step(batch.groups, temperature=1.0, token_terms=algorithm)
         metrics = measure_batch(batch) | measure_update(report)
         quiet = TripwireSpec(max_drift_nats=None)
         seen[kind.__name__] = [alarm.cause for alarm in find_alarms(quiet, 1, metrics)]
         copies[kind.__name__] = report.changed_frac
-    assert seen == {"Learner": [], "Bf16Masters": ["vanishing_updates"]}
+    assert seen == {"LocalMasters": [], "Bf16Masters": ["vanishing_updates"]}
     assert max(copies.values()) < 0.05
 
 
@@ -261,7 +265,7 @@ def test_log_6_a_ratio_of_e_89_trains_finitely(model_dir: Path, correction: str)
     gradients = learner.gradients(
         build_batch(algorithm, groups, REPLY_LIMIT).groups,
         temperature=1.0,
-        token_terms=terms_of(algorithm),
+        token_terms=algorithm,
     )
     assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
     assert float(gradients["model.norm.weight"].norm()) > 0.0
@@ -289,6 +293,12 @@ def test_log_6_a_gradient_that_is_not_a_number_reaches_nothing(
     assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
 
 
+def nothing(tokens: ScoredTokens, /) -> TokenTerms:
+    """A loss without any gradient."""
+    zero_M = 0.0 * tokens.advantage_M
+    return TokenTerms(loss_N=zero_M, grad_N=zero_M)
+
+
 @pytest.mark.parametrize("max_positions", [1, 20, 10_000])
 def test_log_7_a_spike_in_any_micro_batch_is_seen(model_dir: Path, max_positions: int) -> None:
     """Incident: KL and clip fraction came from one micro-batch, about 1/32 of the data."""
@@ -297,7 +307,7 @@ def test_log_7_a_spike_in_any_micro_batch_is_seen(model_dir: Path, max_positions
     metrics = []
     for judged in (groups, [with_engine_logprob(groups[0], 0, 0, -60.0), *groups[1:]]):
         batch = build_batch(ALGORITHMS["grpo"], judged, REPLY_LIMIT)
-        report = learner.step(batch.groups, temperature=1.0, token_terms=lambda p, q, a: (0.0 * a, 0.0 * a))
+        report = learner.step(batch.groups, temperature=1.0, token_terms=nothing)
         metrics.append(measure_update(report))
         assert len(report.drift_M) == batch.credit.num_forwarded_tokens
     calm, spiked = metrics

@@ -73,10 +73,14 @@ def test_lau_7_a_name_that_is_taken_is_no_job_of_ours(site: Site) -> None:
 def test_lau_8_what_is_not_staged_is_named_and_what_is_staged_passes(launcher: Launcher, site: Site) -> None:
     """LAU-8: a job without a hub failed at its start, because only the policy's path had been looked at."""
     prepare_account(site.clients, tag=None)
-    overrides = ("model.uri=Org/Name", "task.name=gsm8k")
+    overrides = (
+        *("model.uri=Org/Name", "task.name=gsm8k"),
+        *("train.terms=distill", "teacher.source=model", "teacher.model=Org/Teacher"),
+    )
     plan = site.plan(overrides=overrides, profile={"offline": True})
     named = {asset["value"]: asset["place"] for asset in plan.details["named_assets"]}
     assert named["Org/Name"] == "models/Org/Name"
+    assert named["Org/Teacher"] == "models/Org/Teacher"
     assert any(place.startswith("datasets/") for place in named.values() if place)
 
     def missing() -> list[str]:
@@ -88,6 +92,7 @@ def test_lau_8_what_is_not_staged_is_named_and_what_is_staged_passes(launcher: L
         ]
 
     assert len(missing()) == len([place for place in named.values() if place])
+    assert any(given.startswith("teacher.model=Org/Teacher: ") for given in missing())
     records = [f"s3://strop-test/{site.prefix}/{place}/COMPLETE" for place in named.values() if place]
     for uri in records:
         site.objects.write(uri, b"{}")

@@ -44,7 +44,7 @@ from strop.train.tripwires import find_alarms
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.incidents.faulty_engines import TamperedEngine, build_gate
-from tests.policy.worlds import build_learner, load_model, make_model, terms_of
+from tests.policy.worlds import build_learner, load_model, make_model
 
 PAD_ID = 260
 """Pad token and terminator of the tiny tokenizer."""
@@ -152,7 +152,7 @@ def test_tok_1_a_terminator_that_is_the_pad_token_is_trained(tmp_path: Path) -> 
     gradients = learner.gradients(
         [replace(group, replies=tuple(only_ends))],
         temperature=1.0,
-        token_terms=terms_of(ALGORITHMS["rloo"]),
+        token_terms=ALGORITHMS["rloo"],
     )
     assert all(float(gradient.norm()) > 0.0 for gradient in gradients.values())
 

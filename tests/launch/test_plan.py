@@ -12,7 +12,9 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine
-from strop.launch.plan import Plan, make_plan
+from strop.hardware.accelerators import find_accelerator
+from strop.launch.plan import make_plan, plan_work, predict_run
+from strop.launch.planned import Plan
 from strop.rollout import Split
 from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
@@ -176,3 +178,47 @@ def test_a_name_that_is_no_model_is_refused(plan_it: PlanIt) -> None:
         plan_it("model.uri=nothing")
     with pytest.raises(ConfigError, match="does not exist"):
         plan_it("model.uri=./nothing")
+
+
+def test_a_plan_for_other_hardware_has_its_memory_and_roles(plan_it: PlanIt) -> None:
+    here = plan_it("placement.kind=process")
+    assert [role.role for role in here.roles] == ["learner", "engine"]
+    assert here.memory is not None
+    # What both hold without their programs is what the machine's memory is compared with.
+    parts = sum(part.amount for role in here.roles for part in role.parts)
+    assert parts == here.memory.needed_bytes
+    there = plan_it("placement.kind=process", accelerator=find_accelerator("l4"))
+    assert (there.hardware, there.memory) == ("l4", None)
+    assert [role.available_bytes for role in there.roles] == [24 * 10**9] * 2
+    assert there.warnings == ()
+    assert here.time is not None
+    assert there.time is not None
+    assert there.time.step_s < here.time.step_s
+    # A card with 1 MB of memory.
+    tiny = find_accelerator("l4").model_copy(update={"memory_gb": 0.001, "name": "tiny"})
+    warnings = plan_it("placement.kind=process", accelerator=tiny).warnings
+    assert warnings[0].startswith("memory of the learner: ")
+    assert "and one tiny has 0.0 GB; the largest part is " in warnings[0]
+
+
+def test_a_run_that_starts_is_predicted_as_it_was_planned(plan_it: PlanIt, tmp_path: Path) -> None:
+    planned = plan_it()
+    spec = load_spec("run.toml").spec
+    assert planned.model_path is not None
+    found = predict_run(
+        spec, build_task(spec.task), Path(planned.model_path), None, cache_dir=tmp_path / "cache"
+    )
+    assert found is not None
+    assert planned.time is not None
+    assert found.step_s == planned.time.step_s
+    assert found.seconds == {part.name: part.amount for part in planned.time.step_parts}
+    assert found.memory_bytes == planned.roles[0].needed_bytes
+    assert not found.is_overlapped
+    assert not found.is_measured
+
+
+def test_a_simulation_needs_what_a_plan_may_lack(plan_it: PlanIt) -> None:
+    plan_it()
+    with pytest.raises(ConfigError, match="the data of task gsm8k is not on this machine"):
+        plan_work(load_spec("run.toml", ["task.name=gsm8k", "task.source=org/absent"]))
+    assert plan_work(load_spec("run.toml")).work.max_reply_tokens > 0

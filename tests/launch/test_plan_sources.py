@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import ConfigError, DataError
-from strop.launch.plan import Plan, make_plan
+from strop.launch.plan import make_plan
+from strop.launch.planned import Plan
 from strop.spec import load_spec
 from strop.tasks.registry import TASK_SUMMARIES
 from tests.fixtures.sockets import only_connects_to

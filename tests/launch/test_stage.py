@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,13 +14,17 @@ from strop.cli import main
 from strop.errors import ConfigError, HubUnreachable, RemoteMissing, RemoteUnreachable, StoreError
 from strop.launch.plan import make_plan
 from strop.launch.stage import Staged, stage_run
+from strop.record import RunDir
+from strop.record.rollouts import write_rollouts
 from strop.rollout import Split
 from strop.spec import load_spec
 from strop.store import follow_store, get_model, open_store
 from strop.tasks import build_task
+from strop.train.rejection import find_rollouts_files
 from strop.train.sft_source import find_source
 from tests.fixtures.object_store import SpoilingProxy
 from tests.fixtures.sockets import only_connects_to
+from tests.record.test_rollouts import make_rollout
 from tests.store.test_models import PACKAGE_URI, cached_package_model, write_model
 
 pytestmark = pytest.mark.usefixtures("away_from_home")
@@ -163,6 +168,33 @@ def test_demonstrations_go_along(local_run: str, tmp_path: Path) -> None:
     (advice,) = [word for word in read_advice(staged) if word.startswith("sft.source=")]
     path.unlink()
     assert find_source(advice.removeprefix("sft.source=")).read_text().count("completion") == len(rows)
+
+
+def test_a_teacher_goes_along_under_its_own_name(local_run: str, tmp_path: Path) -> None:
+    teacher = write_model(tmp_path / "teacher", tokenizer_json=b'{"wise": 1}')
+    words = ["train.terms=distill", "teacher.source=model", f"teacher.model={teacher}"]
+    staged = [one for one in stage_run(load_spec(local_run, words)) if one.kind == "model"]
+    assert [one.name for one in staged] == [str(tmp_path / "model"), str(teacher)]
+    assert staged[1].advice == f'teacher.model = "{staged[1].uri}"'
+    assert get_model(staged[1].uri).digest == get_model(str(teacher)).digest
+    # The policy as its own teacher is sent once, and no other one of the run file that nobody asks.
+    own = ["train.terms=distill", "teacher.source=model", f"teacher.model={tmp_path / 'model'}"]
+    once, *_ = stage_run(load_spec(local_run, own))
+    assert once.advice == f'model.uri = "{once.uri}"; teacher.model = "{once.uri}"'
+
+
+def test_pairs_go_along_with_their_reference(local_run: str, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs", "earlier", "", "digest", {})
+    write_rollouts(run.rollouts_path(1), [make_rollout()])
+    run.release()
+    other = write_model(tmp_path / "other", tokenizer_json=b'{"other": 1}')
+    words = ["train.terms=dpo", f"dpo.source={run.path}", f"reference.model={other}"]
+    staged = stage_run(load_spec(local_run, words))
+    advice = dict(word.split("=", 1) for word in read_advice(staged))
+    assert get_model(advice["reference.model"]).digest == get_model(str(other)).digest
+    shutil.rmtree(run.path)
+    found = find_source(advice["dpo.source"], setting="dpo.source")
+    assert [file.name for file in find_rollouts_files(found)] == ["step-000001.parquet"]
 
 
 def test_changed_data_is_another_record(local_run: str, tmp_path: Path) -> None:

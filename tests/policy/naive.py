@@ -103,6 +103,7 @@ def _credited_members(
             "dr_grpo": 1 / (num_rollouts * reply_limit),
             "dapo": 1 / num_tokens,
             "rloo": 1 / num_tokens,
+            "gspo": 1 / (num_rollouts * own),
         }[algorithm.name]
         members.append((rollout, advantage, weight))
     return members

@@ -11,7 +11,7 @@ from strop.algorithm import ALGORITHMS
 from strop.policy.packing import PackedBatch
 from strop.rollout import FailureOwner, Outcome
 from strop.train.batch import build_batch
-from tests.policy.worlds import REPLY_LIMIT, World, ragged_groups
+from tests.policy.worlds import REPLY_LIMIT, World, plain, ragged_groups
 
 
 def test_a_member_that_never_began_does_not_hide_the_prompt() -> None:
@@ -36,7 +36,7 @@ def test_members_that_saw_other_prompts_do_not_share_one() -> None:
 
 def test_advantages_and_weights_by_hand() -> None:
     group = World().group(2, [[3], [1, 2, 1], [2]], [1.0, 0.0, 0.0])
-    (packed,) = build_batch(ALGORITHMS["dapo"], [group], 8).groups
+    (packed,) = build_batch(plain("dapo"), [group], 8).groups
     # Mean 1/3, spread sqrt(((2/3)^2 + 2 (1/3)^2) / 2) = 0.577350; tokens 3 + 2 + 2 = 7.
     spread = 0.577350 + 1e-4
     expected = [2 / 3 / spread, -1 / 3 / spread, -1 / 3 / spread]
@@ -49,8 +49,8 @@ def test_advantages_and_weights_by_hand() -> None:
 
 def test_cut_replies_can_be_left_out_of_the_loss() -> None:
     group = World().group(2, [[3], [5], [2]], [1.0, 0.0, 0.0], truncated=[1])
-    masking = replace(ALGORITHMS["dapo"], overlong="mask")
-    kept, masked = (build_batch(algorithm, [group], 8) for algorithm in (ALGORITHMS["dapo"], masking))
+    masking = replace(plain("dapo"), overlong="mask")
+    kept, masked = (build_batch(algorithm, [group], 8) for algorithm in (plain("dapo"), masking))
     assert [len(reply.token_ids) for reply in kept.groups[0].replies] == [3, 5, 2]
     assert [len(reply.token_ids) for reply in masked.groups[0].replies] == [3, 2]
     # It stays in the statistics, and its tokens leave the normaliser: 1 / (3 + 2).

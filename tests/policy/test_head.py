@@ -33,6 +33,7 @@ def head_batch(rows: list[int], targets: list[int], *, seed: int = 0) -> PackedB
         advantage_M=draw(-1.0, 1.0),
         weight_M=draw(0.01, 0.1),
         reply_M=np.zeros(num_tokens, dtype=np.int64),
+        host_row_M=np.array(rows),
     )
 
 
@@ -76,7 +77,7 @@ def test_the_gradient_of_one_token_by_hand() -> None:
     result = loss_and_gradients(
         hidden, weight, head_batch([0], [0]), temperature=1.0, rule=rule, grad_weight=grad_weight
     )
-    assert result.loss == pytest.approx(0.440190, abs=1e-6)
+    assert float(result.loss) == pytest.approx(0.440190, abs=1e-6)
     logits_grad = [-0.356086, 0.236883, 0.087144, 0.032059]
     assert grad_weight[:, 0].tolist() == pytest.approx(logits_grad, abs=1e-6)
     # Times the weights: -0.712172 + 0.236883 + 0 - 0.032059.
@@ -112,7 +113,7 @@ def test_no_chunk_size_changes_loss_or_gradients(chunk_rows: int, temperature: f
         grad_weight=grad_weight,
         chunk_rows=chunk_rows,
     )
-    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert float(result.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
     torch.testing.assert_close(result.logprob_M.double(), logp.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(result.grad_hidden_U_D.double(), expected[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(grad_weight.double() - 1.0, expected[1], rtol=1e-4, atol=1e-6)
@@ -134,6 +135,7 @@ def test_a_micro_batch_without_scored_tokens_has_no_loss() -> None:
         advantage_M=batch.advantage_M[:0],
         weight_M=batch.weight_M[:0],
         reply_M=batch.reply_M[:0],
+        host_row_M=batch.host_row_M[:0],
     )
     grad_weight = torch.zeros(50, 6)
     result = loss_and_gradients(
@@ -144,7 +146,7 @@ def test_a_micro_batch_without_scored_tokens_has_no_loss() -> None:
         rule=ratio_rule(empty),
         grad_weight=grad_weight,
     )
-    assert (result.loss, result.logprob_M.numel(), float(grad_weight.abs().sum())) == (0, 0, 0)
+    assert (float(result.loss), result.logprob_M.numel(), float(grad_weight.abs().sum())) == (0, 0, 0)
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from strop.errors import CorruptRecord, DataError, LearnerError
 from strop.policy.learner import Learner, StepReport
+from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
 from tests.policy.worlds import World, build_learner, make_model, reinforce
 
@@ -267,10 +268,9 @@ def test_a_damaged_state_is_refused_and_changes_nothing(
 
 
 def test_a_non_finite_gradient_is_refused_and_the_next_step_is_clean(model_dir: Path, tmp_path: Path) -> None:
-    def broken(
-        logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros_like(logprob), torch.full_like(logprob, math.inf)
+    def broken(tokens: ScoredTokens, /) -> TokenTerms:
+        nothing = torch.zeros_like(tokens.logprob_M)
+        return TokenTerms(loss_N=nothing, grad_N=nothing + math.inf)
 
     learner, other = build_learner(model_dir, lr=LR), build_learner(model_dir, lr=LR)
     with pytest.raises(LearnerError, match=r"step 1 has loss .* norm nan\. Allowed: finite values"):

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from strop.errors import StoreError, WeightMismatch
+from strop.policy.digest import tensors_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
@@ -20,7 +21,6 @@ from strop.policy.weights import (
     export_model,
     load_published,
     publish_weights,
-    tensors_digest,
     weights_digest,
 )
 from strop.tokenizer import Tokenizer

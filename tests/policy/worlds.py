@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from strop.algorithm import Algorithm
+from strop.algorithm import ALGORITHMS, Algorithm
 from strop.policy.language_model import DTYPES, LanguageModel
-from strop.policy.learner import Learner, TokenTermsFn
+from strop.policy.learner import Learner
+from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
 from strop.rollout import Example, Group, IntArray, Outcome, Rollout, Sampling, Turn, make_example
 from strop.spec.optimizer import OptimizerSpec
@@ -132,23 +134,14 @@ def make_model(path: Path, **config: Any) -> Path:
     return tiny_model(path, **(sizes | config))
 
 
-def terms_of(algorithm: Algorithm) -> TokenTermsFn:
-    """Give the learner an algorithm's closed-form loss, as the loop does."""
-
-    def token_terms(
-        logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        terms = algorithm.token_terms(logprob, engine_logprob, advantage)
-        return terms.loss_N, terms.grad_N
-
-    return token_terms
-
-
-def reinforce(
-    logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reinforce(tokens: ScoredTokens, /) -> TokenTerms:
     """Return -A logp and -A, the simplest token loss."""
-    return -advantage * logprob, -advantage
+    return TokenTerms(loss_N=-tokens.advantage_M * tokens.logprob_M, grad_N=-tokens.advantage_M)
+
+
+def plain(name: str) -> Algorithm:
+    """Return an entry of the catalog that shapes no reward and replaces no group."""
+    return replace(ALGORITHMS[name], zero_variance="skip", filter_on="shaped", overlong="keep")
 
 
 Gradients = dict[str, torch.Tensor]

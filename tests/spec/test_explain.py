@@ -30,11 +30,11 @@ def test_a_choice_that_may_be_left_open() -> None:
     known = explain("algorithm.zero_variance")
     assert known.type == "choice or none"
     assert known.default == '"none"'
-    assert known.allowed == "'skip', 'keep', 'drop'; or \"none\""
+    assert known.allowed == "'skip', 'keep', 'drop', 'resample'; or \"none\""
 
 
 def test_a_number_with_open_limits() -> None:
-    assert explain("algorithm.clip_low").allowed == 'a number above 0, below 1; or "none"'
+    assert explain("algorithm.clip_low").allowed == 'a number above 0, at most 1; or "none"'
 
 
 def test_a_setting_in_a_run(run_path: str) -> None:

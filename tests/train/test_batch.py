@@ -81,7 +81,7 @@ GROUPS = [
 
 
 def test_a_batch_by_hand() -> None:
-    batch = build_batch(build_algorithm(AlgorithmSpec(name="dapo")), GROUPS, 10)
+    batch = build_batch(build_algorithm(AlgorithmSpec(name="rloo")), GROUPS, 10)
     # The group without difference and the lost rollout are not forwarded.
     (group,) = batch.groups
     assert group.prompt_ids.tolist() == [1, 2, 3]

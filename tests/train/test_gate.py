@@ -23,8 +23,9 @@ from strop.policy.scoring import score_reply
 from strop.rollout import Example, Message, Outcome, Split, Turn
 from strop.train import gate as gate_module
 from strop.train.batch import pack_reply
-from strop.train.gate import GateCheck, GateInput, pass_gate, read_accepted
-from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
+from strop.train.gate import pass_gate, read_accepted
+from strop.train.gate_input import GateCheck, GateInput
+from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 
 CHECKS = ["prompt", "weights", "verifier", "audit", "schedule", "room", "terminator", "parity"]
 
@@ -162,7 +163,7 @@ def report_raw(roles: Roles) -> Roles:
     """Give the log-probabilities at temperature 1, whatever was sampled at."""
 
     def raw(request: GenerationRequest, completion: Completion) -> Completion:
-        values = score_reply(roles.learner.model, request.prompt_ids, completion.token_ids, 1.0)
+        values = score_reply(learner_of(roles).model, request.prompt_ids, completion.token_ids, 1.0)
         return replace(completion, logprobs=values)
 
     return replace(roles, engine=ChangedEngine(roles.engine, raw))
@@ -198,7 +199,7 @@ def test_values_over_a_smaller_support_are_refused(tmp_path: Path, tiny_model_di
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_perturbed_engine_is_refused(tmp_path: Path, tiny_model_dir: Path, dtype: str) -> None:
     def perturb(roles: Roles) -> Roles:
-        model = LanguageModel.load(tiny_model_dir, dtype=roles.learner.model.dtype)
+        model = LanguageModel.load(tiny_model_dir, dtype=learner_of(roles).model.dtype)
         with torch.no_grad():
             model.module.model.layers[1].mlp.down_proj.weight.mul_(1.2)
         return replace(roles, engine=NativeEngine(model, roles.tokenizer))

@@ -21,7 +21,7 @@ from strop.spec import RunSpec
 from strop.store import verify_directory
 from strop.train import EvalSummary
 from strop.train.room import DiskWatch
-from tests.fixtures.tiny_run import Composition, Curve, SpellTask, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import Composition, Curve, SpellTask, learner_of, new_run, read_curve, tiny_spec
 
 METRICS = {
     "failed_frac",
@@ -48,6 +48,7 @@ METRICS = {
     "seconds_generate",
     "seconds_verify",
     "seconds_learn",
+    "seconds_compute",
     "seconds_sync",
     "seconds_other",
     "seconds_step",
@@ -78,8 +79,10 @@ def test_a_healthy_run_records_every_step_and_raises_no_alarm(tmp_path: Path, ti
     for line, told in zip(lines, made.notes.steps, strict=True):
         assert line == told
         assert set(line) >= METRICS
-        parts = [value for name, value in line.items() if name.startswith("seconds_")]
-        # The stages and the rest make up the step.
+        # Part of learning; the stages and the rest make up the step.
+        assert 0.0 < line["seconds_compute"] <= line["seconds_learn"]
+        stages = METRICS - {"seconds_compute"}
+        parts = [line[name] for name in stages if name.startswith("seconds_")]
         assert sum(parts) == pytest.approx(2 * line["seconds_step"], rel=1e-6)
         assert line["drift_mean_nats"] < 1e-5
     assert made.notes.causes("tripwire") == []
@@ -155,14 +158,14 @@ def test_the_export_is_the_trained_model(tmp_path: Path, tiny_model_dir: Path, d
     roles = made.run()
     export = made.run_dir.checkpoint_path(3) / "model"
     plain = AutoModelForCausalLM.from_pretrained(export, dtype="auto", local_files_only=True)
-    live = dict(roles.learner.model.named_parameters())
+    live = dict(learner_of(roles).model.named_parameters())
     stored = dict(plain.named_parameters())
     assert stored.keys() == live.keys()
     assert all(torch.equal(stored[name], live[name]) for name in live)
     assert plain.generation_config.eos_token_id == 260
     # And it is a model that strop itself can start from.
     again = LanguageModel.load(export, dtype=getattr(torch, dtype))
-    assert weights_digest(again) == weights_digest(roles.learner.model)
+    assert weights_digest(again) == weights_digest(learner_of(roles).model)
 
 
 def test_reward_rises(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -23,7 +23,16 @@ from strop.train import terms as terms_module
 from strop.train.demonstrations import Demonstration, Demonstrations
 from strop.train.measure import measure_update
 from tests.fixtures.demonstrations import make_framing, read, write_rows
-from tests.fixtures.tiny_run import GOLD, NUM_TRAIN, Composition, SpellTask, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import (
+    GOLD,
+    NUM_TRAIN,
+    Composition,
+    SpellTask,
+    learner_of,
+    new_run,
+    read_curve,
+    tiny_spec,
+)
 
 TERMS = ("sft", "rl+sft")
 OF_TERMS = {"loss_rl", "loss_sft", "grad_norm_rl", "grad_norm_sft", "grad_cosine"}
@@ -243,7 +252,7 @@ def test_a_source_of_nan_counts_as_refused_and_ends_the_run(tmp_path: Path, tiny
 
     def poison(roles: Roles) -> Roles:
         with torch.no_grad():
-            next(iter(dict(roles.learner.model.named_parameters()).values())).view(-1)[:] = torch.nan
+            next(iter(dict(learner_of(roles).model.named_parameters()).values())).view(-1)[:] = torch.nan
         return roles
 
     made.spec = made.spec.model_copy(
@@ -280,7 +289,7 @@ def test_terms_are_told_apart_only_where_there_are_several(tmp_path: Path, tiny_
     made = compose(tmp_path, tiny_model_dir, "sft", steps=1)
     roles = made.run()
     assert made.demonstrations is not None
-    report = roles.learner.step_terms([terms_module.sft_term(made.demonstrations.members, 1.0)])
+    report = learner_of(roles).step_terms([terms_module.sft_term(made.demonstrations.members, 1.0)])
     assert not OF_TERMS & measure_update(report).keys()
     mixed = measure_update(report, is_mixed=True)
     assert (mixed["loss_sft"], mixed["grad_norm_sft"]) == (report.loss, report.grad_norm)

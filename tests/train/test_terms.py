@@ -15,6 +15,7 @@ from strop.algorithm import ALGORITHMS
 from strop.algorithm.supervised import cross_entropy_terms, weigh_demonstrations
 from strop.errors import LearnerError
 from strop.policy.learner import LossTerm
+from strop.policy.objective import ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.packing import PackedBatch
 from strop.train.batch import build_batch
 from strop.train.demonstrations import Demonstration
@@ -131,8 +132,9 @@ def test_a_policy_loss_on_what_nobody_sampled_is_refused(tmp_path: Path) -> None
     groups = pack_demonstrations(ragged_members())
     learner = build_learner(make_model(tmp_path))
 
-    def ratio(logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (logp - old).exp(), (logp - old).exp()
+    def ratio(tokens: ScoredTokens, /) -> TokenTerms:
+        ratio_M = (tokens.logprob_M - tokens.engine_logprob_M).exp()
+        return TokenTerms(loss_N=ratio_M, grad_N=ratio_M)
 
     with pytest.raises(LearnerError, match="loss nan"):
         learner.step(groups, temperature=1.0, token_terms=ratio)
@@ -189,3 +191,23 @@ def test_a_term_without_gradient_has_norm_0_and_no_cosine(tmp_path: Path) -> Non
     report = build_learner(make_model(tmp_path)).step_terms([empty, sft_term(ragged_members(), 1.0)])
     assert [(term.grad_norm == 0.0, term.cosine) for term in report.terms] == [(True, None), (False, None)]
     assert report.grad_norm == pytest.approx(report.terms[1].grad_norm)
+
+
+def test_terms_are_weighed_after_each_was_normalised(tmp_path: Path) -> None:
+    """N3, N4: nats [1, 2, 3] and [4] are 2.5 on average, and 0.001 of it beside rewards is little."""
+    share = weigh_demonstrations([1.0, 1.0], [3, 1])
+    assert share[0] * (1 + 2 + 3) + share[1] * 4 == 2.5
+    groups = [World(1).packed(3, [4], weight=0.25)]
+
+    def constant(value: float) -> TokenTermsFn:
+        def terms(tokens: ScoredTokens, /) -> TokenTerms:
+            whole_M = torch.full_like(tokens.logprob_M, value)
+            return TokenTerms(loss_N=whole_M, grad_N=whole_M)
+
+        return terms
+
+    rl = LossTerm(name="rl", groups=groups, temperature=1.0, token_terms=constant(-0.251633))
+    sft = LossTerm(name="sft", groups=groups, temperature=1.0, token_terms=constant(2.5), weight=0.001)
+    report = build_learner(make_model(tmp_path)).step_terms([rl, sft])
+    assert report.loss == pytest.approx(-0.249133, abs=1e-6)
+    assert [term.loss for term in report.terms] == pytest.approx([-0.251633, 0.0025], abs=1e-6)

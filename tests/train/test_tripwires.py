@@ -14,7 +14,7 @@ from strop.rollout import Example, Outcome
 from strop.spec import TripwireSpec
 from strop.store import verify_directory
 from strop.train.tripwires import find_alarms, find_format_drift
-from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import Composition, Notes, SpellTask, learner_of, new_run, read_curve, tiny_spec
 
 HEALTHY = {
     "zero_variance_frac": 0.5,
@@ -119,7 +119,7 @@ def test_an_alarm_may_end_the_run_with_its_checkpoint_intact(tmp_path: Path, tin
 
 def break_gradient(roles: Roles) -> Roles:
     """Make the gradient of every step NaN, with healthy log-probabilities."""
-    weight = roles.learner.model.head_weight
+    weight = learner_of(roles).model.head_weight
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * float("nan")
@@ -134,7 +134,7 @@ def test_three_updates_that_are_not_finite_end_the_run(tmp_path: Path, tiny_mode
     before: dict[str, torch.Tensor] = {}
 
     def keep_and_break(roles: Roles) -> Roles:
-        before.update({name: p.detach().clone() for name, p in roles.learner.model.named_parameters()})
+        before.update({name: p.detach().clone() for name, p in learner_of(roles).model.named_parameters()})
         return break_gradient(roles)
 
     with pytest.raises(RunStopped, match=r"step 3 is number 3 in a row without an update"):

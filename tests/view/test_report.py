@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ import pytest
 from strop.errors import CorruptRecord, StoreError
 from strop.evaluate import Validity, result_name, write_result
 from strop.record import Event, EventKind
+from strop.record.prediction import write_prediction
 from strop.record.rollouts import write_rollouts
-from strop.view.report import render_report, write_report
+from strop.view.report import describe_amount, render_report, write_report
 from strop.view.run_record import choose_rollouts, compare_ends, count_alarms, read_run_record, sum_stages
 from tests.conftest import require_system_part
+from tests.record.test_prediction import PLANNED
 from tests.view.synthetic_run import make_lost_rollout, make_result, make_rollouts, make_run, raise_alarm
 
 
@@ -110,6 +113,28 @@ def test_results_of_another_protocol_are_not_mixed_in(tmp_path: Path) -> None:
     other = make_result(60, num_solved=200).model_copy(update={"task_version": "a2"})
     write_result(other, run.path / "eval" / result_name(other))
     assert [result.step for result in read_run_record(run.path).evals] == [0, 20, 40]
+
+
+def test_what_was_planned_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "As planned?" not in text_of(page_of(run.path))
+    write_prediction(run.path, replace(PLANNED, hardware="<b>abacus</b>"))
+    page = page_of(run.path)
+    text = text_of(page)
+    assert "As planned?" in text
+    # 2 s were planned for generating, and make_metrics draws about 1.9 s; 3.1 GB of 4 GB.
+    (ratio,) = re.findall(r"generate 2\.0 s [12]\.\d s (\d\.\d\d)", text)
+    assert 0.8 < float(ratio) < 1.1
+    assert "memory peak 4.00 GB 3.10 GB 0.78" in text
+    assert "Planned before the first step for <b>abacus</b>" in text
+    assert "<b>abacus" not in page
+
+
+def test_amounts_are_said_in_their_unit() -> None:
+    assert describe_amount(0.0123, "s") == "12 ms"
+    assert describe_amount(75.0, "s") == "1 min 15 s"
+    assert describe_amount(2.5e9, "bytes") == "2.50 GB"
+    assert describe_amount(1234.5, "tokens/s") == "1,234 tokens/s"
 
 
 def test_alarms_are_counted_by_cause(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ Left out on purpose: the loop, the model, and everything that needs more than on
 """
 
 from strop.algorithm.aggregation import Aggregation
-from strop.algorithm.catalog import ALGORITHMS, Algorithm, TokenTerms, build_algorithm
-from strop.algorithm.credit import Credit, assign_credit
+from strop.algorithm.catalog import ALGORITHMS, Algorithm, build_algorithm
+from strop.algorithm.credit import Credit, assign_credit, needs_replacement
 from strop.algorithm.losses import TokenLoss
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "Algorithm",
     "Credit",
     "TokenLoss",
-    "TokenTerms",
     "assign_credit",
     "build_algorithm",
+    "needs_replacement",
 ]

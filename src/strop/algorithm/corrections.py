@@ -5,58 +5,111 @@ step and the one the engine recorded when it sampled the token. It covers both g
 numerics and older weights. A correction multiplies the policy term of a token. It is a constant:
 no gradient flows through it, and it does not change the aggregation weight.
 
+The ratio of a sequence is the product over its tokens, so it shrinks or grows with their number: the
+corrections that use it refuse long replies (`algorithm.max_sequence_tokens`).
+
 A missing behavior log-probability cannot reach this file: a sampled `Turn` without finite values
-cannot be built. Sequence-level corrections are not offered here.
+cannot be built.
 
 Shapes: N = scored tokens. Log-ratios in nats, bounded to [-20, 20] before `exp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from strop.algorithm.advantages import Float64Array
 from strop.algorithm.losses import MAX_LOG_RATIO_NATS, clamp_log_ratio
+from strop.algorithm.sequences import mean_over, sum_over
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CorrectionFn = Callable[["Tensor", float], "Tensor"]
-"""From log-ratios and the cap on their exponential to one constant weight per token."""
-
 ICEPOP_FLOOR = 0.5
 
 
-def correct_nothing(log_ratio_N: Tensor, cap: float) -> Tensor:
+class WeighFn(Protocol):
+    """From log-ratios, advantages and a bound to one constant weight per token."""
+
+    def __call__(self, log_ratio_N: Tensor, advantage_N: Tensor, cap: float, /) -> Tensor:
+        """Return N numbers."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """One correction: what is done with a ratio, and whose ratio it is."""
+
+    name: str
+    weigh: WeighFn
+    cap: float
+    """The bound that a run takes unless it names another; a ratio, of `opsm` nats."""
+    level: Literal["token", "sum", "mean"] = "token"
+    """The log-ratio of the token, or the sum or the mean of those of its sequence."""
+
+    @property
+    def is_of_sequence(self) -> bool:
+        """Whether all scored tokens of a reply must be known."""
+        return self.level != "token"
+
+    def __call__(self, log_ratio_N: Tensor, advantage_N: Tensor, cap: float, sequence_N: Tensor) -> Tensor:
+        """Return the weight of every token."""
+        ratio_N = log_ratio_N.detach()
+        if self.level == "sum":
+            ratio_N = sum_over(ratio_N, sequence_N)
+        elif self.level == "mean":
+            ratio_N = mean_over(ratio_N, sequence_N)
+        return self.weigh(ratio_N, advantage_N, cap)
+
+
+def correct_nothing(log_ratio_N: Tensor, advantage_N: Tensor, cap: float) -> Tensor:
     """Return 1 for every token; the cap takes no part."""
     return log_ratio_N.new_ones(log_ratio_N.shape)
 
 
-def truncate_tokens(log_ratio_N: Tensor, cap: float) -> Tensor:
-    """Return each ratio, at most `cap`. Default cap 2. Name in a run file: tis_token."""
+def truncate(log_ratio_N: Tensor, advantage_N: Tensor, cap: float) -> Tensor:
+    """Return each ratio, at most `cap`."""
     return clamp_log_ratio(log_ratio_N.detach()).exp().clamp(max=cap)
 
 
-def mask_tokens(log_ratio_N: Tensor, cap: float) -> Tensor:
-    """Return each ratio, 0 for those above `cap`. Usual cap 3. Name: mis_token."""
+def mask_above(log_ratio_N: Tensor, advantage_N: Tensor, cap: float) -> Tensor:
+    """Return each ratio, 0 for those above `cap`."""
     ratio_N = clamp_log_ratio(log_ratio_N.detach()).exp()
     return ratio_N.where(ratio_N <= cap, 0.0)
 
 
-def mask_tokens_outside(log_ratio_N: Tensor, cap: float, floor: float = ICEPOP_FLOOR) -> Tensor:
-    """Return each ratio, 0 for those below `floor` or above `cap`. Usual cap 5. Name: icepop."""
+def mask_outside(log_ratio_N: Tensor, advantage_N: Tensor, cap: float, floor: float = ICEPOP_FLOOR) -> Tensor:
+    """Return each ratio, 0 for those below `floor` or above `cap`."""
     ratio_N = clamp_log_ratio(log_ratio_N.detach()).exp()
     return ratio_N.where((ratio_N >= floor) & (ratio_N <= cap), 0.0)
 
 
-CORRECTIONS: Mapping[str, CorrectionFn] = {
-    "none": correct_nothing,
-    "tis_token": truncate_tokens,
-    "mis_token": mask_tokens,
-    "icepop": mask_tokens_outside,
+def mask_unlikely(log_ratio_N: Tensor, advantage_N: Tensor, cap: float) -> Tensor:
+    """Return 0 where the advantage is negative and the engine found the sequence likelier by over `cap`.
+
+    Units: `cap` in nats per token; `log_ratio_N` is the sequence's mean.
+    """
+    is_masked_N = (advantage_N < 0) & (-log_ratio_N.detach() > cap)
+    return log_ratio_N.new_ones(log_ratio_N.shape).where(~is_masked_N, 0.0)
+
+
+NO_CORRECTION = Correction(name="none", weigh=correct_nothing, cap=1.0)
+
+CORRECTIONS: Mapping[str, Correction] = {
+    entry.name: entry
+    for entry in (
+        NO_CORRECTION,
+        Correction(name="tis_token", weigh=truncate, cap=2.0),
+        Correction(name="tis_seq", weigh=truncate, cap=3.0, level="sum"),
+        Correction(name="mis_token", weigh=mask_above, cap=3.0),
+        Correction(name="mis_seq", weigh=mask_above, cap=3.0, level="sum"),
+        Correction(name="icepop", weigh=mask_outside, cap=5.0),
+        Correction(name="opsm", weigh=mask_unlikely, cap=0.1, level="mean"),
+    )
 }
 
 
@@ -70,7 +123,9 @@ _MISMATCH_NAMES = (
 )
 
 
-def describe_mismatch(log_ratio_N: Float64Array, correction_N: Float64Array) -> dict[str, float]:
+def describe_mismatch(
+    log_ratio_N: NDArray[np.floating], correction_N: NDArray[np.floating]
+) -> dict[str, float]:
     """Summarise how far behavior and trainer are apart over one batch.
 
     Shapes: N in, named numbers out; all 0 for an empty batch.

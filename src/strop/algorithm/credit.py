@@ -4,11 +4,12 @@ What is decided here is decided for the complete optimizer batch. Micro-batches,
 rollouts come later and cannot change it.
 
 Skipping (`zero_variance = "skip"`) leaves a rollout out of the forward pass and in the normaliser.
-That gives the gradient of forwarding it because, for every algorithm of the catalog:
+That gives the gradient of forwarding it because:
 
 - its final advantage is the literal 0 for all its tokens; nothing whitens or shapes it afterwards;
 - a group without difference is found by comparing rewards, never by a spread near 0;
-- there is no KL, entropy or other term on the same tokens, whose gradient would not vanish;
+- there is no KL, entropy or other term on the same tokens, whose gradient would not vanish: an
+  algorithm that `acts_on_all_tokens` is forwarded whole, whatever it says;
 - its tokens, rollout and group stay in the weights of the others;
 - the optimizer step takes place even when nothing is forwarded (the loop's part), unless the batch
   has no scored token at all;
@@ -39,6 +40,8 @@ from strop.errors import DataError, explain_refusal
 
 BoolArray = NDArray[np.bool_]
 _WEIGHT_SUM_TOLERANCE = 1e-9
+_DEFAULT_BUFFER_SHARE = 5
+"""One in so many tokens of the limit; arXiv:2503.14476 takes 4,096 of 20,480."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,6 +70,54 @@ class Credit:
     """Scored rollouts without any sampled token; they count as rollouts."""
     num_masked_overlong: int
     num_forwarded: int
+
+
+def needs_replacement(
+    algorithm: Algorithm,
+    rewards_G: Sequence[float | None],
+    num_scored_G: Sequence[int],
+    max_reply_tokens: int,
+) -> bool:
+    """Whether a group is to be replaced by another before the batch is full (dynamic sampling).
+
+    True only under `zero_variance = "resample"`, for a group that shows no difference. One with fewer than
+    two scored members failed, which another group would only hide. Whoever samples anew bounds how often.
+    """
+    if algorithm.zero_variance != "resample" or int(np.sum(find_scored(rewards_G))) < MIN_MEMBERS:
+        return False
+    shaped_G = shape_rewards(algorithm, rewards_G, num_scored_G, max_reply_tokens)
+    return not _has_signal(algorithm, rewards_G, shaped_G)
+
+
+def shape_rewards(
+    algorithm: Algorithm,
+    rewards_G: Sequence[float | None],
+    num_scored_G: Sequence[int],
+    max_reply_tokens: int,
+) -> list[float | None]:
+    """Return the rewards that advantages are made of.
+
+    Under `overlong = "shape"`, from the buffer before the limit on a reply loses linearly up to 1.
+    Units: reward units; an unscored member stays unscored.
+    Source: arXiv:2503.14476, equation 13.
+    """
+    if algorithm.overlong != "shape":
+        return list(rewards_G)
+    buffer = algorithm.overlong_buffer_tokens or max(max_reply_tokens // _DEFAULT_BUFFER_SHARE, 1)
+    start = max_reply_tokens - buffer
+    penalties = [min(max((start - length) / buffer, -1.0), 0.0) for length in num_scored_G]
+    return [
+        None if reward is None else reward + penalty
+        for reward, penalty in zip(rewards_G, penalties, strict=True)
+    ]
+
+
+def _has_signal(
+    algorithm: Algorithm, rewards_G: Sequence[float | None], shaped_G: Sequence[float | None]
+) -> bool:
+    rewards = as_rewards(rewards_G if algorithm.filter_on == "task" else shaped_G)
+    scored = rewards[np.isfinite(rewards)]
+    return len(scored) >= MIN_MEMBERS and not is_constant(scored)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,7 +151,7 @@ def assign_credit(
     """
     _refuse_ragged(rewards_P_G, num_scored_P_G, truncated_P_G)
     groups = [
-        _credit_group(algorithm, rewards_G, num_scored_G, truncated_G)
+        _credit_group(algorithm, rewards_G, num_scored_G, truncated_G, max_reply_tokens)
         for rewards_G, num_scored_G, truncated_G in zip(
             rewards_P_G, num_scored_P_G, truncated_P_G, strict=True
         )
@@ -136,17 +187,20 @@ def _credit_group(
     rewards_G: Sequence[float | None],
     num_scored_G: Sequence[int],
     truncated_G: Sequence[bool],
+    max_reply_tokens: int,
 ) -> _GroupCredit:
     is_scored_G = find_scored(rewards_G)
-    scored = as_rewards(rewards_G)[is_scored_G]
-    has_difference = len(scored) >= MIN_MEMBERS and not is_constant(scored)
-    is_dropped = len(scored) < MIN_MEMBERS or (not has_difference and algorithm.zero_variance == "drop")
+    shaped_G = shape_rewards(algorithm, rewards_G, num_scored_G, max_reply_tokens)
+    is_short = int(np.sum(is_scored_G)) < MIN_MEMBERS
+    has_difference = _has_signal(algorithm, rewards_G, shaped_G)
+    # What was to be replaced and is still here could not be.
+    is_dropped = is_short or (not has_difference and algorithm.zero_variance in ("drop", "resample"))
     is_masked_G = is_scored_G & np.array(truncated_G, dtype=np.bool_) & (algorithm.overlong == "mask")
     num_trained_G = np.where(is_masked_G, 0, np.array(num_scored_G, dtype=np.int64))
-    advantage_G = compare_members(algorithm.advantage, rewards_G)
+    advantage_G = compare_members(algorithm.advantage, shaped_G)
     is_counted_G = is_scored_G & (not is_dropped)
     is_forwarded_G = is_counted_G & (num_trained_G > 0)
-    if algorithm.zero_variance == "skip":
+    if algorithm.zero_variance != "keep" and not algorithm.acts_on_all_tokens:
         # Exact comparison: what is compared is a literal 0, or a reward that equals its mean.
         is_forwarded_G = is_forwarded_G & (advantage_G != 0.0)
     return _GroupCredit(

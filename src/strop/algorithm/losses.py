@@ -8,7 +8,8 @@ Guard: every log-ratio is clamped to [-20, 20] before `exp`. Beyond it the value
 the gradient therefore 0, in both forms. A mask selects already clamped values; nothing here is
 multiplied by a mask, because 0 times infinity is not a number.
 
-Not here: sequence-level ratios (GSPO), dual clip and probability-difference masks (DPPO).
+A ratio of whole sequences (GSPO) is the same loss with the same log-ratio for all tokens of one; the
+catalog makes it. Not here: dual clip.
 
 Shapes: N = scored tokens, flat over all rollouts. Log-probabilities in nats.
 """
@@ -48,6 +49,8 @@ class TokenLoss:
     """Loss of each token, differentiable in `logp_N`; nats times advantage units."""
     grad: TokenFn
     """Derivative of `value` with respect to `logp_N`, never itself differentiated."""
+    acts_on_all_tokens: bool = False
+    """Whether a token without advantage has a gradient too; it may then not be skipped."""
 
 
 def clamp_log_ratio(log_ratio_N: Tensor) -> Tensor:
@@ -137,9 +140,82 @@ def cispo_grad(
     return -bounded_N * advantage_N
 
 
+TRUST_WEIGHT = 1e-3
+"""Factor of the squared log-ratio in the losses with a probability mask."""
+
+
+def _mask_value(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, is_kept_N: Tensor) -> Tensor:
+    log_ratio_N = clamp_log_ratio(logp_N - old_logp_N.detach())
+    policy_N = (-advantage_N * log_ratio_N.exp()).where(is_kept_N, 0.0)
+    return policy_N + TRUST_WEIGHT * log_ratio_N.square()
+
+
+def _mask_grad(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, is_kept_N: Tensor) -> Tensor:
+    log_ratio_N = logp_N.detach() - old_logp_N.detach()
+    policy_N = (-advantage_N * _ratio_slope(logp_N, old_logp_N)).where(is_kept_N, 0.0)
+    trust_N = log_ratio_N.where(log_ratio_N.abs() <= MAX_LOG_RATIO_NATS, 0.0)
+    return policy_N + 2 * TRUST_WEIGHT * trust_N
+
+
+def _kept_by_dppo(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    gain_N = logp_N.detach().exp() - old_logp_N.detach().exp()
+    return ~(((advantage_N > 0) & (gain_N > clip_high)) | ((advantage_N <= 0) & (gain_N < -clip_low)))
+
+
+def dppo_value(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return minus ratio times A, unless the probability has moved too far to the better side.
+
+    The range bounds a difference of probabilities: a rare token may double, a frequent one may not. A
+    small multiple of the squared log-ratio acts on every token, masked ones included.
+    """
+    is_kept_N = _kept_by_dppo(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    return _mask_value(logp_N, old_logp_N, advantage_N, is_kept_N)
+
+
+def dppo_grad(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return the derivative of `dppo_value`; the mask is a constant."""
+    is_kept_N = _kept_by_dppo(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    return _mask_grad(logp_N, old_logp_N, advantage_N, is_kept_N)
+
+
+def _kept_by_ipo(logp_N: Tensor, old_logp_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    gain_N = logp_N.detach().exp() - old_logp_N.detach().exp()
+    return (gain_N >= -clip_low) & (gain_N <= clip_high)
+
+
+def ipo_mask_value(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return the same as `dppo_value`, masked on either side whatever the sign of A.
+
+    Not the preference loss of that name (`preferences.py`).
+    """
+    is_kept_N = _kept_by_ipo(logp_N, old_logp_N, clip_low, clip_high)
+    return _mask_value(logp_N, old_logp_N, advantage_N, is_kept_N)
+
+
+def ipo_mask_grad(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return the derivative of `ipo_mask_value`; the mask is a constant."""
+    is_kept_N = _kept_by_ipo(logp_N, old_logp_N, clip_low, clip_high)
+    return _mask_grad(logp_N, old_logp_N, advantage_N, is_kept_N)
+
+
 REINFORCE = TokenLoss(name="reinforce", value=reinforce_value, grad=reinforce_grad)
 IS_PG = TokenLoss(name="is_pg", value=is_pg_value, grad=is_pg_grad)
 CLIPPED = TokenLoss(name="clipped", value=clipped_value, grad=clipped_grad)
 CISPO = TokenLoss(name="cispo", value=cispo_value, grad=cispo_grad)
 
-LOSSES: dict[str, TokenLoss] = {loss.name: loss for loss in (REINFORCE, IS_PG, CLIPPED, CISPO)}
+DPPO = TokenLoss(name="dppo", value=dppo_value, grad=dppo_grad, acts_on_all_tokens=True)
+IPO_MASK = TokenLoss(name="ipo_mask", value=ipo_mask_value, grad=ipo_mask_grad, acts_on_all_tokens=True)
+
+LOSSES: dict[str, TokenLoss] = {
+    loss.name: loss for loss in (REINFORCE, IS_PG, CLIPPED, CISPO, DPPO, IPO_MASK)
+}

@@ -14,7 +14,8 @@ from strop.cli.output import Output
 
 if TYPE_CHECKING:
     from strop.launch.estimate import TimeEstimate
-    from strop.launch.plan import Plan, PlannedPrompt, PlannedValue, Room
+    from strop.launch.planned import Plan, PlannedPrompt, PlannedValue, Room
+    from strop.spec import ResolvedSpec
 
 
 @brief
@@ -25,6 +26,15 @@ def plan(
     on: Annotated[
         str | None, typer.Option(metavar="SITE", help="Also show what would be submitted there.")
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Plan for such accelerators instead: h100, l4, ... or a TOML file."
+        ),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="First measure what this model reaches here; some 20 s, once.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what a run would do and cost: prompt, limits, memory, time. Changes and fetches nothing."""
@@ -32,7 +42,15 @@ def plan(
     from strop.spec import load_spec
 
     output: Output = context.obj
-    planned = make_plan(load_spec(run_file, overrides or ()))
+    resolved = load_spec(run_file, overrides or ())
+    if measure:
+        _measure(output, resolved)
+    accelerator = None
+    if hardware is not None:
+        from strop.hardware.accelerators import find_accelerator
+
+        accelerator = find_accelerator(hardware)
+    planned = make_plan(resolved, accelerator=accelerator)
     if json:
         output.give_json(asdict(planned))
     else:
@@ -47,6 +65,31 @@ def plan(
         from strop.cli.submit import SubmitArguments, send
 
         send(output, SubmitArguments(run_file=run_file, overrides=overrides, on=on, dry_run=True, json=json))
+
+
+def _measure(output: Output, resolved: ResolvedSpec) -> None:
+    """Measure with the run's model, which must be on this machine."""
+    from strop.errors import ConfigError, explain_refusal
+    from strop.launch.locate import find_model
+    from strop.launch.measuring import measure_machine
+    from strop.launch.training import set_threads
+
+    uri = resolved.spec.model.uri
+    model_dir = find_model(uri)
+    if model_dir is None:
+        raise ConfigError(
+            explain_refusal(
+                f"--measure needs the model {uri}, which is not on this machine",
+                allowed="a model that is here",
+                next_step=f"fetch it with `strop model get {uri}`, or leave --measure out",
+            )
+        )
+    set_threads(resolved.spec.placement.threads)
+    found = measure_machine(resolved.spec, model_dir)
+    output.say(
+        f"{found.source}: {found.learn_frac:.0%} of a product's speed in learning,"
+        f" {found.decode_frac:.0%} in decoding"
+    )
 
 
 def show_plan(output: Output, planned: Plan) -> None:
@@ -80,6 +123,8 @@ def show_plan(output: Output, planned: Plan) -> None:
     _show_values(output, "optimizer", planned.optimizer)
     if planned.memory is not None:
         _show_room(output, "memory", planned.memory)
+    if planned.roles:
+        _show_roles(output, planned)
     if planned.disk is not None:
         _show_room(output, "disk", planned.disk)
     if planned.time is not None:
@@ -118,16 +163,28 @@ def _show_room(output: Output, title: str, room: Room) -> None:
     output.give_table((title, "estimate"), rows)
 
 
+def _show_roles(output: Output, planned: Plan) -> None:
+    rows = []
+    for role in planned.roles:
+        there = "" if role.available_bytes is None else f" of {role.available_bytes / 1e9:.1f} GB"
+        largest = max(role.parts, key=lambda part: part.amount, default=None)
+        most = "the program" if largest is None else f"{largest.name}, {largest.amount / 1e9:.2f} GB"
+        rows.append((role.role, role.count, f"{role.needed_bytes / 1e9:.2f} GB{there}", most))
+    output.give_table((f"role on {planned.hardware}", "processes", "memory of one", "most of it"), rows)
+
+
 def _show_time(output: Output, planned: Plan, time: TimeEstimate) -> None:
     from strop.view.terminal import describe_duration
 
     rows = [(part.name, describe_duration(part.amount)) for part in time.step_parts]
     rows += [
-        ("one step", describe_duration(time.step_s)),
+        ("one step", f"{describe_duration(time.step_s)}, {time.scored_tokens_per_s:,.0f} tokens/s"),
         ("one evaluation", describe_duration(time.eval_s)),
         ("the whole run", describe_duration(time.total_s)),
-        ("slowest", time.bottleneck),
+        ("slowest", f"{time.bottleneck}: {time.bottleneck_role}"),
     ]
+    if time.relief is not None:
+        rows.append(("would help", f"{time.relief.setting}: {describe_duration(time.relief.step_s)} a step"))
     output.give_table(("time", "estimate"), rows)
     speeds = time.speeds
     mark = "measured" if speeds.is_measured else "assumed"

@@ -208,7 +208,12 @@ def submit_request(output: Output, request: JobRequest, given: SubmitArguments) 
 
 
 def _describe_place(role: RolePlan) -> str:
-    nodes = {"first": "the first node", "all": "every node", "cpu": "the nodes without GPUs"}[role.nodes]
+    nodes = {
+        "first": "the first node",
+        "all": "every node",
+        "others": "every other node",
+        "cpu": "the nodes without GPUs",
+    }[role.nodes]
     shares = [f"{number} for {part}" for part, number in role.gpus.items()]
     gpus = f"{role.num_gpus} GPUs ({', '.join(shares)}), no other role's" if shares else "no GPU"
     return f"{nodes}, {gpus}"

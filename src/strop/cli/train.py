@@ -135,6 +135,8 @@ def run_to_end(output: Output, resolved: ResolvedSpec, *, is_new: bool) -> None:
     )
     for line in describe_outcome(outcome):
         output.give(line)
+    if paced := describe_pace(outcome.run_path):
+        output.give(paced)
     output.give(f"report {reports[0]}")
 
 
@@ -153,6 +155,25 @@ def describe_outcome(outcome: TrainOutcome) -> list[str]:
                 " same examples)"
             )
     return lines
+
+
+def describe_pace(run_path: Path) -> str:
+    """Return the step time that was planned and what it was, in one line; empty where one is not known."""
+    from strop.record import RunDir
+    from strop.record.prediction import compare_prediction, read_prediction
+    from strop.view.report import describe_amount
+
+    prediction = read_prediction(run_path)
+    if prediction is None:
+        return ""
+    shown = {
+        one.name: f"{one.name} {describe_amount(one.measured, one.unit)}"
+        f" (planned {describe_amount(one.planned, one.unit)})"
+        for one in compare_prediction(prediction, RunDir.open(run_path).metrics.read())
+    }
+    wanted = ("step", "generate", "wait for rollouts", "learn", "memory peak")
+    said = [shown[name] for name in wanted if name in shown]
+    return f"pace   {', '.join(said)}" if said else ""
 
 
 def _describe(result: EvalResult) -> str:

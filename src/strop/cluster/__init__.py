@@ -6,6 +6,6 @@ gets the same `Roles` from either and cannot tell which it has: this is the only
 Placements import torch; import them by path, or let `build_placement` do it.
 """
 
-from strop.cluster.contract import ModelSource, Placement, Publisher, Roles
+from strop.cluster.contract import LearnerRole, ModelSource, Placement, Publisher, Roles, Scorer
 
-__all__ = ["ModelSource", "Placement", "Publisher", "Roles"]
+__all__ = ["LearnerRole", "ModelSource", "Placement", "Publisher", "Roles", "Scorer"]

@@ -13,11 +13,15 @@ def build_placement(spec: RunSpec, source: ModelSource, work_dir: Path) -> Place
 
     `work_dir` is where a placement keeps logs and files of its own; it need not exist.
     """
-    # Inside the branches: both import torch, and this module is imported by light commands.
+    # Inside the branches: all import torch, and this module is imported by light commands.
     if spec.placement.kind == "process":
         from strop.cluster.process import ProcessPlacement
 
         return ProcessPlacement(spec, source, work_dir)
+    if spec.placement.kind == "ray":
+        from strop.cluster.ray.placement import RayPlacement
+
+        return RayPlacement(spec, source, work_dir)
     from strop.cluster.inline import InlinePlacement
 
     return InlinePlacement(spec, source)

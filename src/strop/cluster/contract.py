@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from strop.engine.contract import Engine, WeightUpdate
+from strop.rollout import FloatArray, Group
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from strop.policy.learner import Learner
+    from strop.environments import RolloutPlan
+    from strop.policy.language_model import ModelShape
+    from strop.policy.learner import StepReport, Term
+    from strop.policy.packing import PackedGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,10 +27,87 @@ class ModelSource:
     """As the store computed it; recorded, and checked where a role loads elsewhere."""
 
 
+class LearnerRole(Protocol):
+    """What is being trained, wherever its ranks are."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Kind of device that it computes on: 'cpu' or 'cuda'."""
+        ...
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether a step leaves the loop's event loop free."""
+        ...
+
+    async def step_terms(self, terms: Sequence[Term]) -> StepReport:
+        """Take one optimizer step over the complete batches of all terms. See `Learner.step_terms`.
+
+        Raises: LearnerError if the loss or gradient is not finite; weights and moments stay.
+        """
+        ...
+
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
+        ...
+
+    async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
+        """Load a model beside the policy, on its devices and in its type, which never learns.
+
+        `role` is "reference" or "teacher"; the terms of distillation compare with the teacher.
+        Raises: ConfigError if it cannot be loaded or has another vocabulary.
+        """
+        ...
+
+    async def write_weights(self, path: Path) -> str:
+        """Write the compute copies to one safetensors file. Returns their digest.
+
+        Raises: StoreError if the file cannot be written.
+        """
+        ...
+
+    async def write_adapter(self, target: Path) -> str:
+        """Write the adapters of a run that trains them in peft's form. Returns the digest of their tensors.
+
+        Raises: StoreError if a file cannot be written.
+        """
+        ...
+
+    async def export(self, target: Path, tokenizer_dir: Path) -> None:
+        """Write a Hugging Face model directory. Raises: StoreError if it is not the live policy."""
+        ...
+
+    async def save_state(self, target: Path) -> None:
+        """Write masters, moments and counters into an existing directory."""
+        ...
+
+    async def load_state(self, source: Path) -> None:
+        """Restore what `save_state` wrote. Raises: CorruptRecord if a part is missing or does not fit."""
+        ...
+
+
+class Scorer(Protocol):
+    """A model that takes part and never learns."""
+
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
+        ...
+
+
 class Publisher(Protocol):
     """Makes the learner's weights available to engines."""
 
-    async def publish(self, learner: Learner) -> WeightUpdate:
+    async def publish(self) -> WeightUpdate:
         """Publish the current weights under the learner's version.
 
         Raises: StoreError if they cannot be written.
@@ -37,10 +119,17 @@ class Publisher(Protocol):
 class Roles:
     """The running parts of a run, connected."""
 
-    learner: Learner
+    learner: LearnerRole
     engine: Engine
     publisher: Publisher
     tokenizer: Tokenizer
+    run_group: Callable[[Sequence[RolloutPlan]], Awaitable[Group]] | None = None
+    """Has one group attempted by workers elsewhere. None: rollouts are walked in the loop's process."""
+    reference: Scorer | None = None
+    """None: the run asks none."""
+    teacher: Scorer | None = None
+    frozen_dirs: Mapping[str, Path] = field(default_factory=dict)
+    """Where reference and teacher were loaded from, by role."""
 
 
 class Placement(Protocol):

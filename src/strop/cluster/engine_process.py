@@ -1,7 +1,8 @@
-"""An engine in a child process, from its start to its end.
+"""An engine in a child process, from its start to its end: the native one, or vLLM, as the spec says.
 
-The child dies with this process, however it ends, and writes its log to `<work_dir>/engine.log` from its
-first byte. Key and address are handed over by files under `work_dir`, which go as soon as they were read.
+vLLM runs with an interpreter of its own, which is shown strop's modules and no other package of ours. The
+child dies with this process, however it ends, and writes its log to `<work_dir>/engine.log` from its first
+byte. Key and address are handed over by files under `work_dir`, which go as soon as they were read.
 """
 
 from __future__ import annotations
@@ -9,22 +10,31 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+import strop
 from strop.engine.remote import RemoteEngine, WaitLimits
+from strop.engine.server import LOOPBACK
+from strop.engine.vllm.environment import find_python
 from strop.engine.wire import ReadyForm, require_server_part
 from strop.errors import EngineError, StoreError, explain_refusal
 from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
+from strop.spec.engine import EngineSpec
+from strop.spec.lora import LoraSpec
 from strop.spec.run import RunSpec
 from strop.store.atomic import explain_write_failure
 
-START_LIMIT_S = 300.0
-"""Loading a model and listening take no longer."""
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM 0.32 can be told (its LoRAConfig); smaller adapters fit as well."""
+START_LIMITS_S = {"native": 300.0, "vllm": 900.0}
+"""Loading a model and listening take no longer. vLLM may compile first."""
 _STOP_GRACE_S = 5.0
 _POLL_S = 0.05
 
@@ -40,14 +50,24 @@ class EngineProcess:
         *,
         version: int = 0,
         limits: WaitLimits | None = None,
+        host: str = LOOPBACK,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`version` is what the engine calls the weights that it loads."""
+        """Nothing is started yet.
+
+        `version` is what the engine calls the weights that it loads, `host` the address of this machine
+        that it listens on, `environment` what its process gets beside this one's: devices, for example.
+        """
         self._spec = spec
         self._model_dir = model_dir.absolute()
         self._work_dir = work_dir.absolute()
         self._version = version
         self._limits = limits
+        self._host = host
+        self._environment = dict(environment or {})
         self._key = ""
+        self._python = sys.executable
+        self._url = ""
         self._child: ChildProcess | None = None
         self._engine: RemoteEngine | None = None
 
@@ -61,16 +81,32 @@ class EngineProcess:
         """Version of the weights that it acknowledged last, None before the first."""
         return None if self._engine is None else self._engine.version
 
+    @property
+    def address(self) -> tuple[str, str]:
+        """Address and key, for a client in another process. Only once it is connected."""
+        return self._url, self._key
+
+    @property
+    def log_path(self) -> Path:
+        """Where it writes from its first byte."""
+        return self._log_path
+
+    def find_death(self) -> str | None:
+        """Say how the process ended, None while it runs."""
+        return None if self._child is None else _describe_end(self._child)
+
     def launch(self) -> None:
         """Start the process and do not wait for it.
 
-        Raises: ConfigError if the server extra is missing; StoreError if `work_dir` cannot be written.
+        Raises: ConfigError if the server extra or an interpreter with vLLM is missing; StoreError if
+        `work_dir` cannot be written.
         """
         for module in ("httpx", "fastapi", "uvicorn"):
             require_server_part(module)
+        self._python = self._find_python()
         self._remove_handover()
         self._key = self._write_key()
-        self._child = spawn(self._server_args(), self._log_path, _engine_environment())
+        self._child = spawn(self._server_args(), self._log_path, self._child_environment())
 
     async def connect(self) -> RemoteEngine:
         """Wait until it listens.
@@ -79,7 +115,7 @@ class EngineProcess:
         """
         child = self._child
         assert child is not None, "launch comes first"
-        url = await self._await_ready(child)
+        url = self._url = await self._await_ready(child)
         self._remove_handover()
         self._engine = RemoteEngine(
             url, self._key, find_death=lambda: _describe_end(child), read_log=child.tail, limits=self._limits
@@ -95,30 +131,48 @@ class EngineProcess:
             await asyncio.to_thread(terminate, self._child, _STOP_GRACE_S)
             self._child = None
         self._remove_handover()
+        shutil.rmtree(self._modules_dir, ignore_errors=True)
 
     async def _await_ready(self, child: ChildProcess) -> str:
         """Return the engine's address once it listens."""
-        deadline = time.monotonic() + START_LIMIT_S
+        limit_s = START_LIMITS_S[self._spec.engine.kind]
+        deadline = time.monotonic() + limit_s
         while not self._ready_path.exists():
             end = _describe_end(child)
             if end is not None:
                 raise _not_started(child, end)
             if time.monotonic() > deadline:
-                raise _not_started(child, f"it did not listen within {START_LIMIT_S:g} s")
+                raise _not_started(child, f"it did not listen within {limit_s:g} s")
             await asyncio.sleep(_POLL_S)
         return ReadyForm.model_validate_json(self._ready_path.read_bytes()).url
 
+    def _find_python(self) -> str:
+        if self._spec.engine.kind == "vllm":
+            return str(find_python(self._spec.engine.python))
+        return sys.executable
+
     def _server_args(self) -> list[str]:
+        engine = self._spec.engine
+        is_vllm = engine.kind == "vllm"
         # -P: a file in the current directory never stands in for one of strop's modules.
-        args = [sys.executable, "-P", "-m", "strop.engine.server"]
+        args = [self._python, "-P", "-m", "strop.engine.vllm.serve" if is_vllm else "strop.engine.server"]
         args += ["--model", str(self._model_dir), "--dtype", self._spec.model.dtype]
-        args += ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
         args += ["--key-file", str(self._key_path), "--ready-file", str(self._ready_path)]
-        args += ["--threads", str(torch.get_num_threads())]
-        args += ["--version", str(self._version)]
-        if self._spec.engine.max_rows is not None:
-            args += ["--max-rows", str(self._spec.engine.max_rows)]
-        return args
+        args += ["--host", self._host, "--version", str(self._version)]
+        if engine.max_rows is not None:
+            args += ["--max-rows", str(engine.max_rows)]
+        if can_swap_adapters(self._spec):
+            args += ["--lora-rank", str(_round_rank(self._spec.lora))]
+        return args + (_vllm_args(engine) if is_vllm else _native_args())
+
+    def _child_environment(self) -> dict[str, str] | None:
+        """Return the environment of the engine's process; None: that of this one."""
+        devices = os.environ.get(INFER_DEVICES)
+        added = {} if devices is None else {VISIBLE_DEVICES: devices}
+        if self._spec.engine.kind == "vllm":
+            added |= vllm_environment(self._modules_dir)
+        added |= self._environment
+        return {**os.environ, **added} if added else None
 
     def _write_key(self) -> str:
         """Write a fresh key for the engine, readable by this user only."""
@@ -151,6 +205,10 @@ class EngineProcess:
         return self._work_dir / "engine.log"
 
     @property
+    def _modules_dir(self) -> Path:
+        return self._work_dir / "modules"
+
+    @property
     def _key_path(self) -> Path:
         return self._work_dir / "engine.key"
 
@@ -178,7 +236,56 @@ def _not_started(child: ChildProcess, cause: str) -> EngineError:
     )
 
 
-def _engine_environment() -> dict[str, str] | None:
-    """Return the environment of an engine that has devices of its own; None: the one of this process."""
-    devices = os.environ.get(INFER_DEVICES)
-    return None if devices is None else {**os.environ, VISIBLE_DEVICES: devices}
+def _native_args() -> list[str]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ["--device", device, "--threads", str(torch.get_num_threads())]
+
+
+def can_swap_adapters(spec: RunSpec) -> bool:
+    """Whether a run's engines keep the base model and take adapters, instead of whole weights."""
+    has_adapters = spec.lora.rank is not None and spec.lora.rank <= _VLLM_RANKS[-1]
+    return has_adapters and spec.engine.kind == "vllm"
+
+
+def _round_rank(lora: LoraSpec) -> int:
+    """Return the smallest rank that vLLM makes room for and the adapters fit in."""
+    assert lora.rank is not None
+    return next(rank for rank in _VLLM_RANKS if rank >= lora.rank)
+
+
+def _vllm_args(engine: EngineSpec) -> list[str]:
+    is_eager = not torch.cuda.is_available() if engine.is_eager is None else engine.is_eager
+    args = ["--eager"] if is_eager else []
+    values = {
+        "--kv-cache-bytes": engine.kv_cache_bytes,
+        "--gpu-memory-frac": engine.gpu_memory_frac,
+        "--max-model-tokens": engine.max_model_tokens,
+        "--tensor-parallel": engine.tensor_parallel,
+    }
+    for name, value in values.items():
+        if value is not None:
+            args += [name, str(value)]
+    return args
+
+
+def vllm_environment(modules_dir: Path) -> dict[str, str]:
+    """Return what vLLM's interpreter needs to find strop, and to keep to this machine and to our cores.
+
+    `modules_dir` is made to hold strop and nothing else of this interpreter's packages.
+    """
+    modules_dir.mkdir(parents=True, exist_ok=True)
+    link = modules_dir / "strop"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(strop.__file__).parent)
+    environment = {
+        "PYTHONPATH": str(modules_dir),
+        # vLLM's own processes start without -P.
+        "PYTHONSAFEPATH": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if not torch.cuda.is_available():
+        cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    return environment

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from strop.rollout import FinishReason, FloatArray, IntArray, Sampling
+from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionSegment
 
 DEFAULT_MAX_ROWS = 64
 """Rows decoded at once. More rows make a CPU decode step no faster per token, and its cache larger."""
+DEFAULT_GPU_ROWS = 512
+"""On GPUs, where a step takes about the same time up to some two hundred rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,6 +45,9 @@ class Completion:
     """Decoded reply without its terminator, cut before the stop string."""
     finish_reason: FinishReason
     policy_version: int
+    """Of the oldest token."""
+    segments: tuple[VersionSegment, ...] = ()
+    """Which version sampled which tokens; empty where one version sampled all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,7 +65,22 @@ class WeightTransport(StrEnum):
     SHARED = "shared"
     """Engine and policy hold the same tensors; the update only names the new version."""
     FILE = "file"
-    """The update names a safetensors file."""
+    """The update names a safetensors file that both sides see: on a disk, or in memory (/dev/shm)."""
+    BROADCAST = "broadcast"
+    """The tensors are sent through a process group (gloo, NCCL) that the update names."""
+    STORE = "store"
+    """The update names an object in a store that both sides reach."""
+
+
+class UpdateMode(StrEnum):
+    """What becomes of replies that are being sampled when new weights arrive."""
+
+    DRAIN = "drain"
+    """They end first, under the weights that they began with."""
+    RESTART = "restart"
+    """They are sampled again from their start, under the new weights; what was sampled is wasted."""
+    CONTINUE = "continue"
+    """They go on under the new weights; each token keeps the version that sampled it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +93,10 @@ class WeightUpdate:
     """`policy.digest` of the published tensors; the engine checks it and answers with its own."""
     transport: WeightTransport
     path: str | None = None
-    """Absolute path of the safetensors file, for FILE."""
+    """Absolute path of the safetensors file, for FILE; the object's URI, for STORE."""
+    mode: UpdateMode = UpdateMode.DRAIN
+    is_adapter: bool = False
+    """Whether the tensors are those of a LoRA adapter, which is put on the weights that the engine loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +126,9 @@ class Engine(Protocol):
         ...
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
-        """Serve new weights from now on. Waits for replies under way to end.
+        """Serve new weights from now on. `update.mode` says what becomes of replies under way.
 
+        Nothing that was computed under other weights is used again: no cached prefix, no score.
         Raises: WeightMismatch if the bytes do not have the promised digest; the old weights stay.
         """
         ...

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from strop.engine.contract import Completion, GenerationRequest
 from strop.engine.kv_cache import KVCache, PrefillRecorder
-from strop.engine.sampler import draw, uniform_stream
+from strop.engine.sampler import Draw, draw, require_finite, uniform_stream
+from strop.engine.static_step import SLOT_STEP, StaticStep
 from strop.engine.stops import StopStrings
 from strop.policy.fused_trunk import Products
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
-from strop.rollout import FinishReason
+from strop.rollout import FinishReason, VersionSegment
 from strop.tokenizer import Tokenizer
 
 _PREFILL_POSITIONS = 4096
@@ -41,13 +42,16 @@ class _Row:
     logprobs: NDArray[np.float32] = field(init=False)
     length: int = 0
     finish: FinishReason | None = None
+    segments: list[VersionSegment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = np.empty(self.request.max_tokens, dtype=np.int32)
         self.logprobs = np.empty(self.request.max_tokens, dtype=np.float32)
 
-    def take(self, token_id: int, logprob: float) -> None:
+    def take(self, token_id: int, logprob: float, version: int) -> None:
         """Record one sampled token and decide whether the reply ends with it."""
+        if not self.segments or self.segments[-1].version != version:
+            self.segments.append(VersionSegment(start=self.length, version=version))
         self.token_ids[self.length] = token_id
         self.logprobs[self.length] = logprob
         self.length += 1
@@ -70,15 +74,24 @@ class DecodeBatch:
         max_rows: int,
         requests: Sequence[GenerationRequest],
         products: Products | None = None,
+        is_static: bool = False,
     ) -> None:
+        """Make the cache. With `is_static`, steps run over tensors that never move, as GPUs need it."""
         self._model = model
         self._products = products
         self._tokenizer = tokenizer
         self._max_tokens = max(_num_tokens(request) for request in requests)
-        rows, slots = _plan_cache(requests, max_rows)
+        self._is_static = is_static
+        rows, slots = _plan_cache(requests, max_rows, is_static=is_static)
         self._cache = KVCache(
-            model.shape, max_rows=rows, num_slots=slots, dtype=model.dtype, device=model.device
+            model.shape,
+            max_rows=rows,
+            num_slots=slots,
+            dtype=model.dtype,
+            device=model.device,
+            may_use_kernels=not is_static,
         )
+        self._static = StaticStep(model, self._cache) if is_static else None
         self._rows: list[_Row] = []
         self._next_ticket = 0
         self._prefilled: list[tuple[_Row, torch.Tensor]] = []
@@ -98,7 +111,8 @@ class DecodeBatch:
         Only then may the cache be used again: kernels may round differently on other strides, and a
         resumed run, whose cache is new, has to see the values of the uninterrupted one.
         """
-        return _plan_cache(requests, max_rows) == (self._cache.max_rows, self._cache.num_slots)
+        planned = _plan_cache(requests, max_rows, is_static=self._is_static)
+        return planned == (self._cache.max_rows, self._cache.num_slots)
 
     def num_admissible(self, num_waiting: int) -> int:
         """How many waiting requests to admit now; 0 while too few rows are free to be worth it."""
@@ -119,17 +133,22 @@ class DecodeBatch:
             self._prefill(shared)
         return [row.ticket for row in rows]
 
+    def clear(self) -> None:
+        """Drop every row unanswered; whoever asked is asked for again from the start."""
+        self._cache.keep([])
+        self._rows, self._prefilled = [], []
+
     def step(self, version: int) -> list[tuple[int, Completion]]:
-        """Sample one token for every live row. Returns the replies that ended with it."""
-        fresh, logits = self._next_logits()
-        if not fresh:
-            return []
-        uniforms = np.array([row.uniforms[row.length] for row in fresh])
-        drawn = draw(logits, [row.request.sampling for row in fresh], uniforms)
+        """Sample one token for every live row under the weights of `version`. Returns the replies that ended.
+
+        Keys and values of earlier versions stay where the weights change in between: the log-probability
+        of a token is that of the state that sampled it.
+        """
+        fresh, drawn = self._draw_next()
         for row, token_id, logprob in zip(fresh, drawn.token_ids, drawn.logprobs, strict=True):
             if row.finish is None:
-                row.take(int(token_id), float(logprob))
-        return self._finished(fresh, version)
+                row.take(int(token_id), float(logprob), version)
+        return self._finished(fresh)
 
     def _new_row(self, request: GenerationRequest) -> _Row:
         row = _Row(
@@ -159,6 +178,29 @@ class DecodeBatch:
             self._rows += rows
             self._prefilled += [(row, logits[index]) for row in rows]
 
+    def _draw_next(self) -> tuple[list[_Row], Draw]:
+        """Draw the next token of rows: of fresh prefills if there are any, else of all."""
+        is_whole = not any(row.request.sampling.is_truncated for row in self._rows)
+        if self._static is not None and is_whole and self._rows and not self._prefilled:
+            return list(self._rows), self._draw_static(self._static)
+        fresh, logits = self._next_logits()
+        if not fresh:
+            return [], Draw(token_ids=np.zeros(0, np.int64), logprobs=np.zeros(0, np.float32))
+        uniforms = np.array([row.uniforms[row.length] for row in fresh])
+        return fresh, draw(logits, [row.request.sampling for row in fresh], uniforms)
+
+    def _draw_static(self, step: StaticStep) -> Draw:
+        """Draw the next token of all rows at once."""
+        drawn = step.draw(
+            np.array([row.token_ids[row.length - 1] for row in self._rows], dtype=np.int64),
+            np.array([len(row.request.prompt_ids) + row.length - 1 for row in self._rows]),
+            np.array([row.uniforms[row.length] for row in self._rows]),
+            np.array([row.request.sampling.temperature for row in self._rows]),
+        )
+        self._cache.advance()
+        require_finite(drawn)
+        return drawn
+
     def _next_logits(self) -> tuple[list[_Row], torch.Tensor]:
         """Return the logits of the next token: of fresh prefills if there are any, else of a decode."""
         if self._prefilled:
@@ -175,7 +217,7 @@ class DecodeBatch:
         self._cache.advance()
         return list(self._rows), self._model.logits(hidden, self._products)
 
-    def _finished(self, fresh: Sequence[_Row], version: int) -> list[tuple[int, Completion]]:
+    def _finished(self, fresh: Sequence[_Row]) -> list[tuple[int, Completion]]:
         """Drop ended rows and return their replies."""
         ended = [row for row in fresh if row.finish is not None]
         if not ended:
@@ -185,9 +227,9 @@ class DecodeBatch:
         kept = _fill_holes(len(self._rows), live, holes)
         self._cache.keep(kept)
         self._rows = [self._rows[index] for index in kept]
-        return [(row.ticket, self._completion(row, version)) for row in ended]
+        return [(row.ticket, self._completion(row)) for row in ended]
 
-    def _completion(self, row: _Row, version: int) -> Completion:
+    def _completion(self, row: _Row) -> Completion:
         assert row.finish is not None
         token_ids = row.token_ids[: row.length].copy()
         spoken = token_ids[:-1] if row.finish is FinishReason.EOS else token_ids
@@ -199,7 +241,8 @@ class DecodeBatch:
             logprobs=row.logprobs[: row.length].copy(),
             text=text,
             finish_reason=row.finish,
-            policy_version=version,
+            policy_version=row.segments[0].version,
+            segments=tuple(row.segments) if len(row.segments) > 1 else (),
         )
 
 
@@ -207,9 +250,14 @@ def _num_tokens(request: GenerationRequest) -> int:
     return len(request.prompt_ids) + request.max_tokens
 
 
-def _plan_cache(requests: Sequence[GenerationRequest], max_rows: int) -> tuple[int, int]:
-    """Return (rows, time slots) of the cache for a batch that these requests start."""
+def _plan_cache(requests: Sequence[GenerationRequest], max_rows: int, *, is_static: bool) -> tuple[int, int]:
+    """Return (rows, time slots) of the cache for a batch that these requests start.
+
+    Static steps round slots up, so that the next batch finds the same cache and its graphs.
+    """
     longest = max(_num_tokens(request) for request in requests)
+    if is_static:
+        longest = -(-longest // (2 * SLOT_STEP)) * 2 * SLOT_STEP
     return min(max_rows, len(requests)), longest
 
 

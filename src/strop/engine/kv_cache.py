@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from strop.kernels import calls
 from strop.policy.attention import AttentionContext
 from strop.policy.language_model import ModelShape
+from strop.policy.packing import to_device
 
 
 class KVCache:
@@ -53,9 +55,8 @@ class KVCache:
         self._prompts: list[int] = []
         """Per live row the number of its prompt, which rows of one group share."""
         self._num_prompts = 0
-        self._longest = 0
-        self._bias = torch.zeros(0)
-        self._attend_rows = self._attend_fused if is_tiled else self._attend_batched
+        self._is_tiled = is_tiled
+        self._window: CacheWindow | None = None
 
     @staticmethod
     def bytes_per_slot(shape: ModelShape, dtype: torch.dtype) -> int:
@@ -88,9 +89,7 @@ class KVCache:
         """
         moved = [(new, old) for new, old in enumerate(rows) if new != old]
         if moved:
-            device = self._keys.device
-            new = torch.tensor([pair[0] for pair in moved], device=device)
-            old = torch.tensor([pair[1] for pair in moved], device=device)
+            new, old = to_device(np.array(moved, dtype=np.int64).T, self._keys.device)
             for stored in (self._keys, self._values):
                 stored[:, new] = stored[:, old]
             for fact in (self._rows.lengths, self._rows.shared):
@@ -104,6 +103,8 @@ class KVCache:
 
         Every row has a copy of its own, so any of them may end first.
         """
+        if not self._is_tiled:
+            return
         first: dict[int, int] = {}
         owners = [first.setdefault(prompt, row) for row, prompt in enumerate(self._prompts)]
         self._rows.owners[: self.num_rows] = torch.tensor(owners, dtype=torch.int64)
@@ -115,41 +116,71 @@ class KVCache:
 
         Shapes: query (H, n, E), key and value (K, n, E); returns (n, H, E).
         """
+        if not self._is_tiled:
+            if layer == 0:
+                lengths = self._rows.lengths[: self.num_rows]
+                self._window = self.window(lengths, int(lengths.max()) + 1)
+            assert self._window is not None
+            return self._window.attend(layer, query, key, value, scaling)
         query, key, value = (_with_dense_heads(part.transpose(0, 1)) for part in (query, key, value))
-        return self._attend_rows(layer, query, key, value, scaling)
+        keys, values = self._keys[layer], self._values[layer]
+        return calls.decode_attention(keys, values, self._rows, query, key, value, scaling)
+
+    def window(self, lengths: torch.Tensor, width: int) -> CacheWindow:
+        """Return the attention of one decode step over the first rows and slots; not of tiled caches.
+
+        Shapes: lengths (n,), the tokens stored in each row, all less than `width`.
+        """
+        assert not self._is_tiled
+        return CacheWindow(self._keys[:, :, :, 0], self._values, lengths, width)
 
     def advance(self) -> None:
         """Count the slot that a decode step has written in every row."""
         self._rows.lengths[: self.num_rows] += 1
 
-    def _attend_fused(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """Attend with the C kernel. Shapes: query (n, H, E), key and value (n, K, E)."""
-        keys, values = self._keys[layer], self._values[layer]
-        return calls.decode_attention(keys, values, self._rows, query, key, value, scaling)
 
-    def _attend_batched(
+class CacheWindow:
+    """Decode attention with batched products over the first slots of the first rows of a cache.
+
+    Which tensors it touches depends on the number of rows and slots alone and not on what lies in them,
+    so that a GPU can replay it.
+
+    Shapes: keys (L, rows, K, E, W), values (L, rows, K, W, E), lengths (n,).
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, width: int) -> None:
+        self._keys = keys
+        self._values = values
+        self._lengths = lengths
+        self._width = width
+        self._rows = torch.arange(len(lengths), device=lengths.device)
+        self._bias = torch.zeros(0)
+
+    def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Attend with batched products. Shapes: query (n, H, E), key and value (n, K, E)."""
-        lengths = self._rows.lengths[: self.num_rows]
+        """Store one token per row and attend over the row so far.
+
+        Shapes: query (H, n, E), key and value (K, n, E); returns (n, H, E).
+        """
+        query, key, value = (part.transpose(0, 1) for part in (query, key, value))
+        num_rows, num_kv_heads = len(self._lengths), key.shape[1]
         if layer == 0:
-            # One mask serves all layers of a step.
-            self._longest = int(lengths.max()) + 1
-            slots = torch.arange(self._longest, device=lengths.device)
-            self._bias = torch.zeros(
-                len(lengths), 1, 1, self._longest, dtype=query.dtype, device=query.device
-            )
-            self._bias.masked_fill_((slots > lengths[:, None])[:, None, None], float("-inf"))
-        rows = torch.arange(self.num_rows, device=lengths.device)
-        keys, values = self._keys[layer, : self.num_rows, :, 0], self._values[layer, : self.num_rows]
-        keys[rows, :, :, lengths] = key
-        values[rows, :, lengths] = value
-        grouped = query.reshape(len(query), self._shape.num_kv_heads, -1, query.shape[-1]) * scaling
-        scores = grouped @ keys[..., : self._longest] + self._bias
+            self._bias = self._make_bias(query.dtype)
+        self._keys[layer][self._rows, :, :, self._lengths] = key
+        self._values[layer][self._rows, :, self._lengths] = value
+        keys = self._keys[layer, :num_rows, ..., : self._width]
+        values = self._values[layer, :num_rows, :, : self._width]
+        grouped = query.reshape(num_rows, num_kv_heads, -1, query.shape[-1]) * scaling
+        scores = grouped @ keys + self._bias
         # Sums in fp32 whatever the type; asking for fp32 weights would copy them there and back.
-        return (torch.softmax(scores, dim=-1) @ values[:, :, : self._longest]).flatten(1, 2)
+        return (torch.softmax(scores, dim=-1) @ values).flatten(1, 2)
+
+    def _make_bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """Mask the slots behind each row's end; one mask serves all layers. Shapes: (n, 1, 1, W)."""
+        slots = torch.arange(self._width, device=self._lengths.device)
+        bias = torch.zeros(len(self._lengths), 1, 1, self._width, dtype=dtype, device=slots.device)
+        return bias.masked_fill_((slots > self._lengths[:, None])[:, None, None], float("-inf"))
 
 
 def _with_dense_heads(part: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,9 @@ tokens, so environments go on and new requests are admitted while rows are being
 with equal prompts that are admitted together share one prefill, and replies to one prompt that are
 scored together one forward. Finished rows are compacted away.
 
-Weights arrive by reference (the policy's own tensors) or as a safetensors file with a digest.
+Weights arrive by reference (the policy's own tensors) or as a safetensors file with a digest. While an
+update waits, nothing is admitted; between two tokens the batch is let run out, taken back or kept, as
+the update's mode says, and the weights are changed.
 """
 
 from __future__ import annotations
@@ -14,23 +16,29 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from strop.engine.contract import (
+    DEFAULT_GPU_ROWS,
     DEFAULT_MAX_ROWS,
     Completion,
     GenerationRequest,
     ReplyScore,
+    UpdateMode,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
 )
 from strop.engine.decoding import DecodeBatch
+from strop.engine.fetching import fetched
+from strop.engine.kv_cache import KVCache
 from strop.engine.prepacked import PrepackedProducts
+from strop.engine.requests import check_ids, check_room, closed
 from strop.engine.settling import Waiting, WaitingScore, deliver, fail, settle
 from strop.errors import EngineError, WeightMismatch, explain_refusal
 from strop.policy.language_model import LanguageModel
@@ -39,22 +47,42 @@ from strop.policy.weights import load_published
 from strop.rollout import IntArray
 from strop.tokenizer import Tokenizer
 
+_GPU_CACHE_FRAC = 0.3
+"""Share of a GPU's memory that a KV cache may take; a learner may live beside it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Change:
+    """An update that waits for its place between two tokens."""
+
+    update: WeightUpdate
+    receipt: asyncio.Future[WeightReceipt]
+
 
 class NativeEngine:
     """Generates in this process. One instance serves one event loop at a time."""
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, *, max_rows: int | None = None, version: int = 0
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        max_rows: int | None = None,
+        version: int = 0,
+        is_static: bool | None = None,
     ) -> None:
+        """Serve a model. `is_static` decodes as GPUs do, from graphs; by default on GPUs alone."""
         self._model = model
         self._tokenizer = tokenizer
-        self._max_rows = max_rows or DEFAULT_MAX_ROWS
+        self._is_static = model.device.type == "cuda" if is_static is None else is_static
+        self._max_rows = max_rows or (DEFAULT_GPU_ROWS if model.device.type == "cuda" else DEFAULT_MAX_ROWS)
         self._version = version
         self._inbox: deque[Waiting] = deque()
         self._runner: asyncio.Task[None] | None = None
         self._unscored: dict[tuple[bytes, float], list[WaitingScore]] = {}
         self._scorer: asyncio.Task[None] | None = None
         self._update_lock = asyncio.Lock()
+        self._change: _Change | None = None
         self._batch: DecodeBatch | None = None
         self._products = PrepackedProducts.for_model(model)
         self._is_closed = False
@@ -77,8 +105,8 @@ class NativeEngine:
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the log-probability of each reply token. See `Engine.score`."""
         self._require_open()
-        self._check_room(len(prompt_ids), len(reply_ids), "has a reply of")
-        self._check_ids(np.concatenate([prompt_ids, reply_ids]))
+        check_room(len(prompt_ids), len(reply_ids), "has a reply of", self._model.shape.max_positions)
+        check_ids(np.concatenate([prompt_ids, reply_ids]), self._model.shape.vocab_size)
         waiting = WaitingScore(prompt_ids, reply_ids, asyncio.get_running_loop().create_future())
         self._unscored.setdefault((prompt_ids.tobytes(), temperature), []).append(waiting)
         if self._scorer is None or self._scorer.done():
@@ -89,12 +117,34 @@ class NativeEngine:
         """Serve new weights. See `Engine.update`. Updates are applied one at a time."""
         self._require_open()
         async with self._update_lock:
-            await self._wait_until_idle()
-            if update.transport is WeightTransport.FILE:
-                self._load_file(update)
-            self._drop_packed()
-            self._version = update.version
-            return WeightReceipt(version=update.version, digest=update.digest)
+            if self._runner is None or self._runner.done():
+                return self._apply(update)
+            change = _Change(update, asyncio.get_running_loop().create_future())
+            self._change = change
+            try:
+                return await change.receipt
+            finally:
+                self._change = None
+
+    def _apply(self, update: WeightUpdate) -> WeightReceipt:
+        """Take the new weights, all of them or none."""
+        if update.transport is not WeightTransport.SHARED:
+            self._load(update)
+        self._drop_packed()
+        self._version = update.version
+        return WeightReceipt(version=update.version, digest=update.digest)
+
+    def _make_change(self, batch: DecodeBatch, waiting: dict[int, Waiting]) -> None:
+        """Change the weights between two tokens, as soon as the mode of the update allows."""
+        change = self._change
+        if change is None or change.receipt.done():
+            return
+        if change.update.mode is UpdateMode.RESTART and waiting:
+            self._inbox.extendleft(waiting[ticket] for ticket in sorted(waiting, reverse=True))
+            waiting.clear()
+            batch.clear()
+        if not waiting or change.update.mode is UpdateMode.CONTINUE:
+            self._end_change()
 
     async def close(self) -> None:
         """Stop decoding; waiting requests get an EngineError, and later ones too."""
@@ -112,16 +162,11 @@ class NativeEngine:
         if self._products is not None:
             self._products.invalidate()
 
-    async def _wait_until_idle(self) -> None:
-        while self._runner is not None and not self._runner.done():
-            await asyncio.wait([self._runner])
-
     async def _score_waiting(self) -> None:
         """Score what waits, prompt by prompt: what else is scored changes no value."""
         try:
             await settle(lambda: sum(map(len, self._unscored.values())))
             while self._unscored:
-                await self._wait_until_idle()
                 key = next(iter(self._unscored))
                 entries = self._unscored[key]
                 found = score_replies(
@@ -137,44 +182,26 @@ class NativeEngine:
         finally:
             self._fail_scores(sys.exception())
 
-    def _load_file(self, update: WeightUpdate) -> None:
+    def _load(self, update: WeightUpdate) -> None:
         """Copy published tensors into the model, once their digest is proven."""
-        if update.path is None:
+        if update.path is None or update.transport is WeightTransport.SHARED:
             raise WeightMismatch(
                 explain_refusal(
-                    f"weight update {update.version} is by file and names none",
-                    allowed="an absolute path to a safetensors file",
+                    f"weight update {update.version} is by {update.transport} and names"
+                    f" {update.path or 'none'}",
+                    allowed="an absolute path to a safetensors file, a sender's address, or an object's URI",
                     next_step="publish it again",
                 )
             )
-        load_published(self._model, Path(update.path), expected_digest=update.digest)
+        is_stored = update.transport is WeightTransport.STORE
+        with fetched(update.path) if is_stored else nullcontext(update.path) as source:
+            load_published(self._model, source, expected_digest=update.digest)
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuse what cannot be generated, before anything else waits on it."""
-        self._check_room(len(request.prompt_ids), request.max_tokens, "asks for")
-        self._check_ids(request.prompt_ids)
-
-    def _check_room(self, num_prompt: int, num_reply: int, how: str) -> None:
-        limit = self._model.shape.max_positions
-        if num_prompt == 0 or num_reply < 1 or num_prompt + num_reply > limit:
-            raise EngineError(
-                explain_refusal(
-                    f"a request has {num_prompt} prompt tokens and {how} {num_reply}",
-                    allowed=f"at least one of each, and together at most {limit} positions",
-                    next_step="shorten the prompt or lower task.max_reply_tokens",
-                )
-            )
-
-    def _check_ids(self, token_ids: IntArray) -> None:
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if lowest < 0 or highest >= self._model.shape.vocab_size:
-            raise EngineError(
-                explain_refusal(
-                    f"a prompt holds token ids from {lowest} to {highest}",
-                    allowed=f"ids from 0 to {self._model.shape.vocab_size - 1}",
-                    next_step="check that the tokenizer is the model's own",
-                )
-            )
+        shape = self._model.shape
+        check_room(len(request.prompt_ids), request.max_tokens, "asks for", shape.max_positions)
+        check_ids(request.prompt_ids, shape.vocab_size)
 
     async def _run(self) -> None:
         """Decode until nothing is asked for any more."""
@@ -186,6 +213,7 @@ class NativeEngine:
         finally:
             # After a cancellation or a bug too: nobody may wait for a reply that never comes.
             self._fail_all(waiting, sys.exception())
+            self._end_change()
 
     async def _decode(self, waiting: dict[int, Waiting]) -> None:
         await settle(lambda: len(self._inbox))
@@ -194,26 +222,57 @@ class NativeEngine:
             if not waiting and not batch.fits(self._inbox[0].request):
                 await settle(lambda: len(self._inbox))
                 batch = self._fitting_batch([entry.request for entry in self._inbox])
+            self._make_change(batch, waiting)
             # Left before giving way: the mode is the thread's, and others train in this thread.
             with torch.inference_mode():
-                self._admit(batch, waiting)
+                if not self._is_changing:
+                    self._admit(batch, waiting)
                 completions = batch.step(self._version)
             for ticket, completion in completions:
                 deliver(waiting.pop(ticket).reply, completion)
             await asyncio.sleep(0)
 
+    def _end_change(self) -> None:
+        """Make a change that waited for a batch which is over now, however it ended."""
+        change = self._change
+        if change is None or change.receipt.done():
+            return
+        if self._is_closed:
+            change.receipt.set_exception(closed())
+            return
+        try:
+            change.receipt.set_result(self._apply(change.update))
+        except WeightMismatch as error:
+            change.receipt.set_exception(error)
+
+    @property
+    def _is_changing(self) -> bool:
+        """Whether an update waits for the batch to end, so that nothing new may join it."""
+        return self._change is not None and not self._change.receipt.done()
+
     def _fitting_batch(self, requests: Sequence[GenerationRequest]) -> DecodeBatch:
         """Return a batch for these requests, the previous one where its cache is the same."""
-        if self._batch is None or not self._batch.is_made_for(requests, self._max_rows):
+        max_rows = min(self._max_rows, self._rows_in_memory(requests))
+        if self._batch is None or not self._batch.is_made_for(requests, max_rows):
             self._batch = None  # Freed before its successor is allocated.
             self._batch = DecodeBatch(
                 self._model,
                 self._tokenizer,
-                max_rows=self._max_rows,
+                max_rows=max_rows,
                 requests=requests,
                 products=self._products,
+                is_static=self._is_static,
             )
         return self._batch
+
+    def _rows_in_memory(self, requests: Sequence[GenerationRequest]) -> int:
+        """Return how many rows of the longest request a GPU's share for caches holds; no limit elsewhere."""
+        if self._model.device.type != "cuda":
+            return self._max_rows
+        total_bytes = torch.cuda.get_device_properties(self._model.device).total_memory
+        longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
+        per_row = longest * KVCache.bytes_per_slot(self._model.shape, self._model.dtype)
+        return max(1, int(_GPU_CACHE_FRAC * total_bytes) // per_row)
 
     def _admit(self, batch: DecodeBatch, waiting: dict[int, Waiting]) -> None:
         """Move requests from the inbox into free rows, in the order asked."""
@@ -234,27 +293,17 @@ class NativeEngine:
         if not entries:
             return
         self._batch = None  # Its rows belong to nobody now.
-        failure = _closed() if self._is_closed else EngineError(f"generation failed: {error!r}")
+        failure = closed() if self._is_closed else EngineError(f"generation failed: {error!r}")
         fail([entry.reply for entry in entries], failure)
         waiting.clear()
         self._inbox.clear()
 
     def _fail_scores(self, error: BaseException | None) -> None:
         """Tell every coroutine that waits for a score that it will not come."""
-        failure = _closed() if self._is_closed else EngineError(f"scoring failed: {error!r}")
+        failure = closed() if self._is_closed else EngineError(f"scoring failed: {error!r}")
         fail([entry.score for entries in self._unscored.values() for entry in entries], failure)
         self._unscored.clear()
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise _closed()
-
-
-def _closed() -> EngineError:
-    return EngineError(
-        explain_refusal(
-            "a request to an engine that is closed",
-            allowed="requests before close",
-            next_step="build a new engine",
-        )
-    )
+            raise closed()

@@ -8,7 +8,7 @@ Every wait ends: with the answer, with the server's death, when the server gives
 `silence_limit_s`, or after `reply_limit_s` in all. Nothing is retried: a reply asked for twice could be
 of another policy version, and the rollout worker knows better what to do.
 
-Weights go by file; both processes see the same disk.
+Weights go by file, where both processes see the same disk, or as an object of a store.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from strop.engine.contract import (
     WeightTransport,
     WeightUpdate,
 )
+from strop.engine.requests import closed
 from strop.engine.settling import Waiting, WaitingScore, deliver, fail, settle
 from strop.engine.wire import (
     ErrorForm,
@@ -36,14 +37,12 @@ from strop.engine.wire import (
     GenerateCall,
     HealthForm,
     ReceiptForm,
-    ReplyForm,
-    RequestForm,
     ScoreAnswer,
     ScoreCall,
     UpdateForm,
     require_server_part,
 )
-from strop.errors import EngineError, StropError, WeightMismatch, explain_refusal
+from strop.errors import EngineError, EngineLost, StropError, WeightMismatch, explain_refusal
 from strop.rollout import IntArray
 
 if TYPE_CHECKING:
@@ -147,11 +146,11 @@ class RemoteEngine:
         Raises: WeightMismatch also if the receipt names another version or digest than was published.
         """
         self._require_open()
-        if update.transport is not WeightTransport.FILE:
+        if update.transport is WeightTransport.SHARED:
             raise WeightMismatch(
                 explain_refusal(
                     f"weight update {update.version} is by {update.transport}, and the engine is elsewhere",
-                    allowed="updates by file for an engine in another process",
+                    allowed="updates by file, store or broadcast for an engine in another process",
                     next_step="use the publisher that belongs to this placement",
                 )
             )
@@ -179,7 +178,7 @@ class RemoteEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        fail([waiting.reply for waiting in self._inbox], _closed())
+        fail([waiting.reply for waiting in self._inbox], closed())
         await self._client.aclose()
 
     async def _send_inbox(self) -> None:
@@ -201,7 +200,10 @@ class RemoteEngine:
 
         def end(post: asyncio.Task[None]) -> None:
             self._posts.discard(post)
-            fail(list_waiting(), _closed() if self._is_closed else EngineError("an exchange was abandoned"))
+            fail(
+                list_waiting(),
+                closed() if self._is_closed else EngineError("an exchange was abandoned"),
+            )
 
         post = asyncio.create_task(exchange)
         self._posts.add(post)
@@ -214,11 +216,8 @@ class RemoteEngine:
             await settle(lambda: len(entries))
             async with self._score_places:
                 del self._unscored[key]  # Who comes now waits for the next one.
-                call = ScoreCall(
-                    prompt_ids=entries[0].prompt_ids.tolist(),
-                    replies=[entry.reply_ids.tolist() for entry in entries],
-                    temperature=key[1],
-                )
+                replies = [entry.reply_ids for entry in entries]
+                call = ScoreCall.of(entries[0].prompt_ids, replies, temperature=key[1])
                 answer = await self._ask("/v1/score", call, ScoreAnswer)
             if len(answer.scores) != len(entries):
                 raise _unreadable("/v1/score", f"{len(answer.scores)} scores of {len(entries)} replies")
@@ -228,13 +227,14 @@ class RemoteEngine:
             fail([entry.score for entry in entries], error)
 
     async def _post_batch(self, batch: Sequence[Waiting]) -> None:
-        call = GenerateCall(requests=[RequestForm.of(waiting.request) for waiting in batch])
+        call = GenerateCall.of([waiting.request for waiting in batch])
         try:
             answer = await self._ask("/v1/generate", call, GenerateAnswer)
-            if len(answer.replies) != len(batch):
-                raise _unreadable("/v1/generate", f"{len(answer.replies)} replies to {len(batch)} requests")
-            for waiting, form in zip(batch, answer.replies, strict=True):
-                _settle_reply(waiting.reply, form)
+            for waiting, outcome in zip(batch, answer.read(len(batch)), strict=True):
+                if isinstance(outcome, StropError):
+                    fail([waiting.reply], outcome)
+                else:
+                    deliver(waiting.reply, outcome)
         except StropError as error:
             fail([waiting.reply for waiting in batch], error)
 
@@ -291,9 +291,9 @@ class RemoteEngine:
             await asyncio.sleep(_OBITUARY_S / _OBITUARY_LOOKS)
         return None
 
-    def _lost(self, path: str, cause: str) -> EngineError:
+    def _lost(self, path: str, cause: str) -> EngineLost:
         log = self._read_log()
-        return EngineError(
+        return EngineLost(
             explain_refusal(
                 f"the engine at {self._url} did not answer {path}: {cause}"
                 + (f"\nIts last log lines:\n{log}\n" if log else ""),
@@ -304,19 +304,7 @@ class RemoteEngine:
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise _closed()
-
-
-def _settle_reply(reply: asyncio.Future[Completion], form: ReplyForm) -> None:
-    """Deliver what became of one request, unless the one who asked has gone."""
-    if reply.done():
-        return
-    if form.error is not None:
-        reply.set_exception(form.error.read())
-    elif form.completion is not None:
-        reply.set_result(form.completion.read())
-    else:
-        reply.set_exception(_unreadable("/v1/generate", "neither a completion nor an error"))
+            raise closed()
 
 
 def _read_answer(path: str, response: httpx.Response, answer: type[Answer]) -> Answer:
@@ -335,15 +323,5 @@ def _unreadable(path: str, found: str) -> EngineError:
             f"the engine's answer to {path} cannot be used ({found})",
             allowed="the answers of the server of the same version of strop",
             next_step="read the engine's log; the rollouts of this batch are masked",
-        )
-    )
-
-
-def _closed() -> EngineError:
-    return EngineError(
-        explain_refusal(
-            "a request to an engine that is closed",
-            allowed="requests before close",
-            next_step="build a new engine",
         )
     )

@@ -50,6 +50,12 @@ def draw(logits_n_V: torch.Tensor, samplings: Sequence[Sampling], uniforms_n: ND
         drawn = Draw(token_ids=token_ids.numpy(), logprobs=logprobs.numpy())
     else:
         drawn = draw_plain(logits_n_V, samplings, uniforms_n)
+    require_finite(drawn)
+    return drawn
+
+
+def require_finite(drawn: Draw) -> None:
+    """Refuse what was drawn from logits that are not finite. Raises: EngineError."""
     if not np.isfinite(drawn.logprobs).all():
         raise EngineError(
             explain_refusal(
@@ -58,34 +64,65 @@ def draw(logits_n_V: torch.Tensor, samplings: Sequence[Sampling], uniforms_n: ND
                 next_step="check the weights; the run resumes from its last checkpoint",
             )
         )
-    return drawn
 
 
 def draw_plain(
     logits_n_V: torch.Tensor, samplings: Sequence[Sampling], uniforms_n: NDArray[np.float64]
 ) -> Draw:
     """Do what `draw` does, with PyTorch alone: on any device, and for truncated distributions."""
-    probs = _probabilities(logits_n_V, samplings)
-    uniforms = torch.from_numpy(uniforms_n).to(probs.device)
-    chosen = inverse_cdf(probs, uniforms)
-    greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0.0]
-    if greedy:
-        chosen[greedy] = logits_n_V[greedy].argmax(dim=-1)
-    logprobs = probs.gather(1, chosen[:, None]).squeeze(1).log()
-    return Draw(token_ids=chosen.cpu().numpy(), logprobs=logprobs.cpu().numpy())
-
-
-def _probabilities(logits_n_V: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return the distribution of each row, renormalised over its support. Shapes: (n, V), fp32."""
-    divisors = [sampling.temperature or 1.0 for sampling in samplings]
-    if any(divisor != 1.0 for divisor in divisors):
-        scale = torch.tensor(divisors, dtype=torch.float32, device=logits_n_V.device)
-        logits_n_V = logits_n_V.float() / scale[:, None]
-    probs = torch.softmax(logits_n_V, dim=-1, dtype=torch.float32)
+    device = logits_n_V.device
+    temperatures = torch.tensor([one.temperature for one in samplings], dtype=torch.float32, device=device)
+    is_scaled, has_greedy = temperature_kinds([sampling.temperature for sampling in samplings])
+    probs = _probabilities(logits_n_V, temperatures if is_scaled else None)
     for row, sampling in enumerate(samplings):
         if sampling.is_truncated and sampling.temperature != 0.0:
             probs[row] = truncate(probs[row], sampling)
-    return probs
+    uniforms = torch.from_numpy(uniforms_n).to(device)
+    chosen, logprobs = _choose(probs, uniforms, logits_n_V, temperatures if has_greedy else None)
+    return Draw(token_ids=chosen.cpu().numpy(), logprobs=logprobs.cpu().numpy())
+
+
+def temperature_kinds(temperatures: Sequence[float]) -> tuple[bool, bool]:
+    """Return whether logits must be divided at all, and whether a row is greedy."""
+    is_scaled = any(temperature not in (0.0, 1.0) for temperature in temperatures)
+    return is_scaled, any(temperature == 0.0 for temperature in temperatures)
+
+
+def draw_on_device(
+    logits_n_V: torch.Tensor,
+    uniforms_n: torch.Tensor,
+    temperatures_n: torch.Tensor,
+    kinds: tuple[bool, bool],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `draw_plain` does for whole distributions, waiting for nothing. Returns ids and logprobs.
+
+    Shapes: uniforms (n,) fp64, temperatures (n,) fp32; `kinds` are their `temperature_kinds`.
+    """
+    is_scaled, has_greedy = kinds
+    probs = _probabilities(logits_n_V, temperatures_n if is_scaled else None)
+    return _choose(probs, uniforms_n, logits_n_V, temperatures_n if has_greedy else None)
+
+
+def _choose(
+    probs_n_V: torch.Tensor,
+    uniforms_n: torch.Tensor,
+    logits_n_V: torch.Tensor,
+    temperatures_n: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return drawn ids and their log-probabilities; the likeliest id where a temperature is 0."""
+    chosen = inverse_cdf(probs_n_V, uniforms_n)
+    if temperatures_n is not None:
+        chosen = torch.where(temperatures_n == 0.0, logits_n_V.argmax(dim=-1), chosen)
+    return chosen, probs_n_V.gather(1, chosen[:, None]).squeeze(1).log()
+
+
+def _probabilities(logits_n_V: torch.Tensor, temperatures_n: torch.Tensor | None) -> torch.Tensor:
+    """Return the distribution of each row, at 1 for temperatures of 0. Shapes: (n, V), fp32."""
+    if temperatures_n is not None:
+        scale = torch.where(temperatures_n == 0.0, 1.0, temperatures_n)
+        # In fp32, as the divisors are: one pass from bf16.
+        logits_n_V = logits_n_V / scale[:, None]
+    return torch.softmax(logits_n_V, dim=-1, dtype=torch.float32)
 
 
 def truncate(probs_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -1,15 +1,18 @@
-"""An engine in a process of its own, for the loop of another process on the same machine.
+"""An engine in a process of its own, for the loop of another process.
 
     python -m strop.engine.server --model DIR --dtype bfloat16 --key-file F --ready-file F --threads 2
 
 loads its own copy of the model, listens on a free port of the loopback address, writes the port into
 the ready file and serves until it is told to end. POST /v1/generate takes a whole batch and answers
-when all its replies have ended; POST /v1/score, POST /v1/weights, GET /health do what they say.
+when all its replies have ended; POST /v1/score, POST /v1/weights, GET /health do what they say, and
+POST /v1/chat/completions answers who knows no token ids (`engine.chat`).
+`strop.engine.vllm.serve` serves vLLM by the same app, with the same arguments and more.
 
 Covered: the socket is held from the choice of its port on; every path but /health wants the key,
 which stands in a file that only its owner may read and never in arguments.
-Not covered: other machines (nothing but loopback is ever bound), encryption, several users. Weights
-come as a file, so both processes need to see the same disk.
+Not covered: encryption, several users. Another address than loopback is bound only where a placement
+asks for it, and belongs on a network that nobody else listens to. Weights come as a file, so both
+processes need to see the same disk, or as an object in a store.
 """
 
 from __future__ import annotations
@@ -24,32 +27,34 @@ import socket
 import stat
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from strop.engine.chat import CHAT_PATH, ChatFace
 from strop.engine.contract import Completion, Engine, GenerationRequest
 from strop.engine.wire import (
-    CompletionForm,
     ErrorForm,
     GenerateAnswer,
     GenerateCall,
     HealthForm,
     ReadyForm,
     ReceiptForm,
-    ReplyForm,
     ScoreAnswer,
     ScoreCall,
     ScoreForm,
     UpdateForm,
+    read_ids,
     require_server_part,
 )
 from strop.errors import ConfigError, StropError, explain_refusal
+from strop.hardware.busy_clock import BusyClock
 from strop.store.atomic import write_bytes_atomically
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from strop.tokenizer import Tokenizer
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_GRACE_S = 1
@@ -92,22 +97,29 @@ class KeyGuard:
 class EngineDesk:
     """Answers in wire form for one engine, and remembers what it serves."""
 
-    def __init__(self, engine: Engine, *, model_digest: str, version: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, *, model_digest: str, tokenizer_digest: str = "", version: int = 0
+    ) -> None:
         self._engine = engine
+        self._sampling = BusyClock()
         self._health = HealthForm(
-            pid=os.getpid(), version=version, digest=model_digest, model_digest=model_digest
+            pid=os.getpid(),
+            version=version,
+            digest=model_digest,
+            model_digest=model_digest,
+            tokenizer_digest=tokenizer_digest,
         )
 
     async def generate(self, call: GenerateCall) -> GenerateAnswer:
         """Ask for all replies together; what became of one says nothing about the others."""
-        requests = [form.read() for form in call.requests]
-        replies = await asyncio.gather(*(self._reply(request) for request in requests))
-        return GenerateAnswer(replies=list(replies))
+        with self._sampling.running():
+            outcomes = await asyncio.gather(*(self._reply(request) for request in call.read()))
+        return GenerateAnswer.of(outcomes)
 
     async def score(self, call: ScoreCall) -> ScoreAnswer:
         """Score all replies together."""
-        prompt_ids = np.array(call.prompt_ids, np.int32)
-        replies = [np.array(reply_ids, np.int32) for reply_ids in call.replies]
+        prompt_ids = read_ids(call.prompt_ids)
+        replies = [read_ids(reply_ids) for reply_ids in call.replies]
         scores = await asyncio.gather(
             *(self._engine.score(prompt_ids, reply_ids, call.temperature) for reply_ids in replies)
         )
@@ -117,7 +129,10 @@ class EngineDesk:
         """Serve new weights."""
         receipt = await self._engine.update(form.read())
         self._health = self._health.model_copy(update={"version": receipt.version, "digest": receipt.digest})
-        _log.info("serving version %d, digest %s", receipt.version, receipt.digest[:12])
+        _log.info(
+            "serving version %d, digest %s; sampled for %.3f s since the update before",
+            *(receipt.version, receipt.digest[:12], self._sampling.take_s()),
+        )
         return ReceiptForm.of(receipt)
 
     async def health(self) -> HealthForm:
@@ -128,16 +143,25 @@ class EngineDesk:
         """Close the engine."""
         await self._engine.close()
 
-    async def _reply(self, request: GenerationRequest) -> ReplyForm:
+    async def _reply(self, request: GenerationRequest) -> Completion | StropError:
         try:
-            completion: Completion = await self._engine.generate(request)
+            return await self._engine.generate(request)
         except StropError as error:
-            return ReplyForm(error=ErrorForm.of(error))
-        return ReplyForm(completion=CompletionForm.of(completion))
+            return error
 
 
-def build_app(engine: Engine, *, key: str, model_digest: str, version: int = 0) -> FastAPI:
+def build_app(
+    engine: Engine,
+    *,
+    key: str,
+    model_digest: str,
+    tokenizer_digest: str = "",
+    version: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> FastAPI:
     """Build the web application around an engine that has loaded weights of a version.
+
+    With its `tokenizer` it also answers chats, for those who know no token ids: judged replies.
 
     Raises: ConfigError if the server extra is not installed.
     """
@@ -145,13 +169,15 @@ def build_app(engine: Engine, *, key: str, model_digest: str, version: int = 0) 
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse
 
-    desk = EngineDesk(engine, model_digest=model_digest, version=version)
+    desk = EngineDesk(engine, model_digest=model_digest, tokenizer_digest=tokenizer_digest, version=version)
     # No pages about itself: they would be a second face that nobody guards.
     app = FastAPI(title="strop engine", openapi_url=None, docs_url=None, redoc_url=None)
-    app.post("/v1/generate")(desk.generate)
+    app.post("/v1/generate", response_model_exclude_defaults=True)(desk.generate)
     app.post("/v1/score")(desk.score)
     app.post("/v1/weights")(desk.update)
     app.get("/health")(desk.health)
+    if tokenizer is not None:
+        app.post(CHAT_PATH)(ChatFace(engine, tokenizer).complete)
 
     async def answer_error(request: Any, error: Exception) -> JSONResponse:
         assert isinstance(error, StropError)
@@ -179,31 +205,61 @@ def read_key(path: Path) -> str:
     return key
 
 
-def listen() -> socket.socket:
-    """Return a listening socket on a free port of the loopback address, held from here on."""
+def listen(host: str = LOOPBACK) -> socket.socket:
+    """Return a listening socket on a free port of an address of this machine, held from here on.
+
+    Raises: ConfigError if the address is none of this machine's.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
+    try:
+        listener.bind((host, 0))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            explain_refusal(
+                f"the engine's server cannot bind {host} ({error})",
+                allowed="an IPv4 address of this machine",
+                next_step="let the placement choose it, or correct the address",
+            )
+        ) from error
     listener.listen(128)
     return listener
 
 
 def announce(listener: socket.socket, ready_path: Path) -> str:
     """Write the ready file; from now on clients may connect. Returns the address."""
-    url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+    host, port = listener.getsockname()[:2]
+    url = f"http://{host}:{port}"
     write_bytes_atomically(ready_path, ReadyForm(url=url, pid=os.getpid()).model_dump_json().encode())
     return url
 
 
-async def serve(engine: Engine, *, key: str, model_digest: str, version: int = 0, ready_path: Path) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """An engine that can be served, and what it has loaded."""
+
+    engine: Engine
+    model_digest: str
+    tokenizer: Tokenizer
+
+
+async def serve(loaded: Loaded, *, key: str, version: int, host: str, ready_path: Path) -> None:
     """Serve an engine until SIGTERM or SIGINT.
 
-    Raises: ConfigError if the server extra is not installed; StoreError if the ready file cannot be
-    written.
+    Raises: ConfigError if the server extra is not installed or the address is not this machine's;
+    StoreError if the ready file cannot be written.
     """
     require_server_part("uvicorn")
     import uvicorn
 
-    app = build_app(engine, key=key, model_digest=model_digest, version=version)
+    app = build_app(
+        loaded.engine,
+        key=key,
+        model_digest=loaded.model_digest,
+        tokenizer_digest=loaded.tokenizer.digest,
+        version=version,
+        tokenizer=loaded.tokenizer,
+    )
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -212,44 +268,61 @@ async def serve(engine: Engine, *, key: str, model_digest: str, version: int = 0
         ws="none",
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
-    listener = listen()
+    listener = listen(host)
     try:
         _log.info("listening on %s", announce(listener, ready_path))
         await uvicorn.Server(config).serve(sockets=[listener])
     finally:
         listener.close()
-        await engine.close()
+        await loaded.engine.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Load the model and serve it. Returns the exit code."""
-    options = _parse(arguments)
+def server_parser(program: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what every engine's server is told."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
+    parser.add_argument("--key-file", type=Path, required=True, help="mode 0600, holds the bearer key")
+    parser.add_argument("--ready-file", type=Path, required=True, help="gets the address once it listens")
+    parser.add_argument("--host", default=LOOPBACK, help="address of this machine that it listens on")
+    parser.add_argument("--version", type=int, default=0, help="of the weights in the model directory")
+    parser.add_argument("--max-rows", type=int, help="replies decoded at the same time")
+    return parser
+
+
+def run_server(options: argparse.Namespace, load: Callable[[argparse.Namespace], Awaitable[Loaded]]) -> int:
+    """Load an engine and serve it. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    async def act() -> None:
+        key = read_key(options.key_file)
+        for module in ("fastapi", "uvicorn"):
+            require_server_part(module)
+        await serve(
+            await load(options),
+            key=key,
+            version=options.version,
+            host=options.host,
+            ready_path=options.ready_file,
+        )
+
     try:
-        asyncio.run(_load_and_serve(options))
+        asyncio.run(act())
     except StropError as error:
         _log.error("%s: %s", type(error).__name__, error)
         return error.exit_code
     return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m strop.engine.server", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Load the model into the native engine and serve it. Returns the exit code."""
+    parser = server_parser("strop.engine.server", __doc__)
     parser.add_argument("--device", default="cpu", help="where torch puts the model")
-    parser.add_argument("--key-file", type=Path, required=True, help="mode 0600, holds the bearer key")
-    parser.add_argument("--ready-file", type=Path, required=True, help="gets the address once it listens")
     parser.add_argument("--threads", type=int, required=True, help="compute threads, as many as the learner")
-    parser.add_argument("--version", type=int, default=0, help="of the weights in the model directory")
-    parser.add_argument("--max-rows", type=int, help="replies decoded at the same time")
-    return parser.parse_args(arguments)
+    return run_server(parser.parse_args(arguments), _load)
 
 
-async def _load_and_serve(options: argparse.Namespace) -> None:
-    key = read_key(options.key_file)
-    for module in ("fastapi", "uvicorn"):
-        require_server_part(module)
+async def _load(options: argparse.Namespace) -> Loaded:
     import torch
 
     from strop.engine.native import NativeEngine
@@ -260,16 +333,9 @@ async def _load_and_serve(options: argparse.Namespace) -> None:
     # Kernels split sums by thread, so the learner's count gives the learner's values.
     torch.set_num_threads(options.threads)
     model = LanguageModel.load(options.model, dtype=DTYPES[options.dtype], device=options.device)
-    engine = NativeEngine(
-        model, Tokenizer.load(options.model), max_rows=options.max_rows, version=options.version
-    )
-    await serve(
-        engine,
-        key=key,
-        model_digest=weights_digest(model),
-        version=options.version,
-        ready_path=options.ready_file,
-    )
+    tokenizer = Tokenizer.load(options.model)
+    engine = NativeEngine(model, tokenizer, max_rows=options.max_rows, version=options.version)
+    return Loaded(engine=engine, model_digest=weights_digest(model), tokenizer=tokenizer)
 
 
 def _bad_key(given: str) -> ConfigError:

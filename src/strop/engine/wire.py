@@ -1,35 +1,39 @@
 """The JSON form in which requests, replies, weight updates and errors cross between processes.
 
-Token ids in, token ids out: no prompt is ever tokenized twice. Log-probabilities travel as the bytes
-of their float32 values, and Python's JSON writes float64 so that it reads back equal, so a value that
-crossed is the value that was sent. Errors come home as the class that was raised.
-
-Shapes: T = tokens of one sequence.
+Token ids in, token ids out: no prompt is ever tokenized twice. Ids and log-probabilities travel as the bytes
+of their int32 and float32 values, and Python's JSON writes float64 so that it reads back equal, so a value
+that crossed is the value that was sent. What the requests of a batch share, prompts above all, is sent once,
+and replies are columns: a token costs 10.7 bytes (two values in base64) and its text, 15 in all in English.
+Errors come home as the class that was raised.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import import_module
-from typing import Annotated
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from strop.engine.contract import (
     Completion,
     GenerationRequest,
     ReplyScore,
+    UpdateMode,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
 )
 from strop.errors import ConfigError, EngineError, StropError, explain_refusal
-from strop.rollout import FinishReason, FloatArray, IntArray, Sampling
+from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionSegment
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+ABSENT = -1
+"""Number of tokens where there is an error in place of a reply."""
 
 
 class Form(BaseModel):
@@ -38,24 +42,20 @@ class Form(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class RequestForm(Form):
-    """A `GenerationRequest`."""
+class MannerForm(Form):
+    """How some requests want to be sampled."""
 
-    prompt_ids: list[TokenId]
-    seed: int = Field(ge=0, lt=2**64)
     temperature: float
     top_p: float
     top_k: int | None
     max_tokens: int
-    stop_token_ids: list[TokenId]
+    stop_token_ids: list[int]
     stop_strings: list[str]
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> RequestForm:
-        """Write a request down."""
+    def of(cls, request: GenerationRequest) -> MannerForm:
+        """Write down what a request says beside its prompt and seed."""
         return cls(
-            prompt_ids=request.prompt_ids.tolist(),
-            seed=request.seed,
             temperature=request.sampling.temperature,
             top_p=request.sampling.top_p,
             top_k=request.sampling.top_k,
@@ -64,51 +64,57 @@ class RequestForm(Form):
             stop_strings=list(request.stop_strings),
         )
 
-    def read(self) -> GenerationRequest:
-        """Return the request that was written down."""
-        return GenerationRequest(
-            prompt_ids=_read_ids(self.prompt_ids),
-            seed=self.seed,
-            sampling=Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k),
-            max_tokens=self.max_tokens,
-            stop_token_ids=frozenset(self.stop_token_ids),
-            stop_strings=tuple(self.stop_strings),
-        )
+
+class RequestForm(Form):
+    """A `GenerationRequest`: what is its own, and where the rest stands in the message."""
+
+    prompt: int = Field(ge=0)
+    manner: int = Field(ge=0)
+    seed: int = Field(ge=0, lt=2**64)
 
 
-class CompletionForm(Form):
-    """A `Completion`. The version has no default: a reply without its engine's stamp is refused."""
+class GenerateCall(Form):
+    """Requests that belong to one batch, in the order they were asked. What they share is sent once."""
 
-    token_ids: list[TokenId]
-    logprobs: str
-    """Base64 of T little-endian float32 values."""
-    text: str
-    finish_reason: FinishReason
-    policy_version: int
+    prompts: list[str]
+    """In the form of `write_ids`."""
+    manners: list[MannerForm]
+    requests: list[RequestForm]
 
     @classmethod
-    def of(cls, completion: Completion) -> CompletionForm:
-        """Write a completion down."""
-        return cls(
-            token_ids=completion.token_ids.tolist(),
-            logprobs=write_floats(completion.logprobs),
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
-        )
+    def of(cls, requests: Sequence[GenerationRequest]) -> GenerateCall:
+        """Write requests down."""
+        prompts: dict[str, int] = {}
+        manners: dict[str, tuple[int, MannerForm]] = {}
+        forms = []
+        for request in requests:
+            manner = MannerForm.of(request)
+            place, _ = manners.setdefault(manner.model_dump_json(), (len(manners), manner))
+            prompt = prompts.setdefault(write_ids(request.prompt_ids), len(prompts))
+            forms.append(RequestForm(prompt=prompt, manner=place, seed=request.seed))
+        return cls(prompts=list(prompts), manners=[manner for _, manner in manners.values()], requests=forms)
 
-    def read(self) -> Completion:
-        """Return the completion that was written down.
+    def read(self) -> list[GenerationRequest]:
+        """Return the requests that were written down; equal prompts are one array.
 
-        Raises: EngineError if tokens and log-probabilities differ in number.
+        Raises: EngineError if a prompt is damaged, or a request names one that is not there.
         """
-        return Completion(
-            token_ids=_read_ids(self.token_ids),
-            logprobs=read_floats(self.logprobs, len(self.token_ids)),
-            text=self.text,
-            finish_reason=self.finish_reason,
-            policy_version=self.policy_version,
-        )
+        prompts = [read_ids(prompt) for prompt in self.prompts]
+        for form in self.requests:
+            if form.prompt >= len(prompts) or form.manner >= len(self.manners):
+                raise _damaged(f"a request names prompt {form.prompt} of {len(prompts)}", "prompts that came")
+        return [
+            GenerationRequest(
+                prompt_ids=prompts[form.prompt],
+                seed=form.seed,
+                sampling=Sampling(temperature=manner.temperature, top_p=manner.top_p, top_k=manner.top_k),
+                max_tokens=manner.max_tokens,
+                stop_token_ids=frozenset(manner.stop_token_ids),
+                stop_strings=tuple(manner.stop_strings),
+            )
+            for form in self.requests
+            for manner in [self.manners[form.manner]]
+        ]
 
 
 class ErrorForm(Form):
@@ -128,31 +134,103 @@ class ErrorForm(Form):
         return known.get(self.kind, EngineError)(self.message)
 
 
-class ReplyForm(Form):
-    """What became of one request of a batch: exactly one of the two."""
-
-    completion: CompletionForm | None = None
-    error: ErrorForm | None = None
-
-
-class GenerateCall(Form):
-    """Requests that belong to one batch, in the order they were asked."""
-
-    requests: list[RequestForm]
-
-
 class GenerateAnswer(Form):
-    """One reply per request, in the same order."""
+    """What became of each request, in the order they were asked: a column for each thing that replies have.
 
-    replies: list[ReplyForm]
+    A version has no default: a reply without its engine's stamp is refused.
+    """
+
+    num_tokens: list[int]
+    """Of each reply; `ABSENT` where there is an error in its place."""
+    token_ids: str
+    """Of all replies, joined, in the form of `write_ids`."""
+    logprobs: str
+    """Of all replies, joined, in the form of `write_floats`."""
+    texts: list[str]
+    finish_reasons: list[FinishReason]
+    policy_versions: list[int]
+    segments: dict[int, list[tuple[int, int]]] = {}
+    """Start and version of each segment, by the number of the reply among the replies."""
+    errors: list[ErrorForm] = []
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Completion | StropError]) -> GenerateAnswer:
+        """Write down replies, and errors in place of some."""
+        replies = [one for one in outcomes if isinstance(one, Completion)]
+        return cls(
+            num_tokens=[len(one.token_ids) if isinstance(one, Completion) else ABSENT for one in outcomes],
+            token_ids=write_ids(_join([reply.token_ids for reply in replies], np.int32)),
+            logprobs=write_floats(_join([reply.logprobs for reply in replies], np.float32)),
+            texts=[reply.text for reply in replies],
+            finish_reasons=[reply.finish_reason for reply in replies],
+            policy_versions=[reply.policy_version for reply in replies],
+            segments={
+                place: [(segment.start, segment.version) for segment in reply.segments]
+                for place, reply in enumerate(replies)
+                if reply.segments
+            },
+            errors=[ErrorForm.of(one) for one in outcomes if isinstance(one, StropError)],
+        )
+
+    def read(self, num_requests: int) -> list[Completion | StropError]:
+        """Return what was written down.
+
+        Raises: EngineError if the columns do not fit each other or the number of requests.
+        """
+        lengths = [length for length in self.num_tokens if length >= 0]
+        num_errors = self.num_tokens.count(ABSENT)
+        columns = (self.texts, self.finish_reasons, self.policy_versions)
+        if len(self.num_tokens) != num_requests:
+            raise _damaged(f"{len(self.num_tokens)} replies to {num_requests} requests", "a reply to each")
+        if len(lengths) + num_errors != num_requests or len(self.errors) != num_errors:
+            raise _damaged(f"{len(self.errors)} errors in {num_errors} places", "an error in each place")
+        if {len(column) for column in columns} != {len(lengths)} or max(self.segments, default=-1) >= len(
+            lengths
+        ):
+            raise _damaged(f"columns of other lengths than {len(lengths)} replies", "columns of equal length")
+        ids = read_ids(self.token_ids)
+        if len(ids) != sum(lengths):
+            raise _damaged(f"{len(ids)} token ids came for {sum(lengths)} tokens", "an id for each token")
+        logprobs = read_floats(self.logprobs, sum(lengths))
+        replies, errors, end = iter(range(len(lengths))), iter(self.errors), 0
+        outcomes: list[Completion | StropError] = []
+        for length in self.num_tokens:
+            if length == ABSENT:
+                outcomes.append(next(errors).read())
+                continue
+            place, start, end = next(replies), end, end + length
+            outcomes.append(self._read_reply(place, ids[start:end], logprobs[start:end]))
+        return outcomes
+
+    def _read_reply(self, place: int, ids: IntArray, logprobs: FloatArray) -> Completion:
+        return Completion(
+            token_ids=ids,
+            logprobs=logprobs,
+            text=self.texts[place],
+            finish_reason=self.finish_reasons[place],
+            policy_version=self.policy_versions[place],
+            segments=tuple(
+                VersionSegment(start=start, version=version)
+                for start, version in self.segments.get(place, ())
+            ),
+        )
 
 
 class ScoreCall(Form):
-    """Replies to one prompt, to be scored together."""
+    """Replies to one prompt, to be scored together; ids in the form of `write_ids`."""
 
-    prompt_ids: list[TokenId]
-    replies: list[list[TokenId]]
+    prompt_ids: str
+    replies: list[str]
     temperature: float
+
+    @classmethod
+    def of(cls, prompt_ids: IntArray, replies: Sequence[IntArray], temperature: float) -> ScoreCall:
+        """Write down what is to be scored."""
+        return cls(
+            prompt_ids=write_ids(prompt_ids),
+            replies=[write_ids(ids) for ids in replies],
+            temperature=temperature,
+        )
 
 
 class ScoreForm(Form):
@@ -185,17 +263,17 @@ class UpdateForm(Form):
     digest: str
     transport: WeightTransport
     path: str | None
+    mode: UpdateMode
+    is_adapter: bool
 
     @classmethod
     def of(cls, update: WeightUpdate) -> UpdateForm:
         """Write an update down."""
-        return cls(version=update.version, digest=update.digest, transport=update.transport, path=update.path)
+        return cls(**asdict(update))
 
     def read(self) -> WeightUpdate:
         """Return the update that was written down."""
-        return WeightUpdate(
-            version=self.version, digest=self.digest, transport=self.transport, path=self.path
-        )
+        return WeightUpdate(**dict(self))
 
 
 class ReceiptForm(Form):
@@ -223,6 +301,8 @@ class HealthForm(Form):
     """Of the weights served now."""
     model_digest: str
     """Of the weights that the server loaded when it started."""
+    tokenizer_digest: str = ""
+    """Of the tokenizer that it cuts replies with; empty where it has none."""
 
 
 class ReadyForm(Form):
@@ -230,6 +310,22 @@ class ReadyForm(Form):
 
     url: str
     pid: int
+
+
+def write_ids(token_ids: IntArray) -> str:
+    """Return token ids as text: base64 of little-endian int32 values."""
+    return base64.b64encode(token_ids.astype("<i4").tobytes()).decode("ascii")
+
+
+def read_ids(text: str) -> IntArray:
+    """Return the ids of `write_ids`.
+
+    Raises: EngineError if the text is damaged or an id is negative.
+    """
+    token_ids = _read_array(text, "<i4", "token ids").astype(np.int32)
+    if len(token_ids) and int(token_ids.min()) < 0:
+        raise _damaged(f"a token id is {int(token_ids.min())}", "ids from 0 on")
+    return token_ids
 
 
 def write_floats(values: FloatArray) -> str:
@@ -242,13 +338,22 @@ def read_floats(text: str, num_values: int) -> FloatArray:
 
     Raises: EngineError if the text is damaged or holds another number of values.
     """
-    try:
-        values = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4").astype(np.float32)
-    except (binascii.Error, ValueError) as error:
-        raise _damaged(f"log-probabilities are unreadable ({error})", num_values) from error
+    values = _read_array(text, "<f4", "log-probabilities").astype(np.float32)
     if len(values) != num_values:
-        raise _damaged(f"{len(values)} log-probabilities came for {num_values} tokens", num_values)
+        allowed = f"base64 of {num_values} little-endian float32 values"
+        raise _damaged(f"{len(values)} log-probabilities came for {num_values} tokens", allowed)
     return values
+
+
+def _read_array(text: str, dtype: str, what: str) -> NDArray[Any]:
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
+    except (binascii.Error, ValueError) as error:
+        raise _damaged(f"{what} are unreadable ({error})", "base64 of little-endian 32-bit values") from error
+
+
+def _join(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
 
 def require_server_part(module: str) -> None:
@@ -268,21 +373,15 @@ def require_server_part(module: str) -> None:
         ) from error
 
 
-def _read_ids(token_ids: list[int]) -> IntArray:
-    return np.array(token_ids, dtype=np.int32)
-
-
 def _walk_errors(kind: type[StropError]) -> Iterator[type[StropError]]:
     yield kind
     for child in kind.__subclasses__():
         yield from _walk_errors(child)
 
 
-def _damaged(given: str, num_values: int) -> EngineError:
+def _damaged(given: str, allowed: str) -> EngineError:
     return EngineError(
         explain_refusal(
-            given,
-            allowed=f"base64 of {num_values} little-endian float32 values",
-            next_step="run engine and learner from the same version of strop",
+            given, allowed=allowed, next_step="run engine and learner from the same version of strop"
         )
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choosing import EncodedChoices, choose, encode_choices
-from strop.environments.contract import Action, Choosing, Environment, PlainlyStopped
+from strop.environments.contract import Action, Environment
 from strop.environments.conversation import count_kept_tokens, encode_next_messages, reads_as
 from strop.errors import DataError, EngineError, explain_refusal
 from strop.rollout import (
@@ -185,7 +185,8 @@ class _Attempt:
 
     def _encode_choices(self, context_ids: IntArray) -> EncodedChoices | None:
         """Return the replies to choose from, or None where the policy writes."""
-        choices = self.environment.choices if isinstance(self.environment, Choosing) else ()
+        # As `Choosing` says. Asked at every turn, where `isinstance` of a protocol takes ten times as long.
+        choices: tuple[str, ...] = getattr(self.environment, "choices", ())
         if not choices:
             return None
         prompt = self.turns[-1]
@@ -215,16 +216,24 @@ class _Attempt:
     def _stop_strings(self) -> tuple[str, ...]:
         """Return the texts that end a reply here: in plain text a world may have further ones."""
         stop_strings = self.environment.stop_strings
-        if self.prompts.prompt_format is PromptFormat.BASE and isinstance(self.environment, PlainlyStopped):
-            return stop_strings + self.environment.base_stop_strings
-        return stop_strings
+        if self.prompts.prompt_format is not PromptFormat.BASE:
+            return stop_strings
+        # As `PlainlyStopped` says.
+        base_stop_strings: tuple[str, ...] = getattr(self.environment, "base_stop_strings", ())
+        return stop_strings + base_stop_strings
 
     def _without_stop_string(self, reply: Turn) -> Turn:
         """Leave out the tokens that lie wholly in the stop string that ended a reply."""
         if reply.finish_reason is not FinishReason.STOP_STRING or reply.logprobs is None:
             return reply
         num_kept = count_kept_tokens(self.prompts.tokenizer, reply.token_ids, reply.text)
-        kept = replace(reply, token_ids=reply.token_ids[:num_kept], logprobs=reply.logprobs[:num_kept])
+        segments = tuple(segment for segment in reply.segments if segment.start < num_kept)
+        kept = replace(
+            reply,
+            token_ids=reply.token_ids[:num_kept],
+            logprobs=reply.logprobs[:num_kept],
+            segments=segments if len(segments) > 1 else (),
+        )
         self.num_split_stops += not reads_as(self.prompts.tokenizer, kept)
         return kept
 
@@ -294,6 +303,7 @@ def _spoken(completion: Completion) -> Turn:
         logprobs=completion.logprobs,
         policy_version=completion.policy_version,
         finish_reason=completion.finish_reason,
+        segments=completion.segments,
     )
 
 

@@ -56,7 +56,31 @@ def show_stacks_of_children(limit_s: float) -> list[int]:
     return [child.pid for child in running]
 
 
-def _children() -> Iterator[int]:
-    for path in Path("/proc/self/task").glob("*/children"):
+def end_descendants(limit_s: float) -> list[int]:
+    """Kill everything that this process started and that they started; return what is left after `limit_s`.
+
+    For a process that has adopted orphans: then whoever lost its own parent is among them.
+    """
+    deadline = time.monotonic() + limit_s
+    while (found := _list_descendants()) and time.monotonic() < deadline:
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        bury_orphans(())
+        time.sleep(0.02)
+    return found
+
+
+def _list_descendants() -> list[int]:
+    """Return all descendants; a number cannot be used again as long as its parent has not buried it."""
+    found, new = [], list(_children())
+    while new:
+        found += new
+        new = [child for pid in new for child in _children(pid)]
+    return found
+
+
+def _children(of: int | str = "self") -> Iterator[int]:
+    for path in Path(f"/proc/{of}/task").glob("*/children"):
         with suppress(OSError):
             yield from map(int, path.read_text().split())

@@ -39,6 +39,6 @@ def export_checkpoint(source: Path, target: Path) -> Checkpoint:
     check_model_dir(checkpoint.model_path)
     facts = {"run": checkpoint.run_path.name, "step": checkpoint.step}
     with AtomicDirectory(target, facts=facts) as partial:
-        for path in sorted(checkpoint.model_path.iterdir()):
-            shutil.copyfile(path, partial / path.name)
+        # With the adapters in it, where those were trained.
+        shutil.copytree(checkpoint.model_path, partial, copy_function=shutil.copyfile, dirs_exist_ok=True)
     return checkpoint

@@ -11,12 +11,12 @@ from strop.evaluate.harness import (
     LM_EVAL,
     HarnessJob,
     HarnessResult,
-    ensure_environment,
     find_protocol,
     refuse_small_model,
     refuse_unconfirmed_code,
     run_harness,
 )
+from strop.hardware.python_environment import ensure_environment
 from strop.launch.evaluation import EVALS_ROOT, EvalWish
 from strop.launch.inference import OpenedModel, read_askings, read_trained_ids
 from strop.policy.footprint import read_model_size

@@ -1,13 +1,14 @@
-"""Asking a model on this machine: finding it, serving it, and looking at what it says.
+"""Asking a model: finding it, serving it, and looking at what it says.
 
 The model is a checkpoint or run of strop's, or anything that `strop.store.get_model` takes. It is served by
-the engine that `placement.kind` names, in this process or beside it. What a run trained on is read from the
-run itself, so that its training examples cannot be called held out (EVA-1).
+the engine that `placement.kind` names, in this process or beside it, or by a server elsewhere. What a run
+trained on is read from the run itself, so that its training examples cannot be called held out (EVA-1).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -54,6 +55,10 @@ class OpenedModel:
     run_path: Path | None
     """The run that made it."""
     notice: str | None
+    url: str | None = None
+    """Of the server that speaks for it; None: strop serves the model itself."""
+    served_name: str = ""
+    """What that server may call it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +73,13 @@ class PromptReply:
 def open_model(name: str) -> OpenedModel:
     """Find or fetch a model by a run, a checkpoint, or whatever `get_model` takes.
 
+    `http://host:port/v1#NAME` is a model that a server of OpenAI's completions speaks for; the tokenizer and
+    the sizes are those of NAME, as `get_model` takes it.
     Raises: ConfigError if the name means nothing; StoreError or CorruptRecord if its bytes are
         missing or damaged.
     """
+    if name.startswith(("http://", "https://")):
+        return _open_served(name)
     place = Path(os.path.expanduser(name))
     checkpoint = find_checkpoint(place) if place.exists() else None
     if checkpoint is None:
@@ -86,6 +95,30 @@ def open_model(name: str) -> OpenedModel:
         step=checkpoint.step,
         run_path=checkpoint.run_path,
         notice=handle.notice,
+    )
+
+
+def _open_served(address: str) -> OpenedModel:
+    """Return a model that a server has, with the files of the name behind its #."""
+    url, _, name = address.partition("#")
+    if not name:
+        raise ConfigError(
+            explain_refusal(
+                f"{address} names a server and no model",
+                allowed="http://host:port/v1#NAME, where NAME is a model whose tokenizer writes the prompts",
+                next_step="add # and the model's folder or id",
+            )
+        )
+    handle = get_model(name)
+    return OpenedModel(
+        path=handle.path,
+        # Of the place that was asked: what weights it has is nothing that strop can prove.
+        digest=hashlib.sha256(address.encode()).hexdigest(),
+        step=0,
+        run_path=None,
+        notice=f"{url} speaks for {name}; strop cannot verify its weights",
+        url=url,
+        served_name=name,
     )
 
 
@@ -283,6 +316,8 @@ async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[
     """Load a model into the engine that the spec asks for, and close it afterwards."""
     set_threads(spec.placement.threads)
     open_engine = _engine_apart if spec.placement.kind == "process" else _engine_here
+    if model.url is not None:
+        open_engine = _engine_elsewhere
     async with open_engine(spec, model) as engine:
         yield engine, Tokenizer.load(model.path)
 
@@ -298,6 +333,24 @@ async def _engine_here(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engin
     language_model = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)
     engine = NativeEngine(
         language_model, Tokenizer.load(model.path), max_rows=spec.engine.max_rows, version=model.step
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def _engine_elsewhere(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
+    from strop.engine.openai import OpenAiEngine
+
+    assert model.url is not None, "a server's model has an address"
+    engine = OpenAiEngine(
+        model.url,
+        Tokenizer.load(model.path),
+        model=model.served_name,
+        version=model.step,
+        max_rows=spec.engine.max_rows,
     )
     try:
         yield engine

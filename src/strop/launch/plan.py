@@ -6,32 +6,39 @@ and never guessed. Every value has its origin, and every number that is not meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from strop.algorithm import Aggregation, build_algorithm
-from strop.hardware import Calibration, Machine, describe_machine, free_disk_bytes, read_calibration
+from strop.errors import ConfigError, explain_refusal
+from strop.hardware import Machine, describe_machine, free_disk_bytes, read_calibration
+from strop.hardware.accelerators import Accelerator
+from strop.hardware.efficiency import read_efficiency
 from strop.launch.estimate import (
-    Assumption,
-    Part,
     TimeEstimate,
     Work,
-    choose_speeds,
-    count_rows,
     estimate_time,
     list_assumptions,
     list_disk_parts,
-    split_memory,
 )
 from strop.launch.local_data import read_task_offline, require_trainable_here, training_examples_here
 from strop.launch.locate import find_model
+from strop.launch.plan_settings import list_limits, list_terms, with_origins
+from strop.launch.planned import Plan, PlannedPrompt, Room, Schedule
+from strop.launch.roles import (
+    Part,
+    RoleMemory,
+    list_roles,
+    read_layout,
+    split_memory,
+)
+from strop.launch.speeds import Speeds, choose_speeds
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize, read_model_size
+from strop.record.prediction import Prediction
 from strop.rollout import Example, Split
 from strop.spec import ResolvedSpec, RunSpec
-from strop.spec.base import DEFAULT
+from strop.spec.task import role_judges
 from strop.store import follow_store
 from strop.store.model_files import check_model_dir
 from strop.store.policy import find_mirror_root
@@ -49,97 +56,6 @@ from strop.train.sft_source import count_imitated_positions, read_demonstrations
 
 NUM_MEASURED_PROMPTS = 200
 """Training prompts that are rendered for their length, from the first."""
-_NORMALIZERS = {
-    Aggregation.TOKEN_MEAN: "1 / scored tokens of the step",
-    Aggregation.SEQ_MEAN: "1 / ({rollouts} rollouts x scored tokens of the rollout)",
-    Aggregation.CONST: "1 / ({rollouts} rollouts x {limit} tokens of reply limit)",
-    Aggregation.GROUP_TOKEN_MEAN: "1 / ({prompts} groups x scored tokens of the group)",
-    Aggregation.SEQ_SUM: "1 / {rollouts} rollouts",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedValue:
-    """A value that takes effect, and where it comes from."""
-
-    name: str
-    value: Any
-    origin: str
-    """'default', 'run.toml:7', 'override', or in words from what it is derived."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedPrompt:
-    """The first training prompt, exactly as the model will be asked."""
-
-    text: str
-    num_tokens: int
-    prompt_format: str
-    stops: tuple[str, ...]
-    """Terminators and stop strings."""
-    example_id: str
-    num_measured: int
-    tokens_mean: float
-    tokens_max: int
-    """Mean and longest of the measured training prompts."""
-    counts: str = ""
-    """What reading the task's data counted, for people."""
-    num_too_long: int | None
-    """Measured prompts that leave no room for a reply; None where the model is not known."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """How much is trained, evaluated and kept."""
-
-    steps: int
-    prompts_per_step: int
-    rollouts_per_step: int
-    num_train_examples: int | None
-    num_epochs: float | None
-    """Passes over the training examples. None: their number is unknown, or they are not trained on."""
-    rows_per_step: int
-    """Demonstrations in a step; 0 where nothing is imitated."""
-    demonstrations: str | None
-    """How many there are, and what became of the others. None: not known or not asked for."""
-    num_sft_epochs: float | None
-    """Passes over the demonstrations."""
-    num_evals: int
-    num_eval_examples: int | None
-    num_checkpoints: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """What is needed of memory or disk, and what there is."""
-
-    parts: tuple[Part, ...]
-    needed_bytes: float
-    available_bytes: int | None
-    """None: unknown."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """A run before it runs. None stands where `unknown` says why."""
-
-    name: str
-    model_uri: str
-    model_path: str | None
-    num_params: int | None
-    prompt: PlannedPrompt | None
-    limits: tuple[PlannedValue, ...]
-    schedule: Schedule
-    algorithm: tuple[PlannedValue, ...]
-    optimizer: tuple[PlannedValue, ...]
-    memory: Room | None
-    disk: Room | None
-    time: TimeEstimate | None
-    assumptions: tuple[Assumption, ...]
-    warnings: tuple[str, ...]
-    """What the gate would refuse."""
-    unknown: tuple[str, ...]
-    notices: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,12 +68,17 @@ class _Known:
     held_out: Sequence[Example] | None
     demonstrations: Demonstrations | None
     unknown: tuple[str, ...]
+    frozen: Mapping[str, ModelSize]
 
 
 def make_plan(
-    resolved: ResolvedSpec, *, cache_dir: Path | None = None, machine: Machine | None = None
+    resolved: ResolvedSpec,
+    *,
+    cache_dir: Path | None = None,
+    machine: Machine | None = None,
+    accelerator: Accelerator | None = None,
 ) -> Plan:
-    """Plan a run on this machine.
+    """Plan a run on this machine, or with one `accelerator` for each learner rank and engine replica.
 
     Raises: ConfigError or DataError for what is here and cannot work, as training would.
     """
@@ -167,40 +88,100 @@ def make_plan(
         is_mirrored = find_mirror_root(spec.store) is not None
     machine = machine or describe_machine()
     prompt = _plan_prompt(spec, task, known)
-    calibration = read_calibration(cache_dir)
+    speeds = choose_speeds(
+        spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
+    )
     schedule = _plan_schedule(spec, known)
     limit = task.limits.max_reply_tokens
     memory = disk = time = None
+    roles: tuple[RoleMemory, ...] = ()
     if known.size is not None:
-        parts = split_memory(
-            spec,
-            known.size,
-            limit,
-            prompt.tokens_max if prompt else None,
-            imitated_positions=_imitated_positions(spec, known),
-        )
-        memory = _room(parts, machine.memory_bytes)
+        max_prompt, imitated = prompt.tokens_max if prompt else None, _imitated_positions(spec, known)
+        roles = _plan_roles(spec, known, speeds, limit, max_prompt, imitated)
+        if speeds.is_processor:
+            parts = split_memory(
+                spec, known.size, limit, max_prompt, imitated_positions=imitated, frozen=known.frozen
+            )
+            memory = _room(parts, machine.memory_bytes)
         checkpoints = list_disk_parts(spec, known.size, is_mirrored=is_mirrored)
         disk = _room(checkpoints, free_disk_bytes(_output_path(spec)))
     if known.size is not None and prompt is not None and spec.train.has_sft == bool(known.demonstrations):
-        time = _plan_time(spec, prompt, known, schedule, machine, calibration, limit)
+        time = _plan_time(spec, prompt, known, schedule, speeds, limit)
     return Plan(
         name=spec.name,
         model_uri=spec.model.uri,
         model_path=str(known.model_path) if known.model_path else None,
         num_params=known.size.num_params if known.size else None,
         prompt=prompt,
-        limits=_plan_limits(resolved, task, known.size, machine),
+        limits=list_limits(resolved, task, known.size, machine),
         schedule=schedule,
-        algorithm=_plan_terms(resolved, limit),
-        optimizer=_with_origins(resolved, "optimizer", spec.optimizer.model_dump()),
+        algorithm=list_terms(resolved, limit),
+        optimizer=with_origins(resolved, "optimizer", spec.optimizer.model_dump()),
         memory=memory,
+        roles=roles,
+        hardware=speeds.device,
         disk=disk,
         time=time,
-        assumptions=list_assumptions(limit),
-        warnings=(*_warn_of_prompts(spec, prompt, known.size, limit), *_warn(memory, disk)),
+        assumptions=list_assumptions(spec, limit, speeds),
+        warnings=(
+            *_warn_of_prompts(spec, prompt, known.size, limit),
+            *_warn(memory, disk),
+            *_warn_of_roles(roles, speeds),
+        ),
         unknown=known.unknown,
         notices=resolved.notices,
+    )
+
+
+def predict_run(
+    spec: RunSpec,
+    task: Task,
+    model_dir: Path,
+    demonstrations: Demonstrations | None,
+    *,
+    cache_dir: Path | None = None,
+    machine: Machine | None = None,
+) -> Prediction | None:
+    """Return what a run that is about to start should take here; None where nobody could say.
+
+    That is without an example to render, and for preferences (`train.terms = "dpo"`).
+    """
+    if not spec.train.has_rl and not spec.train.has_sft:
+        return None
+    known = _Known(
+        model_path=model_dir,
+        size=read_model_size(model_dir),
+        train=training_examples_here(task) if spec.train.has_rl else None,
+        held_out=task.examples(Split.HELD_OUT),
+        demonstrations=demonstrations,
+        unknown=(),
+        frozen=_find_frozen(spec, cache_dir)[0],
+    )
+    assert known.size is not None
+    prompt = _plan_prompt(spec, task, known)
+    if prompt is None:
+        return None
+    speeds = choose_speeds(
+        spec, machine or describe_machine(), read_calibration(cache_dir), read_efficiency(cache_dir)
+    )
+    limit = task.limits.max_reply_tokens
+    time = _plan_time(spec, prompt, known, _plan_schedule(spec, known), speeds, limit)
+    imitated = _imitated_positions(spec, known)
+    roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, imitated)
+    is_elsewhere = spec.placement.kind == "ray"
+    return Prediction(
+        hardware=speeds.device,
+        basis=speeds.source,
+        is_measured=speeds.is_measured,
+        is_overlapped=spec.train.max_staleness > 0,
+        seconds={part.name: part.amount for part in time.step_parts},
+        step_s=time.step_s,
+        scored_tokens_per_s=time.scored_tokens_per_s,
+        num_reply_tokens=time.num_reply_tokens,
+        num_positions=time.num_positions,
+        # What an accelerator or another process holds is not seen from the loop's own memory.
+        memory_bytes=roles[0].needed_bytes if speeds.is_processor and not is_elsewhere else 0.0,
+        bottleneck=time.bottleneck,
     )
 
 
@@ -229,6 +210,7 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
         train = training_examples_here(task) if spec.train.has_rl else None
         held_out = task.examples(Split.HELD_OUT)
     demonstrations = _find_demonstrations(spec, task, model_path)
+    frozen, lacking = _find_frozen(spec, cache_dir)
     if spec.train.has_sft and demonstrations is None and model_path is not None:
         unknown.append(f"demonstrations and time: sft.source={spec.sft.source} is not on this machine")
     return task, _Known(
@@ -237,8 +219,28 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
         train=train,
         held_out=held_out,
         demonstrations=demonstrations,
-        unknown=tuple(unknown),
+        unknown=(*unknown, *lacking),
+        frozen=frozen,
     )
+
+
+def _find_frozen(spec: RunSpec, cache_dir: Path | None) -> tuple[dict[str, ModelSize], list[str]]:
+    """Return the sizes of the named reference and teacher by role, and of judges that the run starts by name.
+
+    Also returns what is said of absent ones.
+    """
+    sizes, lacking = {}, []
+    judges = {one.judge_model: one.judge_model for one in role_judges(spec.task)}
+    for role, named in {**spec.frozen_models, **judges}.items():
+        path = None if named is None else find_model(named, cache_dir)
+        if path is not None:
+            sizes[role] = read_model_size(path)
+        elif named is not None:
+            lacking.append(
+                f"memory and time of the {role}, which counts like the policy: {named} is not on this"
+                f" machine; `strop model get {named}` fetches it"
+            )
+    return sizes, lacking
 
 
 def _find_demonstrations(spec: RunSpec, task: Task, model_path: Path | None) -> Demonstrations | None:
@@ -267,7 +269,7 @@ def _room(parts: tuple[Part, ...], available_bytes: int | None) -> Room:
 def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | None:
     """Render the first training prompt, and measure some more."""
     asked = known.train if spec.train.has_rl else known.held_out
-    if known.model_path is None or asked is None:
+    if known.model_path is None or not asked:
         return None
     tokenizer = Tokenizer.load(known.model_path)
     prompt_format = resolve_prompt_format(tokenizer, spec.model.prompt_format)
@@ -322,88 +324,25 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
     )
 
 
-def _plan_limits(
-    resolved: ResolvedSpec, task: Task, size: ModelSize | None, machine: Machine
-) -> tuple[PlannedValue, ...]:
-    """Return the one limit that takes effect where several could (SMP-2), and what is derived."""
-    spec = resolved.spec
-    values = [
-        _effective(
-            resolved, "task.max_reply_tokens", task.limits.max_reply_tokens, f"the limit of task {task.name}"
-        ),
-        _effective(
-            resolved,
-            "train.micro_batch_tokens",
-            spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
-            "strop's own",
-        ),
-        _effective(
-            resolved, "engine.max_rows", spec.engine.max_rows or count_rows(spec), "rollouts of a step"
-        ),
-        _effective(
-            resolved,
-            "placement.threads",
-            spec.placement.threads or machine.num_physical_cores,
-            "cores of this machine",
-        ),
-    ]
-    if size is not None:
-        values.append(
-            PlannedValue(name="positions of the model", value=size.max_positions, origin="config.json")
-        )
-    return tuple(values)
-
-
-def _effective(resolved: ResolvedSpec, key: str, value: Any, derived_from: str) -> PlannedValue:
-    """Return a value whose setting may be none, with the origin of what takes effect."""
-    section, name = key.split(".")
-    is_given = getattr(getattr(resolved.spec, section), name) is not None
-    origin = resolved.origins.get(key, DEFAULT) if is_given else derived_from
-    return PlannedValue(name=key, value=value, origin=origin)
-
-
-def _plan_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
-    """Return what the loss is made of."""
-    train = resolved.spec.train
-    terms = _with_origins(resolved, "train", {"terms": train.terms})
-    rl = _plan_algorithm(resolved, limit) if train.has_rl else ()
-    if not train.has_sft:
-        return (*terms, *rl)
-    weight = PlannedValue(
-        name="weight of a demonstrated token",
-        value="weight of its row / sum of weight x trained tokens over the step's rows",
-        origin="strop's own",
-    )
-    return (*terms, *rl, *_with_origins(resolved, "sft", resolved.spec.sft.model_dump()), weight)
-
-
-def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
-    spec = resolved.spec
-    algorithm = build_algorithm(spec.algorithm)
-    own = f"{algorithm.name}'s own"
-    prompts = spec.train.prompts_per_step
-    normalizer = _NORMALIZERS[algorithm.aggregation].format(
-        rollouts=prompts * spec.train.rollouts_per_prompt, limit=limit, prompts=prompts
-    )
-    derived = [
-        PlannedValue(name="weight of a token", value=normalizer, origin=own),
-        PlannedValue(name="advantage", value=algorithm.advantage.__name__, origin=own),
-        *(
-            _effective(resolved, f"algorithm.{name}", getattr(algorithm, name), own)
-            for name in ("clip_low", "clip_high", "zero_variance")
-        ),
-    ]
-    shown = {value.name for value in derived}
-    plain = _with_origins(resolved, "algorithm", spec.algorithm.model_dump())
-    sampling = _with_origins(resolved, "sampling", spec.sampling.model_dump())
-    return (*(value for value in plain if value.name not in shown), *derived, *sampling)
-
-
-def _with_origins(resolved: ResolvedSpec, section: str, values: dict[str, Any]) -> tuple[PlannedValue, ...]:
-    keys = {f"{section}.{name}": value for name, value in values.items()}
-    return tuple(
-        PlannedValue(name=key, value=value, origin=resolved.origins.get(key, DEFAULT))
-        for key, value in keys.items()
+def _plan_roles(
+    spec: RunSpec,
+    known: _Known,
+    speeds: Speeds,
+    limit: int,
+    max_prompt: int | None,
+    imitated: int,
+) -> tuple[RoleMemory, ...]:
+    assert known.size is not None
+    layout = read_layout(spec, is_processor=speeds.is_processor)
+    return list_roles(
+        spec,
+        known.size,
+        layout,
+        limit,
+        max_prompt,
+        imitated_positions=imitated,
+        frozen=known.frozen,
+        device_bytes=speeds.memory_bytes,
     )
 
 
@@ -412,12 +351,15 @@ def _plan_time(
     prompt: PlannedPrompt,
     known: _Known,
     schedule: Schedule,
-    machine: Machine,
-    calibration: Calibration | None,
+    speeds: Speeds,
     limit: int,
 ) -> TimeEstimate:
+    return estimate_time(_plan_work(spec, prompt, known, schedule, limit), speeds)
+
+
+def _plan_work(spec: RunSpec, prompt: PlannedPrompt, known: _Known, schedule: Schedule, limit: int) -> Work:
     assert known.size is not None
-    work = Work(
+    return Work(
         spec=spec,
         size=known.size,
         prompt_tokens_mean=prompt.tokens_mean,
@@ -425,8 +367,53 @@ def _plan_time(
         num_eval_examples=schedule.num_eval_examples or 0,
         num_evals=schedule.num_evals,
         imitated_tokens=schedule.rows_per_step * _mean_tokens(known.demonstrations),
+        frozen=known.frozen,
     )
-    return estimate_time(work, choose_speeds(spec, machine, calibration))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What a simulation starts from: the run's work, how fast it is done, and the parts that are here."""
+
+    work: Work
+    speeds: Speeds
+    task: Task
+    model_path: Path
+
+
+def plan_work(
+    resolved: ResolvedSpec,
+    *,
+    cache_dir: Path | None = None,
+    machine: Machine | None = None,
+    accelerator: Accelerator | None = None,
+) -> Planned:
+    """Return a run's work and the speeds that `make_plan` reckons with.
+
+    Raises: ConfigError if model or data are not on this machine, or as `make_plan`.
+    """
+    spec = resolved.spec
+    with follow_store(spec.store):
+        task, known = _look(spec, cache_dir)
+    prompt = _plan_prompt(spec, task, known)
+    if prompt is None or known.model_path is None:
+        given, _, next_step = (known.unknown or ("the task has no example",))[0].partition("; ")
+        raise ConfigError(
+            explain_refusal(
+                given,
+                allowed="a run whose model and data are here",
+                next_step=next_step or "name a task with examples",
+            )
+        )
+    speeds = choose_speeds(
+        spec,
+        machine or describe_machine(),
+        read_calibration(cache_dir),
+        read_efficiency(cache_dir),
+        accelerator,
+    )
+    work = _plan_work(spec, prompt, known, _plan_schedule(spec, known), task.limits.max_reply_tokens)
+    return Planned(work=work, speeds=speeds, task=task, model_path=known.model_path)
 
 
 def _mean_tokens(found: Demonstrations | None) -> float:
@@ -447,6 +434,20 @@ def _warn_of_prompts(
         " prompts; lower task.max_reply_tokens, or raise task.max_too_long_frac to leave them out"
     )
     return (warning,)
+
+
+def _warn_of_roles(roles: tuple[RoleMemory, ...], speeds: Speeds) -> tuple[str, ...]:
+    """Say which role does not fit into its device, and what would make it fit."""
+    warnings = []
+    for role in roles:
+        if role.available_bytes is None or role.needed_bytes <= role.available_bytes:
+            continue
+        largest = max(role.parts, key=lambda part: part.amount)
+        warnings.append(
+            f"memory of the {role.role}: {role.needed_bytes / 1e9:.1f} GB are needed and one {speeds.device}"
+            f" has {role.available_bytes / 1e9:.1f} GB; the largest part is {largest.name}"
+        )
+    return tuple(warnings)
 
 
 def _warn(memory: Room | None, disk: Room | None) -> tuple[str, ...]:

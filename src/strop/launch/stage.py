@@ -1,9 +1,10 @@
 """Sending everything that a run names to its store, so that the run finds it there from anywhere.
 
-What is sent: the model, the files that the task reads (data, order, what a judge goes by), and what the run
-imitates. They are found as training would find them, but the hub is asked before the store: staging is
-how the store gets what it lacks. What a local path names is sent too, under its name and digest; the
-answer says which URI to write into the run file for machines that lack the path.
+What is sent: the model, and those of the reference and the teacher; the files that the task reads (data,
+order, what a judge goes by); and what the run imitates or prefers. They are found as training would find
+them, but the hub is asked before the store: staging is how the store gets what it lacks. What a local path
+names is sent too, under its name and digest; the answer says which URI to write into the run file for
+machines that lack the path.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from strop.errors import ConfigError, HubUnreachable, explain_refusal
 from strop.rollout import Split
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.display import dotted, walk_values
-from strop.spec.task import LlmJudgeSpec, judge_sections
+from strop.spec.task import LlmJudgeSpec, judge_sections, role_judges
 from strop.store import follow_store, get_model
 from strop.store.atomic import Manifest
 from strop.store.data_files import DataFile, collect_data_files, locate_named
@@ -72,7 +73,7 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
             is_check=is_check,
             may_replace=may_replace,
         )
-        return [_stage_model(spec, sender), *_stage_data(spec, sender)]
+        return [*_stage_models(spec, sender), *_stage_data(spec, sender)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +118,20 @@ def _describe(
     )
 
 
-def _stage_model(spec: RunSpec, sender: _Sender) -> Staged:
-    name = spec.model.uri
+def _stage_models(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
+    """Send the policy's model and those that take part beside it, each once."""
+    settings: dict[str, list[str]] = {spec.model.uri: ["model.uri"]}
+    for role, named in spec.frozen_models.items():
+        if named is not None:
+            settings.setdefault(named, []).append(f"{role}.model")
+    for judge in role_judges(spec.task):
+        naming = settings.setdefault(judge.judge_model, [])
+        naming += [one for one in _list_settings(spec, judge.judge_model) if one not in naming]
+    for name, naming in settings.items():
+        yield _stage_model(name, naming, sender)
+
+
+def _stage_model(name: str, settings: Sequence[str], sender: _Sender) -> Staged:
     if is_remote(name):
         return sender.check("model", name, name)
     handle = get_model(name)
@@ -138,7 +151,7 @@ def _stage_model(spec: RunSpec, sender: _Sender) -> Staged:
     own_name = name.removeprefix("pypi:") if handle.source == "package" else handle.path.name
     own_place = sender.policy.model_uri(f"{own_name}-{handle.digest[:_DIGEST_CHARACTERS]}")
     assert own_place is not None
-    return replace(sender.send("model", name, own_place, paths), advice=f'model.uri = "{own_place}"')
+    return replace(sender.send("model", name, own_place, paths), advice=_advise(settings, own_place))
 
 
 def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
@@ -153,6 +166,8 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
             _locate_files_of_judge(judge)
         if spec.train.has_sft and spec.sft.source is not None:
             find_source(spec.sft.source)
+        if spec.train.terms == "dpo" and spec.dpo.source is not None:
+            find_source(spec.dpo.source, setting="dpo.source")
     by_source: dict[str, list[DataFile]] = {}
     for file in files:
         by_source.setdefault(file.source, []).append(file)
@@ -179,7 +194,7 @@ def _locate_files_of_judge(judge: LlmJudgeSpec) -> None:
 
 def _list_settings(spec: RunSpec, source: str) -> list[str]:
     """Return the settings that name a source, for example task.parts.sums.source."""
-    values = {section: spec.model_dump(mode="json")[section] for section in ("task", "sft")}
+    values = {section: spec.model_dump(mode="json")[section] for section in ("task", "sft", "dpo")}
     return [dotted(path) for path, value in walk_values(values) if value == source]
 
 
@@ -192,8 +207,12 @@ def _send_local_data(
     assert place is not None
     # Of a single file, the file itself is named: its rows are split otherwise than those of a folder.
     new_source = join_uri(place, path.name) if path.is_file() else place
-    advice = "; ".join(f'{setting} = "{new_source}"' for setting in settings)
-    return replace(sender.send("data", source, place, paths), advice=advice)
+    return replace(sender.send("data", source, place, paths), advice=_advise(settings, new_source))
+
+
+def _advise(settings: Sequence[str], uri: str) -> str:
+    """Return the lines of the run file that lead to a copy."""
+    return "; ".join(f'{setting} = "{uri}"' for setting in settings)
 
 
 def _no_store() -> ConfigError:

@@ -34,22 +34,27 @@ from strop.evaluate import (
 from strop.hardware import describe_machine, keep_freed_memory, require_writable
 from strop.kernels import kernel_status
 from strop.launch.claim import claim_machine
-from strop.launch.estimate import split_memory
 from strop.launch.mirroring import Mirroring, probe_mirror
+from strop.launch.plan import predict_run
+from strop.launch.roles import split_memory
 from strop.policy.footprint import read_model_size
 from strop.record import Event, EventKind, RunDir, find_resumable
+from strop.record.prediction import Prediction, write_prediction
 from strop.record.run_dir import STATE_NAME
 from strop.rollout import Sampling, Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
+from strop.spec.task import role_judges
 from strop.store import ModelHandle, follow_store, get_model
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.judging import Judge, open_judge
+from strop.tasks.traits import require_written
 from strop.train.observer import EvalSummary, Observer
 from strop.train.sft_source import read_demonstrations
 
 if TYPE_CHECKING:
-    from strop.cluster import Roles
+    from strop.cluster import ModelSource, Roles
     from strop.train.demonstrations import Demonstrations
+    from strop.train.preferences import Preferences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +106,9 @@ def _train_resolved(
     threads = set_threads(spec.placement.threads)
     model = get_model(spec.model.uri)
     task = build_task(spec.task)
+    require_written(task)
     demonstrations = read_demonstrations(spec, task, model.path)
+    preferences = _read_preferences(spec, task, model)
     facts: dict[str, object] = {
         "model_uri": spec.model.uri,
         "model_digest": model.digest,
@@ -110,10 +117,17 @@ def _train_resolved(
         "task_version": task.version,
         "num_threads": threads,
     }
+    # Before anything is started: a reference or teacher may have to be fetched, too.
+    frozen = {role: get_model(named) for role, named in spec.frozen_models.items() if named is not None}
+    facts |= {f"{role}_digest": one.digest for role, one in frozen.items()}
+    judges = {one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)}
+    if judges:
+        facts["judge_digests"] = {name: one.digest for name, one in judges.items()}
     found = []
-    if demonstrations is not None:
-        facts["demonstrations"] = demonstrations.digest
-        found.append(demonstrations.describe())
+    for name, given in (("demonstrations", demonstrations), ("preferences", preferences)):
+        if given is not None:
+            facts[name] = given.digest
+            found.append(given.describe())
     run_dir = open_run(resolved, facts, is_new=is_new)
     with run_dir:
         on_run(run_dir)
@@ -122,7 +136,7 @@ def _train_resolved(
             claim_machine(
                 run_dir.path,
                 attempt,
-                need_bytes=_estimate_need(spec, task, model),
+                need_bytes=_estimate_need(spec, task, model, frozen | judges),
                 wanted=spec.job.gpu_roles,
             ) as claim,
             Mirroring(spec.store, run_dir, observer) as mirroring,
@@ -134,14 +148,34 @@ def _train_resolved(
                     event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                     run_dir.events.append(event)
                     observer.on_event(event)
-                outcome = asyncio.run(_train(spec, task, demonstrations, model, run_dir, mirroring))
+                prediction = predict_run(spec, task, model.path, demonstrations)
+                if prediction is not None:
+                    write_prediction(run_dir.path, prediction)
+                outcome = asyncio.run(
+                    _train(spec, task, (demonstrations, preferences), model, run_dir, mirroring, prediction)
+                )
             on_trained(outcome)
             return outcome
 
 
-def _estimate_need(spec: RunSpec, task: Task, model: ModelHandle) -> int:
+def _read_preferences(spec: RunSpec, task: Task, model: ModelHandle) -> Preferences | None:
+    """Read the run's pairs, None where it has none."""
+    if spec.train.terms != "dpo":
+        return None
+    # Here: packing them takes torch, whose threads are fixed by now.
+    from strop.train.preferences import read_preferences
+
+    return read_preferences(spec, task, model.path)
+
+
+def _estimate_need(spec: RunSpec, task: Task, model: ModelHandle, frozen: Mapping[str, ModelHandle]) -> int:
     """Return the bytes that learner and engine hold at their peak, as the plan counts them."""
-    parts = split_memory(spec, read_model_size(model.path), task.limits.max_reply_tokens)
+    parts = split_memory(
+        spec,
+        read_model_size(model.path),
+        task.limits.max_reply_tokens,
+        frozen={role: read_model_size(one.path) for role, one in frozen.items()},
+    )
     return int(sum(part.amount for part in parts))
 
 
@@ -254,21 +288,28 @@ def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
 async def _train(
     spec: RunSpec,
     task: Task,
-    demonstrations: Demonstrations | None,
+    given: tuple[Demonstrations | None, Preferences | None],
     model: ModelHandle,
     run_dir: RunDir,
     observer: Observer,
+    prediction: Prediction | None,
 ) -> TrainOutcome:
     """Start the roles, train, and stop them whatever happens."""
     from strop.cluster import ModelSource
     from strop.cluster.build import build_placement
+    from strop.cluster.frozen import with_frozen
+    from strop.cluster.judge_role import JudgeRoles
     from strop.train.loop import TrainInput, TrainLoop
 
     source = ModelSource(path=model.path, digest=model.digest)
+    named = {one.judge_model: _fetch(one.judge_model) for one in role_judges(spec.task)}
+    judges = JudgeRoles(spec, source, named, run_dir.path / "roles" / "judges")
     placement = build_placement(spec, source, run_dir.path / "roles")
     judge = open_judge(task, partial(build_warm_task, spec.task))
     try:
-        roles = await placement.start()
+        # First: whoever judges inherits where they are.
+        await judges.start()
+        roles = await with_frozen(await placement.start(), spec, source, _fetch)
         evaluator = Evaluation(spec, task, judge, roles, model.digest, run_dir)
         loop = TrainLoop(
             TrainInput(
@@ -280,19 +321,30 @@ async def _train(
                 observer=observer,
                 evaluate=evaluator,
                 judge=judge,
-                demonstrations=demonstrations,
+                demonstrations=given[0],
+                preferences=given[1],
+                prediction=prediction,
             )
         )
-        await loop.run()
+        await judges.guard(loop.run())
     finally:
         await placement.stop()
         await judge.close()
+        await judges.stop()
     return TrainOutcome(
         run_path=run_dir.path,
         # From the record: an earlier attempt may have made them.
         before=_find_result(run_dir.eval_path(task.name, 0)),
         after=_find_result(run_dir.eval_path(task.name, spec.train.steps)),
     )
+
+
+def _fetch(uri: str) -> ModelSource:
+    """Fetch a reference or a teacher like the run's own model."""
+    from strop.cluster import ModelSource
+
+    model = get_model(uri)
+    return ModelSource(path=model.path, digest=model.digest)
 
 
 def _find_result(path: Path) -> EvalResult | None:
@@ -330,7 +382,7 @@ class Evaluation:
             settings=settings,
             model_digest=self.model_digest if step == 0 else f"{self.model_digest}+{step}",
             trained_ids={example.example_id for example in self.task.examples(Split.TRAIN)},
-            max_positions=roles.learner.model.shape.max_positions,
+            max_positions=roles.learner.shape.max_positions,
         )
         result = await run_evaluation(
             planned, roles.engine, roles.tokenizer, judge=self.judge, on_example=on_progress

@@ -7,11 +7,12 @@ the tensors that autograd keeps; norms and elementwise work are not counted as F
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
+from strop.spec.lora import LoraSpec
 
 DEFAULT_MICRO_BATCH_POSITIONS = 1280
 """Fed positions per micro-batch; its activations are what training needs beyond weights.
@@ -24,6 +25,8 @@ HEAD_CHUNK_ROWS = 256
 stay in bf16 and become their gradient in place."""
 _STATE_BYTES = {"bfloat16": 18, "float32": 16}
 """Per parameter: fp32 master 4, moments 8, gradient 4, and a bf16 copy 2 where there is one."""
+_SPARE_FRAC = 0.1
+"""Of a rank's memory, for caches of keys and values and for what is freed late."""
 COPY_BYTES = {"bfloat16": 2, "float32": 4}
 """Per parameter or cached value of the type that is computed with."""
 
@@ -93,20 +96,75 @@ def read_model_size(model_dir: Path) -> ModelSize:
         ) from error
 
 
-def state_bytes(size: ModelSize, dtype: str) -> int:
-    """Bytes of weights, gradients and optimizer state."""
-    return size.num_params * _STATE_BYTES[dtype]
+def state_bytes(size: ModelSize, dtype: str, num_trained: int | None = None) -> int:
+    """Bytes of weights, gradients and optimizer state. `num_trained` None: all weights are trained."""
+    if num_trained is None:
+        return size.num_params * _STATE_BYTES[dtype]
+    return size.num_params * COPY_BYTES[dtype] + num_trained * _STATE_BYTES[dtype]
 
 
-def terms_bytes(size: ModelSize, num_terms: int) -> int:
+def count_trained(size: ModelSize, lora: LoraSpec) -> int | None:
+    """Return how many parameters a run's adapters have, None where it trains all weights instead.
+
+    Targets that are none of the usual seven layers count nothing.
+    """
+    if lora.rank is None:
+        return None
+    query, key_value = size.num_heads * size.head_width, size.num_kv_heads * size.head_width
+    widths = {
+        "q_proj": size.hidden_width + query,
+        "k_proj": size.hidden_width + key_value,
+        "v_proj": size.hidden_width + key_value,
+        "o_proj": query + size.hidden_width,
+        "gate_proj": size.hidden_width + size.mlp_width,
+        "up_proj": size.hidden_width + size.mlp_width,
+        "down_proj": size.mlp_width + size.hidden_width,
+    }
+    return size.num_layers * lora.rank * sum(widths.get(name, 0) for name in lora.target_names)
+
+
+def rank_kept_bytes(size: ModelSize, dtype: str, num_ranks: int, num_trained: int | None = None) -> int:
+    """Bytes that one rank of several keeps between steps: its rows, and the fp32 gradient of the LM head.
+
+    Its rows are masters, moments and gradients, or of frozen weights the type computed with. The head's
+    gradient is whole, where the head is trained.
+    """
+    if num_trained is None:
+        return -(-size.num_params * 16 // num_ranks) + 4 * size.head_params
+    return -(-(size.num_params * COPY_BYTES[dtype] + num_trained * 16) // num_ranks)
+
+
+def rank_state_bytes(size: ModelSize, dtype: str, num_ranks: int, num_trained: int | None = None) -> int:
+    """Bytes of one rank's share of weights, gradients and optimizer state, with what it gathers.
+
+    In a forward a rank gathers embedding, head and two layers (one computed, one on its way), in a
+    backward it holds the gradients of one of them as well, in fp32 on their way. On a CPU the resident
+    memory is more: the C library keeps what a layer gave back.
+    """
+    if num_ranks == 1:
+        return state_bytes(size, dtype, num_trained)
+    item, layer = COPY_BYTES[dtype], size.body_params // size.num_layers
+    outer = size.num_params - size.body_params
+    reduced = max(outer, layer) if num_trained is None else num_trained // size.num_layers
+    gathered = (outer + 2 * layer) * item + reduced * (item + 4)
+    return rank_kept_bytes(size, dtype, num_ranks, num_trained) + gathered
+
+
+def packed_bytes(size: ModelSize, dtype: str) -> int:
+    """Bytes of the copies that the native engine packs for a processor's matrix kernels."""
+    return size.num_params * COPY_BYTES[dtype] if dtype == "bfloat16" else 0
+
+
+def terms_bytes(size: ModelSize, num_terms: int, num_trained: int | None = None) -> int:
     """Bytes of the buffer in which the gradients of several terms are added up."""
-    return 4 * size.num_params if num_terms > 1 else 0
+    return 4 * (size.num_params if num_trained is None else num_trained) if num_terms > 1 else 0
 
 
-def activation_bytes(size: ModelSize, dtype: str, num_positions: int) -> int:
+def activation_bytes(size: ModelSize, dtype: str, num_positions: int, *, is_recomputed: bool = False) -> int:
     """Bytes that autograd keeps for one micro-batch, attention and head workspace included.
 
-    Counted for transformers' own layers; fused ones keep about two thirds of it.
+    Counted for transformers' own layers; fused ones keep about two thirds of it. Recomputed: the inputs
+    of every layer, and the inside of one at a time.
     """
     item = COPY_BYTES[dtype]
     # Per layer: two norms keep fp32 inputs and normalised values, attention its projections before
@@ -114,9 +172,53 @@ def activation_bytes(size: ModelSize, dtype: str, num_positions: int) -> int:
     norms = 2 * size.hidden_width * (8 + 2 * item)
     attention = 6 * (size.num_heads + size.num_kv_heads) * size.head_width * item
     mlp = 4 * size.mlp_width * item
-    per_position = size.num_layers * (norms + attention + mlp)
+    layer = norms + attention + mlp
+    per_position = size.num_layers * layer
+    if is_recomputed:
+        # Two tensors of the stream: fused layers add up late.
+        per_position = size.num_layers * 2 * size.hidden_width * item + layer
     head = HEAD_CHUNK_ROWS * size.vocab_size * (4 + 2 * item)
     return num_positions * per_position + head
+
+
+def frozen_bytes(
+    size: ModelSize, dtype: str, *, num_positions: int, beside_bytes: int = 0, num_ranks: int = 1
+) -> int:
+    """Bytes that a model which never learns adds to a learner's rank: its weights, and what a forward takes.
+
+    Its forwards come while the learner holds no activations, so only what they take beyond those,
+    `beside_bytes`, is added; hidden states stay, as a teacher's do. Of several ranks each keeps its rows
+    and gathers what `rank_state_bytes` says of a forward.
+    """
+    item = COPY_BYTES[dtype]
+    weights = -(-size.num_params * item // num_ranks)
+    if num_ranks > 1:
+        layer = size.body_params // size.num_layers
+        weights += (size.num_params - size.body_params + 2 * layer) * item
+    one_layer = replace(size, num_layers=1)
+    forward = activation_bytes(one_layer, dtype, num_positions, is_recomputed=True)
+    return weights + num_positions * size.hidden_width * item + max(forward - beside_bytes, 0)
+
+
+def must_recompute(
+    size: ModelSize,
+    dtype: str,
+    *,
+    num_positions: int,
+    have_bytes: int | None,
+    num_ranks: int = 1,
+    num_trained: int | None = None,
+    frozen_bytes: int = 0,
+) -> bool:
+    """Whether activations have to be computed again, because memory cannot keep them beside the weights.
+
+    `have_bytes` is what a rank can get, None if unknown: they are kept then. `frozen_bytes` are those of
+    models beside the one that learns.
+    """
+    if have_bytes is None:
+        return False
+    weights = rank_state_bytes(size, dtype, num_ranks, num_trained) + frozen_bytes
+    return weights + activation_bytes(size, dtype, num_positions) > (1 - _SPARE_FRAC) * have_bytes
 
 
 def micro_batch_positions(
@@ -135,9 +237,11 @@ def cache_bytes(size: ModelSize, dtype: str, num_rows: int, num_slots: int) -> i
     return num_rows * num_slots * per_slot
 
 
-def checkpoint_bytes(size: ModelSize, dtype: str) -> int:
+def checkpoint_bytes(size: ModelSize, dtype: str, num_trained: int | None = None) -> int:
     """Bytes of one checkpoint: export, masters and two moments."""
-    return size.num_params * (COPY_BYTES[dtype] + 12)
+    if num_trained is None:
+        return size.num_params * (COPY_BYTES[dtype] + 12)
+    return size.num_params * COPY_BYTES[dtype] + num_trained * (COPY_BYTES[dtype] + 12)
 
 
 def decode_flop(size: ModelSize, num_tokens: float) -> float:

@@ -1,7 +1,7 @@
 """The parts of a decoder layer beside its products, each one pass through memory, with gradients.
 
-They run on the C kernels (`strop.kernels`), so only where `can_run` says so. Without gradients, as
-when generating, the kernels are called as they are.
+On CPUs they run on the C kernels (`strop.kernels`), elsewhere on `plain_layers`, compiled. Without
+gradients, as when generating, the kernels are called as they are.
 
 Shapes: N positions of the flat row, D hidden width, H heads of all kinds, E head width, I MLP width.
 """
@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from strop.kernels import calls
+from strop.policy import plain_layers
 
 
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + added, and its RMS norm times weight. Shapes: all (N, D), weight (D)."""
+    if not calls.can_run(x.device, x.dtype):
+        return plain_layers.add_rms_norm(x, added, weight, epsilon)
     if not torch.is_grad_enabled():
         total, normed, _ = calls.add_rms_norm(x, added, weight, epsilon)
         return total, normed
@@ -28,6 +31,8 @@ def add_rms_norm(
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, num_rotated: int) -> torch.Tensor:
     """Apply rotary positions to the first heads. Shapes: heads (N, H, E), cosine and sine (N, E)."""
+    if not calls.can_run(heads.device, heads.dtype):
+        return plain_layers.rotate(heads, cosine, sine, num_rotated)
     if not torch.is_grad_enabled():
         return _rotated(heads, cosine, sine, num_rotated, is_backward=False)
     rotated: torch.Tensor = _Rotate.apply(heads, cosine, sine, num_rotated)  # type: ignore[no-untyped-call]
@@ -36,6 +41,8 @@ def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, num_ro
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up. Shapes: (N, 2 I), gate first, to (N, I)."""
+    if not calls.can_run(gate_up.device, gate_up.dtype):
+        return plain_layers.gate(gate_up)
     if not torch.is_grad_enabled():
         return calls.gated(gate_up)
     gated: torch.Tensor = _Gate.apply(gate_up)  # type: ignore[no-untyped-call]
@@ -116,6 +123,9 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, joined = ctx.saved_tensors
         grad = grads[0]
+        if not any(ctx.needs_input_grad[2:]):
+            # Frozen below adapters.
+            return grad @ joined, None, *[None] * len(ctx.sizes)
         return grad @ joined, None, *(grad.t() @ x).split(ctx.sizes)
 
 

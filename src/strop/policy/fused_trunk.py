@@ -1,4 +1,4 @@
-"""The layers of Llama-like decoders on a CPU, with everything beside the products fused.
+"""The layers of Llama-like decoders, with everything beside the products fused.
 
 transformers' own layers spend more than a third of a decode step in small operators and in the calls
 between them. Here a layer is two norms that also add the residual, two joined products (query, key and
@@ -14,15 +14,19 @@ Shapes: N positions of the flat row, D hidden width, H query and K key-value hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from strop.kernels.calls import LANES, can_run
 from strop.policy.attention import AttentionContext
 from strop.policy.fused_layers import add_rms_norm, gate, project, rotate
+from strop.policy.lora import AdaptedLinear
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +57,7 @@ class JoinedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply, and add the biases."""
         if len(self.parts) == 1:
-            output: torch.Tensor = self.parts[0](x)
-            return output
+            return torch.nn.functional.linear(x, self.parts[0].weight, self.parts[0].bias)
         product = project(x, self.weight, tuple(part.weight for part in self.parts))
         bias = self.bias()
         return product if bias is None else product + bias
@@ -71,6 +74,23 @@ class Products(Protocol):
 class _PlainProducts:
     def multiply(self, linear: JoinedLinear, x: torch.Tensor) -> torch.Tensor:
         return linear(x)
+
+
+class _AdaptedProducts:
+    """Adds to other products what the adapters of the layers say."""
+
+    def __init__(self, base: Products) -> None:
+        self._base = base
+
+    def multiply(self, linear: JoinedLinear, x: torch.Tensor) -> torch.Tensor:
+        output = self._base.multiply(linear, x)
+        if not any(isinstance(part, AdaptedLinear) for part in linear.parts):
+            return output
+        changes = [
+            part.adapt(x) if isinstance(part, AdaptedLinear) else x.new_zeros(len(x), part.out_features)
+            for part in linear.parts
+        ]
+        return output + torch.cat(changes, dim=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +118,10 @@ class FusedTrunk:
         self._layers = layers
         self.head = head
         """The LM head."""
+        self.is_adapted = False
+        """Whether layers have adapters."""
+        self.recomputes = False
+        """Whether a backward computes the inside of a layer again, instead of having kept it."""
 
     def linears(self) -> list[JoinedLinear]:
         """Return all products of a forward, the head last."""
@@ -113,19 +137,48 @@ class FusedTrunk:
     ) -> torch.Tensor:
         """Run all layers and the final norm. Shapes: returns (N, D)."""
         products = products or _PlainProducts()
+        if self.is_adapted:
+            products = _AdaptedProducts(products)
         # A dense gradient would be written, and added, for the whole vocabulary.
         table = self._base.embed_tokens.weight
         hidden = torch.nn.functional.embedding(token_ids_N, table, sparse=torch.is_grad_enabled())
         cosine, sine = self._base.rotary_emb(hidden[None], position_ids_N[None])
         rotary = (cosine[0].contiguous(), sine[0].contiguous())
         change: torch.Tensor | None = None
+        run = recompute if self.recomputes and torch.is_grad_enabled() else _call
         for index, layer in enumerate(self._layers):
-            hidden, normed = _norm(layer.input_norm, hidden, change)
-            mixed = _attend(layer, products.multiply(layer.query_key_value, normed), rotary, attention, index)
-            change = products.multiply(layer.output, mixed)
-            hidden, normed = _norm(layer.mlp_norm, hidden, change)
-            change = products.multiply(layer.down, gate(products.multiply(layer.gate_up, normed)))
+            hidden, change = run(_run_layer, layer, index, hidden, change, rotary, attention, products)
         return _norm(self._base.norm, hidden, change)[1]
+
+
+def recompute(run: Callable[..., T], *inputs: Any, **named: Any) -> T:
+    """Call a function of which a backward keeps only the inputs, and calls it again. It draws nothing.
+
+    Tensors that need gradients must be inputs of their own, not parts of others.
+    """
+    output: T = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **named)
+    return output
+
+
+def _call(run: Callable[..., T], *inputs: Any) -> T:
+    return run(*inputs)
+
+
+def _run_layer(
+    layer: _Layer,
+    index: int,
+    hidden: torch.Tensor,
+    change: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    attention: AttentionContext,
+    products: Products,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the residual stream, with what is yet to be added to it, through one layer."""
+    hidden, normed = _norm(layer.input_norm, hidden, change)
+    mixed = _attend(layer, products.multiply(layer.query_key_value, normed), rotary, attention, index)
+    change = products.multiply(layer.output, mixed)
+    hidden, normed = _norm(layer.mlp_norm, hidden, change)
+    return hidden, products.multiply(layer.down, gate(products.multiply(layer.gate_up, normed)))
 
 
 def _norm(norm: Any, x: torch.Tensor, added: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,10 +209,14 @@ def _attend(
     return attention.attend(index, query, key, value, layer.scaling).flatten(1)
 
 
-def build_fused_trunk(module: Any) -> FusedTrunk | None:
-    """Take a transformers causal LM apart, or return None if it is not built like Llama."""
+def build_fused_trunk(module: Any, *, even_plain: bool = False) -> FusedTrunk | None:
+    """Take a transformers causal LM apart, or return None if it is not built like Llama.
+
+    None too on a CPU without the C kernels, where it gains nothing, unless `even_plain`.
+    """
     base, head = module.base_model, module.get_output_embeddings()
-    if not can_run(head.weight.device, head.weight.dtype):
+    device = head.weight.device
+    if not (even_plain or device.type == "cuda" or can_run(device, head.weight.dtype)):
         return None
     if _children(base) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return None

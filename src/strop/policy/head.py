@@ -11,13 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from strop.kernels import calls
+from strop.policy import plain_layers
 from strop.policy.footprint import HEAD_CHUNK_ROWS
 from strop.policy.gradients import add_into
 from strop.policy.packing import PackedBatch
+
+GPU_HEAD_BYTES = 2**30
+"""Workspace of the head on a GPU, whatever the vocabulary and the number of tokens."""
+_LOGIT_BYTES = 6
+"""Held at once per logit: itself in bf16, and in fp32 where the passes over it are not one kernel."""
+_MAX_GPU_ROWS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,21 +48,29 @@ class HeadResult:
     """Result of one pass over the head."""
 
     logprob_M: torch.Tensor
-    loss: float
+    loss: torch.Tensor
+    """A scalar in fp64, on the device: reading it waits for everything before it."""
     grad_hidden_U_D: torch.Tensor
 
 
-def _chunks(
-    row_M: torch.Tensor, hidden_U_D: torch.Tensor, chunk_rows: int | None
+def choose_chunk_rows(device: torch.device, dtype: torch.dtype, vocab_size: int) -> int:
+    """Return how many rows of logits are held at once."""
+    if device.type == "cuda":
+        rows = GPU_HEAD_BYTES // (_LOGIT_BYTES * vocab_size)
+        return min(max(rows // 128 * 128, HEAD_CHUNK_ROWS), _MAX_GPU_ROWS)
+    stays_bf16 = dtype is torch.bfloat16 and calls.can_run(device, dtype)
+    return HEAD_CHUNK_ROWS * (2 if stays_bf16 else 1)
+
+
+def head_chunks(
+    batch: PackedBatch, hidden_U_D: torch.Tensor, vocab_size: int, chunk_rows: int | None
 ) -> Iterator[tuple[slice, slice]]:
     """Yield (rows, tokens) slices that cover the batch; tokens are sorted by row."""
     num_rows = len(hidden_U_D)
     if chunk_rows is None:
-        stays_bf16 = hidden_U_D.dtype is torch.bfloat16 and calls.can_run(hidden_U_D.device, hidden_U_D.dtype)
-        chunk_rows = HEAD_CHUNK_ROWS * (2 if stays_bf16 else 1)
-    starts = torch.arange(0, num_rows + chunk_rows, chunk_rows, device=row_M.device).clamp(max=num_rows)
-    cuts = torch.searchsorted(row_M, starts).tolist()
-    bounds = starts.tolist()
+        chunk_rows = choose_chunk_rows(hidden_U_D.device, hidden_U_D.dtype, vocab_size)
+    starts = np.arange(0, num_rows + chunk_rows, chunk_rows).clip(max=num_rows)
+    bounds, cuts = starts.tolist(), np.searchsorted(batch.host_row_M, starts).tolist()
     for index in range(len(bounds) - 1):
         if bounds[index] < bounds[index + 1]:
             yield slice(bounds[index], bounds[index + 1]), slice(cuts[index], cuts[index + 1])
@@ -87,24 +104,26 @@ class _PlainRows:
 
 
 class _FusedRows:
-    """The same on the C kernels: logits stay in their own type and become their gradient in place."""
+    """The same in fused passes: logits stay in their own type and become their gradient in place."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> None:
         self._logits = torch.nn.functional.linear(hidden, weight)
         self._temperature = temperature
-        self._log_sums = calls.log_sum_exp(self._logits, temperature)
+        self._passes: Any = calls if hidden.device.type == "cpu" else plain_layers
+        self._log_sums = self._passes.log_sum_exp(self._logits, temperature)
 
     def logprobs(self, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self._logits[row, target].float() / self._temperature - self._log_sums[row]
+        logprobs: torch.Tensor = self._logits[row, target].float() / self._temperature - self._log_sums[row]
+        return logprobs
 
     def into_gradient(self, row: torch.Tensor, target: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        calls.token_gradient_(self._logits, self._log_sums, row, target, grad, self._temperature)
+        self._passes.token_gradient_(self._logits, self._log_sums, row, target, grad, self._temperature)
         return self._logits
 
 
 def _rows(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> _PlainRows | _FusedRows:
-    kind = _FusedRows if calls.can_run(hidden.device, hidden.dtype) else _PlainRows
-    return kind(hidden, weight, temperature)
+    is_fused = hidden.device.type == "cuda" or calls.can_run(hidden.device, hidden.dtype)
+    return (_FusedRows if is_fused else _PlainRows)(hidden, weight, temperature)
 
 
 @torch.no_grad()
@@ -118,9 +137,10 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability (nats) of every scored token. Shapes: (M,), fp32."""
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
-    for rows, tokens in _chunks(batch.row_M, hidden_U_D, chunk_rows):
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), chunk_rows):
         logits = _rows(hidden_U_D[rows], head_weight, temperature)
         logprob_M[tokens] = logits.logprobs(batch.row_M[tokens] - rows.start, batch.target_M[tokens])
+        del logits
     return logprob_M
 
 
@@ -132,24 +152,28 @@ def loss_and_gradients(
     *,
     temperature: float,
     rule: TokenRule,
-    grad_weight: torch.Tensor,
+    grad_weight: torch.Tensor | None,
     chunk_rows: int | None = None,
 ) -> HeadResult:
     """Compute loss and gradients of the scored tokens; add the head's own into `grad_weight`.
 
-    Shapes: hidden (U, D) without graph, head_weight (V, D), grad_weight (V, D) in fp32.
+    Shapes: hidden (U, D) without graph, head_weight (V, D), grad_weight (V, D) in fp32, or None where
+    the head is frozen.
     """
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
     grad_hidden = torch.empty_like(hidden_U_D)
-    losses: list[float] = []
-    for rows, tokens in _chunks(batch.row_M, hidden_U_D, chunk_rows):
+    loss = torch.zeros((), dtype=torch.float64, device=hidden_U_D.device)
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), chunk_rows):
         hidden = hidden_U_D[rows]
         logits = _rows(hidden, head_weight, temperature)
         row, target = batch.row_M[tokens] - rows.start, batch.target_M[tokens]
         logprob_M[tokens] = logits.logprobs(row, target)
         token_gradient = rule(logprob_M[tokens], tokens)
-        losses.append(float(token_gradient.loss_M.sum(dtype=torch.float64)))
+        loss += token_gradient.loss_M.sum(dtype=torch.float64)
         grad_logits = logits.into_gradient(row, target, token_gradient.grad_M)
         grad_hidden[rows] = grad_logits @ head_weight
-        add_into(grad_weight, grad_logits.t() @ hidden)
-    return HeadResult(logprob_M=logprob_M, loss=sum(losses), grad_hidden_U_D=grad_hidden)
+        if grad_weight is not None:
+            add_into(grad_weight, grad_logits.t() @ hidden)
+        # Else they would be held while the next chunk's are made.
+        del logits, grad_logits
+    return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden)

@@ -5,8 +5,9 @@ Shapes: N tokens of the flat row, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from transformers.utils import logging as transformers_logging
 
 from strop.errors import ConfigError, explain_refusal
 from strop.policy.attention import ATTENTION_NAME, AttentionContext
-from strop.policy.fused_trunk import FusedTrunk, Products, build_fused_trunk
+from strop.policy.fused_trunk import FusedTrunk, Products, build_fused_trunk, recompute
+from strop.policy.lora import adapt_linears
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
+from strop.spec.lora import LoraSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -50,9 +53,14 @@ class LanguageModel:
         self.module = module
         self.module.eval()
         self.shape = _read_shape(module.config)
+        self.dtype: torch.dtype = module.get_output_embeddings().weight.dtype
+        """Type that is computed with."""
         self.module.set_attn_implementation(ATTENTION_NAME)
         self.fused: FusedTrunk | None = None
         """The layers for this processor, if the family is known and the kernels run here."""
+        self.adapters: LoraSpec | None = None
+        """What is trained beside frozen weights, None where the weights are trained."""
+        self._trunk: Callable[..., Any] = module.base_model
 
     @classmethod
     def load(
@@ -80,11 +88,6 @@ class LanguageModel:
         return self.head_weight.device
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of the compute copies."""
-        return self.head_weight.dtype
-
-    @property
     def head_weight(self) -> torch.nn.Parameter:
         """The LM head's matrix. Shapes: (V, D); the input embedding itself where it is tied."""
         weight = self.module.get_output_embeddings().weight
@@ -92,8 +95,35 @@ class LanguageModel:
         return weight
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield every trained tensor once, tied ones under their first name."""
+        """Yield every weight once, tied ones under their first name."""
         yield from self.module.named_parameters()
+
+    def trained_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the weights that are not frozen."""
+        yield from (pair for pair in self.named_parameters() if pair[1].requires_grad)
+
+    def adapt(self, spec: LoraSpec, *, seed: int) -> None:
+        """Freeze all weights and train adapters instead. `seed` decides how they start.
+
+        Raises: ConfigError if the model has no layer of a target's name.
+        """
+        adapt_linears(self.module, spec, seed=seed)
+        self.adapters = spec
+        if self.fused is not None:
+            self.fused.is_adapted = True
+
+    def recompute_activations(self) -> None:
+        """Keep only the inputs of layers from now on: a backward computes the rest again."""
+        if self.fused is not None:
+            self.fused.recomputes = True
+            return
+        for layer in self.module.base_model.layers:
+            # The function and not the call: what FSDP does around a call is done once.
+            layer.forward = partial(_forward_again, layer.forward)
+
+    def route(self, trunk: Callable[..., Any]) -> None:
+        """Run all layers through `trunk`, which calls the module's own after what it has to do."""
+        self._trunk = trunk
 
     def trunk(
         self,
@@ -108,7 +138,7 @@ class LanguageModel:
         """
         if self.fused is not None:
             return self.fused.forward(token_ids_N, position_ids_N, attention, products)
-        output = self.module.base_model(
+        output = self._trunk(
             input_ids=token_ids_N.unsqueeze(0),
             position_ids=position_ids_N.unsqueeze(0),
             use_cache=False,
@@ -145,6 +175,10 @@ class LanguageModel:
                     next_step="choose another model family, or report this architecture",
                 )
             )
+
+
+def _forward_again(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    return recompute(forward, *inputs, **named) if torch.is_grad_enabled() else forward(*inputs, **named)
 
 
 def _load_module(path: Path, dtype: torch.dtype) -> Any:

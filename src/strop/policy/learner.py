@@ -8,23 +8,34 @@ split, so nothing is divided here. A non-finite gradient never reaches the weigh
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
-from strop.errors import CorruptRecord, LearnerError, explain_refusal
-from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
-from strop.policy.gradients import add_into
-from strop.policy.head import HeadResult, TokenGradient, loss_and_gradients
+from strop.errors import ConfigError, LearnerError, explain_refusal
+from strop.policy.digest import tensors_digest
+from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
+from strop.policy.frozen import FrozenModel
+from strop.policy.head import HeadResult, TokenGradient, TokenRule, loss_and_gradients, token_logprobs
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import PackedBatch, PackedGroup, split_by_budget
-from strop.policy.prefix_attention import PrefixSharedAttention
+from strop.policy.lora import name_for_peft, write_adapter
+from strop.policy.masters import LocalMasters, Masters
+from strop.policy.micro_batch import default_positions
+from strop.policy.objective import Scope, TokenTerms, TokenTermsFn
+from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, split_by_budget
+from strop.policy.ranks import Ranks, SingleRank, count_missing, run_on_first
+from strop.policy.scoring import score_share
+from strop.policy.shared_attention import build_shared_attention
+from strop.policy.shares import require_disjoint
+from strop.policy.state import load_tensors, save_tensors
+from strop.policy.tally import Tally, add_up, join
+from strop.policy.weights import export_tensors, merged_tensors, publish_tensors
 from strop.rollout import FloatArray
 from strop.spec.optimizer import OptimizerSpec
 
@@ -33,20 +44,22 @@ _CHANGED_STRIDE = 997
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-TokenTermsFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Maps (logprob, engine logprob, advantage) of m tokens to their (loss, d loss / d logprob)."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossTerm:
-    """One term of a step's loss: the sum of what it says about each of its tokens."""
+    """One term of a step's loss: the sum of what it says about each of its tokens. It can be pickled."""
 
     name: str
     groups: Sequence[PackedGroup]
     temperature: float
     token_terms: TokenTermsFn
+    scope: Scope = Scope.TOKEN
+    """What `token_terms` must see at once."""
     weight: float = 1.0
     """Factor of the whole term."""
+
+
+Term = LossTerm | DistillTerm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,31 +95,38 @@ class StepReport:
     """Positions that were forwarded, each prompt counted once per micro-batch."""
     num_micro_batches: int
     terms: tuple[TermReport, ...] = ()
-
-
-@dataclass(kw_only=True, slots=True)
-class _Tally:
-    """Sums over the micro-batches of all terms."""
-
-    loss: float = 0.0
-    num_positions: int = 0
-    num_micro_batches: int = 0
-    drifts: list[FloatArray] = field(default_factory=lambda: [np.zeros(0, dtype=np.float32)])
+    correction_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """Off-policy correction of every token whose loss has one."""
+    log_ratio_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """What it was computed from, proximal minus engine (nats)."""
+    compute_s: float = 0.0
+    """Wall time of the step where it was computed; of the slowest rank."""
 
 
 class Learner:
     """Owns the masters and moments of a model and moves them."""
 
     def __init__(
-        self, model: LanguageModel, spec: OptimizerSpec, *, micro_batch_positions: int | None = None
+        self,
+        model: LanguageModel,
+        spec: OptimizerSpec,
+        *,
+        micro_batch_positions: int | None = None,
+        masters: Masters | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """Take all weights of `model`, or with `masters` and `ranks` this rank's share of them."""
         self.model = model
         self.version = 0
         """Optimizer steps taken."""
+        self.teacher: FrozenModel | None = None
+        """What the terms of distillation compare with, of the policy's vocabulary."""
         self._spec = spec
-        self._max_positions = micro_batch_positions or DEFAULT_MICRO_BATCH_POSITIONS
-        self._copies = dict(model.named_parameters())
-        self._masters = {name: self._make_master(copy) for name, copy in self._copies.items()}
+        self.max_positions = micro_batch_positions or default_positions(model)
+        """Of a micro-batch."""
+        self._ranks = ranks or SingleRank()
+        self._weights = masters or LocalMasters(model)
+        self._masters = self._weights.by_name
         self._optimizer = self._build_optimizer()
 
     def step(
@@ -119,7 +139,7 @@ class Learner:
         term = LossTerm(name="loss", groups=groups, temperature=temperature, token_terms=token_terms)
         return self.step_terms([term])
 
-    def step_terms(self, terms: Sequence[LossTerm]) -> StepReport:
+    def step_terms(self, terms: Sequence[Term]) -> StepReport:
         """Take one optimizer step over the complete batches of all terms.
 
         The gradients of several terms are measured apart and then added up, which takes one more buffer
@@ -128,8 +148,12 @@ class Learner:
 
         Raises: LearnerError if the loss or gradient is not finite; weights and moments stay.
         """
-        tally = _Tally()
-        reports = self._accumulate_apart(terms, tally)
+        begun_at = time.perf_counter()
+        names, shares = [term.name for term in terms], [term.groups for term in terms]
+        require_disjoint(self._ranks, names, shares, step=self.version + 1)
+        own = Tally()
+        reports = self._accumulate_apart(terms, own)
+        tally = add_up(self._ranks.gather(own))
         grad_norm = self._clip(tally.loss)
         if len(terms) == 1:
             reports = [TermReport(name=terms[0].name, loss=tally.loss, grad_norm=grad_norm, cosine=None)]
@@ -140,10 +164,13 @@ class Learner:
             lr=float(self._optimizer.param_groups[0]["lr"]),
             changed_frac=changed_frac,
             master_changed_frac=master_changed_frac,
-            drift_M=np.concatenate(tally.drifts),
+            drift_M=join(tally.drifts),
             num_positions=tally.num_positions,
             num_micro_batches=tally.num_micro_batches,
             terms=tuple(reports),
+            correction_M=join(tally.corrections),
+            log_ratio_M=join(tally.log_ratios),
+            compute_s=max(self._ranks.gather(time.perf_counter() - begun_at)),
         )
 
     def gradients(
@@ -151,78 +178,98 @@ class Learner:
     ) -> dict[str, torch.Tensor]:
         """Return the gradient of a batch by parameter name, and change nothing."""
         term = LossTerm(name="loss", groups=groups, temperature=temperature, token_terms=token_terms)
-        self._accumulate_term(term, _Tally())
-        copies = {name: self._grad(name).clone() for name in self._masters}
+        return self.term_gradients(term)
+
+    def term_gradients(self, term: Term) -> dict[str, torch.Tensor]:
+        """Return the gradient of one term by parameter name, and change nothing."""
+        self._accumulate_term(term, Tally())
+        copies = {name: self._weights.whole(name, self._grad(name)).clone() for name in self._masters}
         self._zero_gradients()
         return copies
+
+    def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
+
+        The groups are this rank's share, which may be empty.
+        """
+        found = score_share(self.model, groups, temperature, self.max_positions, self._ranks)
+        self._weights.release()
+        return found
+
+    def write_weights(self, path: Path) -> str:
+        """Write the compute copies to one safetensors file for engines, adapters merged. Returns the digest.
+
+        Raises: StoreError, on every rank, if the file cannot be written.
+        """
+        copies, model = self._collect_copies(), self.model
+        return run_on_first(self._ranks, lambda: publish_tensors(merged_tensors(model, copies), path))
+
+    def write_adapter(self, target: Path) -> str:
+        """Write the adapters in peft's form into a directory. Returns the digest of its tensors.
+
+        Raises: StoreError, on every rank, if a file cannot be written.
+        """
+        spec = self.model.adapters
+        assert spec is not None, "only a model with adapters has any to write"
+        adapters = name_for_peft(self._collect_copies())
+        run_on_first(self._ranks, lambda: write_adapter(adapters, spec, target))
+        return run_on_first(self._ranks, lambda: tensors_digest(adapters.items()))
+
+    def export(self, target: Path, tokenizer_dir: Path) -> None:
+        """Write a Hugging Face model directory, adapters merged and, in `adapter/`, in peft's form.
+
+        Raises: StoreError, on every rank, if it is not the live policy.
+        """
+        copies, model = self._collect_copies(), self.model
+        run_on_first(
+            self._ranks,
+            lambda: export_tensors(model.module, merged_tensors(model, copies), tokenizer_dir, target),
+        )
+        if model.adapters is not None:
+            self.write_adapter(target / "adapter")
+
+    def _collect_copies(self) -> dict[str, torch.Tensor]:
+        """Return the whole model in the type computed with, on the first rank only."""
+        is_first = self._ranks.index == 0
+        copies = self._weights.compute_copies()
+        # One tensor after the other: no rank but the first ever holds more than one whole tensor.
+        return {name: tensor.detach().cpu() for name, tensor in copies if is_first}
 
     def save_state(self, target: Path) -> None:
         """Write masters, moments and counters into an existing directory."""
         tensors: dict[str, torch.Tensor] = {}
         for name, master in self._masters.items():
             state = self._optimizer.state[master]
-            tensors[f"master/{name}"] = master.detach()
-            for key in _MOMENTS:
-                tensors[f"{key}/{name}"] = state[key] if state else torch.zeros_like(master)
-        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(stored, target / "optimizer.safetensors")
-        (target / "learner.json").write_text(json.dumps({"version": self.version}))
+            parts = {"master": master.detach()}
+            parts |= {key: state[key] if state else torch.zeros_like(master) for key in _MOMENTS}
+            for key, part in parts.items():
+                tensors[f"{key}/{name}"] = self._weights.as_stored(name, part)
+        save_tensors(self._ranks, tensors, target)
+        if self._ranks.index == 0:
+            (target / "learner.json").write_text(json.dumps({"version": self.version}))
 
     def load_state(self, source: Path) -> None:
-        """Restore what `save_state` wrote, all of it or nothing.
+        """Restore what `save_state` wrote, on any number of ranks: all of it or nothing.
 
         Raises: CorruptRecord if a part is missing or does not fit the model.
         """
-        try:
-            version = int(json.loads((source / "learner.json").read_text())["version"])
-            tensors = load_file(source / "optimizer.safetensors")
-            self._check_state(tensors)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise CorruptRecord(
-                explain_refusal(
-                    f"the optimizer state in {source} cannot be restored ({type(error).__name__}: {error})",
-                    allowed="masters and both moments of every parameter, as a checkpoint holds them",
-                    next_step="remove this checkpoint; the run then resumes from the one before",
-                )
-            ) from error
+        parts: dict[str, torch.Tensor] = {}
+        wanted: dict[str, torch.Tensor] = {}
+        for name, master in self._masters.items():
+            for key in ("master", *_MOMENTS):
+                parts[f"{key}/{name}"] = torch.empty_like(master)
+                wanted[f"{key}/{name}"] = self._weights.as_stored(name, parts[f"{key}/{name}"])
+        version = load_tensors(self._ranks, wanted, source)
         with torch.no_grad():
             for name, master in self._masters.items():
-                master.copy_(tensors[f"master/{name}"])
-                if master is not self._copies[name]:
-                    self._copies[name].copy_(master)
+                master.copy_(parts[f"master/{name}"])
                 state = self._optimizer.state[master]
                 # On the master's device: the fused step reads it there.
                 state["step"] = torch.tensor(float(version), device=master.device)
                 for key in _MOMENTS:
-                    # Copied: what safetensors returns is a view of the checkpoint's file.
-                    state[key] = torch.empty_like(master).copy_(tensors[f"{key}/{name}"])
+                    state[key] = parts[f"{key}/{name}"]
+        self._weights.refresh()
         self.version = version
-
-    def _check_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Compare stored tensors with the masters. Raises: KeyError, ValueError naming the tensor."""
-        for name, master in self._masters.items():
-            for key in ("master", *_MOMENTS):
-                stored = tensors[f"{key}/{name}"]
-                # Compared, because `copy_` would broadcast a smaller tensor without a word.
-                if stored.shape != master.shape or stored.dtype != torch.float32:
-                    raise ValueError(f"{key} of {name} is {stored.dtype} {tuple(stored.shape)}")
-
-    def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
-        """Return the fp32 master of a compute copy, with a gradient buffer of its own."""
-        if copy.dtype == torch.float32:
-            copy.grad = torch.zeros_like(copy)
-            return copy
-        master = copy.detach().float()
-        grad = torch.zeros_like(master)
-        master.grad = grad
-
-        def add_in_fp32(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            add_into(grad, parameter.grad)
-            parameter.grad = None
-
-        copy.register_post_accumulate_grad_hook(add_in_fp32)  # type: ignore[no-untyped-call]
-        return master
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         """Build AdamW; weight decay acts on matrices only, as is usual for norms and biases."""
@@ -246,7 +293,7 @@ class Learner:
         assert grad is not None
         return grad
 
-    def _accumulate_apart(self, terms: Sequence[LossTerm], tally: _Tally) -> list[TermReport]:
+    def _accumulate_apart(self, terms: Sequence[Term], tally: Tally) -> list[TermReport]:
         """Add the gradients of all terms to the buffers; report each where there are several."""
         if len(terms) <= 1:
             for term in terms:
@@ -257,88 +304,146 @@ class Learner:
         aside = [torch.zeros_like(grad) for grad in grads]
         reports = []
         for term in terms:
-            loss = self._accumulate_term(term, tally)
-            norm, norm_aside = _norm(grads), _norm(aside)
-            cosine = _dot(grads, aside) / (norm * norm_aside) if norm * norm_aside > 0.0 else None
+            loss = sum(self._ranks.gather(self._accumulate_term(term, tally)))
+            norm, norm_aside = self._norm(grads), self._norm(aside)
+            dot = sum(self._ranks.gather(_dot(grads, aside)))
+            cosine = dot / (norm * norm_aside) if norm * norm_aside > 0.0 else None
             reports.append(TermReport(name=term.name, loss=loss, grad_norm=norm, cosine=cosine))
             torch._foreach_add_(aside, grads)
             torch._foreach_zero_(grads)
         torch._foreach_copy_(grads, aside)
         return reports
 
-    def _accumulate_term(self, term: LossTerm, tally: _Tally) -> float:
-        """Add one term's gradient to the buffers. Returns its loss."""
-        loss = 0.0
-        for micro_batch in split_by_budget(term.groups, self._max_positions):
+    def _accumulate_term(self, term: Term, tally: Tally) -> float:
+        """Add one term's gradient, of all ranks, to the buffers. Returns this rank's share of its loss."""
+        # Read when everything is under way: a GPU would idle between micro-batches otherwise.
+        losses: list[torch.Tensor] = []
+        gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        keeps = isinstance(term, LossTerm) and term.scope is Scope.GROUP
+        micro_batches = list(split_by_budget(term.groups, self.max_positions, keeps_groups=keeps))
+        num_empty = count_missing(self._ranks, len(micro_batches))
+        for micro_batch in micro_batches:
             batch = PackedBatch.of_groups(micro_batch, self.model.device)
-            result = self._accumulate(batch, term)
-            loss += term.weight * result.loss
+            result = self._accumulate(batch, micro_batch, term, tally)
+            losses.append(result.loss)
             tally.num_positions += batch.layout.num_positions
             tally.num_micro_batches += 1
             gap_M = (result.logprob_M - batch.engine_logprob_M).abs()
             # Selected by the engine's part alone: a trainer that is not finite must be seen.
-            tally.drifts.append(gap_M[~batch.engine_logprob_M.isnan()].cpu().numpy())
+            gaps.append((gap_M, ~batch.engine_logprob_M.isnan()))
+        for _ in range(num_empty):
+            batch = PackedBatch.of_groups([EMPTY_GROUP], self.model.device)
+            self._accumulate(batch, [EMPTY_GROUP], term, tally)
+        self._weights.collect_gradients()
+        if self.teacher is not None:
+            self.teacher.release()
+        tally.read_terms()
+        tally.drifts += [gap_M[is_sampled].cpu().numpy() for gap_M, is_sampled in gaps]
+        loss = sum(term.weight * float(one) for one in losses)
         tally.loss += loss
         return loss
 
-    def _accumulate(self, batch: PackedBatch, term: LossTerm) -> HeadResult:
+    def _accumulate(
+        self, batch: PackedBatch, groups: Sequence[PackedGroup], term: Term, tally: Tally
+    ) -> HeadResult:
         """Add one micro-batch's gradient to the buffers."""
-        attention = PrefixSharedAttention(batch.layout, self.model.device)
+        # Before the policy's own forward: nothing of the two is then held together but hidden states.
+        teacher = read_teacher(self._find_teacher(term), groups) if isinstance(term, DistillTerm) else None
+        attention = build_shared_attention(batch.layout, self.model.device)
         hidden = self.model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
         scored = hidden.index_select(0, batch.scored_positions_U)
-
-        def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
-            loss, grad = term.token_terms(logprob, batch.engine_logprob_M[tokens], batch.advantage_M[tokens])
-            weight = batch.weight_M[tokens]
-            return TokenGradient(loss_M=weight * loss, grad_M=term.weight * weight * grad)
-
-        result = loss_and_gradients(
-            scored.detach(),
-            self.model.head_weight,
-            batch,
-            temperature=term.temperature,
-            rule=rule,
-            grad_weight=self._grad(self._head_name()),
-        )
+        head, grad_weight = self.model.head_weight, self._weights.head_gradient()
+        if isinstance(term, DistillTerm):
+            assert teacher is not None
+            result = distill_and_gradients(
+                scored.detach(), head, batch, term, teacher, grad_weight=grad_weight
+            )
+        else:
+            result = loss_and_gradients(
+                scored.detach(),
+                head,
+                batch,
+                temperature=term.temperature,
+                rule=self._build_rule(scored.detach(), batch, term, tally),
+                grad_weight=grad_weight,
+            )
         scored.backward(result.grad_hidden_U_D)  # type: ignore[no-untyped-call]
         return result
 
-    def _head_name(self) -> str:
-        head = self.model.head_weight
-        return next(name for name, copy in self._copies.items() if copy is head)
+    def _find_teacher(self, term: DistillTerm) -> LanguageModel:
+        if term.is_own_teacher:
+            return self.model
+        if self.teacher is None:
+            raise ConfigError(
+                explain_refusal(
+                    f"the term {term.name} compares with a teacher, and the learner has none",
+                    allowed="a teacher loaded beside the learner",
+                    next_step="set teacher.source, or choose a placement whose learner holds a teacher",
+                )
+            )
+        return self.teacher.model
+
+    def _build_rule(
+        self, scored: torch.Tensor, batch: PackedBatch, term: LossTerm, tally: Tally
+    ) -> TokenRule:
+        """Return what the head asks about its tokens, the weights of tokens and term included."""
+        known: TokenTerms | None = None
+        # An empty micro-batch has no token to ask about: it is fed for the ranks that have one.
+        if term.scope is not Scope.TOKEN and len(batch.target_M):
+            logprob_M = token_logprobs(scored, self.model.head_weight, batch, term.temperature)
+            known = term.token_terms(batch.scored_tokens(logprob_M))
+            tally.add_terms(known)
+        given = batch.scored_tokens(batch.engine_logprob_M)
+
+        def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
+            weight = batch.weight_M[tokens]
+            if known is None:
+                terms = term.token_terms(replace(given.part(tokens), logprob_M=logprob))
+                tally.add_terms(terms)
+                loss, grad = terms.loss_N, terms.grad_N
+            else:
+                loss, grad = known.loss_N[tokens], known.grad_N[tokens]
+            return TokenGradient(loss_M=weight * loss, grad_M=term.weight * weight * grad)
+
+        return rule
 
     def _clip(self, loss: float) -> float:
         """Scale the summed gradient to at most `max_grad_norm`. Returns its norm before."""
         grads = [self._grad(name) for name in self._masters]
-        norm = torch.nn.utils.get_total_norm(grads)
-        if not (np.isfinite(loss) and bool(torch.isfinite(norm))):
+        norm = self._norm(grads)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             self._zero_gradients()
             raise LearnerError(
                 explain_refusal(
-                    f"step {self.version + 1} has loss {loss} and gradient norm {float(norm)}",
+                    f"step {self.version + 1} has loss {loss} and gradient norm {norm}",
                     allowed="finite values; the weights and moments were not touched",
                     next_step="lower optimizer.lr or look at the step's rollouts",
                 )
             )
-        if self._spec.max_grad_norm is not None and float(norm) > self._spec.max_grad_norm:
-            torch._foreach_mul_(grads, self._spec.max_grad_norm / (float(norm) + 1e-6))
-        return float(norm)
+        if self._spec.max_grad_norm is not None and norm > self._spec.max_grad_norm:
+            torch._foreach_mul_(grads, self._spec.max_grad_norm / (norm + 1e-6))
+        return norm
+
+    def _norm(self, parts: Sequence[torch.Tensor]) -> float:
+        """Return the L2 norm over the parts of all ranks."""
+        return math.hypot(*self._ranks.gather(float(torch.nn.utils.get_total_norm(parts))))
 
     def _apply(self) -> tuple[float | None, float]:
         """Move masters, refresh compute copies, clear gradients. Returns the shares that changed."""
         self._set_lr()
-        masters, copies = _sample(self._masters.values()), _sample(self._copies.values())
+        before = _sample(self._masters.values())
         has_gradient = _sample(map(self._grad, self._masters)) != 0.0
         self._optimizer.step()
-        with torch.no_grad():
-            for name, copy in self._copies.items():
-                if self._masters[name] is not copy:
-                    copy.copy_(self._masters[name])
+        self._weights.refresh()
         self._zero_gradients()
         self.version += 1
-        is_moved = (_sample(self._masters.values()) != masters)[has_gradient]
-        is_changed = _sample(self._copies.values()) != copies
-        return float(is_moved.float().mean()) if len(is_moved) else None, float(is_changed.float().mean())
+        after = _sample(self._masters.values())
+        is_moved = (after != before)[has_gradient]
+        # Compute copies are the rounded masters.
+        is_changed = after.to(self.model.dtype) != before.to(self.model.dtype)
+        counts = [int(is_moved.sum()), len(is_moved), int(is_changed.sum()), len(is_changed)]
+        num_moved, num_movable, num_changed, num = map(sum, zip(*self._ranks.gather(counts), strict=True))
+        return num_moved / num_movable if num_movable else None, num_changed / num
 
     def _set_lr(self) -> None:
         """Warm up linearly over the first steps, then stay."""
@@ -348,10 +453,6 @@ class Learner:
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([self._grad(name) for name in self._masters])
-
-
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm(tensors))
 
 
 def _dot(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:

@@ -10,8 +10,8 @@ heads, E head width. R = H / K. Lp and Lr are the longest prompt and reply of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +19,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strop.errors import UnfitRecord, explain_refusal
+from strop.errors import LengthMismatch, UnfitRecord, explain_refusal
+from strop.policy.objective import ScoredTokens
 from strop.rollout import BoolArray, FloatArray, IntArray
+
+SIDE_STREAMS = ("proximal", "reference", "teacher")
+"""Log-probabilities that may travel beside the engine's, each as `<name>_logprobs` of a reply."""
+
+
+def to_device(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Copy an array to a device, without waiting for what a GPU has still to do."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype=dtype)
+    if device.type != "cuda" or tensor.numel() == 0:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,9 +48,25 @@ class PackedReply:
     advantage: float
     weight: float
     """Aggregation weight of each scored token."""
+    proximal_logprobs: FloatArray | None = None
+    """Of the scored tokens under the weights that the batch's first step began with."""
+    reference_logprobs: FloatArray | None = None
+    """Of the scored tokens under the reference model."""
+    teacher_logprobs: FloatArray | None = None
+    """Of the scored tokens under the teacher."""
 
     def __post_init__(self) -> None:
         num_scored = int(self.is_scored.sum())
+        for name in SIDE_STREAMS:
+            stream = getattr(self, f"{name}_logprobs")
+            if stream is not None and len(stream) != num_scored:
+                raise LengthMismatch(
+                    explain_refusal(
+                        f"a reply has {num_scored} scored tokens and {len(stream)} {name} log-probabilities",
+                        allowed="streams of equal length; where one ends follows from no token's value",
+                        next_step=f"read how the {name} was scored; nothing was trained on this reply",
+                    )
+                )
         if len(self.token_ids) != len(self.is_scored) or num_scored != len(self.engine_logprobs):
             raise UnfitRecord(
                 explain_refusal(
@@ -56,11 +84,17 @@ class PackedGroup:
 
     prompt_ids: IntArray
     replies: tuple[PackedReply, ...]
+    teacher_prompt_ids: IntArray | None = None
+    """What a teacher reads in place of the prompt; None: the same."""
 
     @property
     def num_positions(self) -> int:
         """Positions that a forward of this group computes."""
         return len(self.prompt_ids) + sum(max(len(reply.token_ids) - 1, 0) for reply in self.replies)
+
+
+EMPTY_GROUP = PackedGroup(prompt_ids=np.zeros(1, dtype=np.int32), replies=())
+"""One position of which nothing is scored: a forward and backward that add nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +151,11 @@ class PackedLayout:
 
     def position_ids(self) -> NDArray[np.int64]:
         """Rotary positions: replies go on where their prompt ends. Shapes: (N,)."""
-        prompts = [np.arange(length) for length in self.prompt_lens_P]
-        replies = [
-            np.arange(length) + self.prompt_lens_P[group]
-            for length, group in zip(self.reply_lens_S, self.group_of_S, strict=True)
-        ]
-        return np.concatenate([*prompts, *replies]).astype(np.int64)
+        prompt_lens_P = np.asarray(self.prompt_lens_P, dtype=np.int64)
+        lens = np.concatenate((prompt_lens_P, np.asarray(self.reply_lens_S, dtype=np.int64)))
+        first = np.concatenate((np.zeros_like(prompt_lens_P), prompt_lens_P[list(self.group_of_S)]))
+        starts = np.concatenate((self.prompt_starts_P, self.reply_starts_S))
+        return np.arange(self.num_positions) + np.repeat(first - starts, lens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -145,6 +178,10 @@ class PackedBatch:
     weight_M: torch.Tensor
     reply_M: NDArray[np.int64]
     """Which reply of the micro-batch each scored token belongs to."""
+    host_row_M: NDArray[np.int64]
+    """`row_M` once more, for whoever cuts the batch and must not wait for a GPU."""
+    side_logprob_M: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """By name of `SIDE_STREAMS`; NaN where a reply has none. A stream that no reply has is absent."""
 
     @classmethod
     def of_groups(cls, groups: Sequence[PackedGroup], device: torch.device) -> PackedBatch:
@@ -153,54 +190,140 @@ class PackedBatch:
         fed = [group.prompt_ids for group in groups]
         fed += [reply.token_ids[:-1] for group in groups for reply in group.replies]
         columns = _scored_columns(groups, layout)
-        order = np.argsort(columns["position"], kind="stable")
-        columns = {name: column[order] for name, column in columns.items()}
-        positions, row = np.unique(columns["position"], return_inverse=True)
+        is_new = np.diff(columns["position"], prepend=-1) != 0
+        row_M = np.cumsum(is_new) - 1
 
         def tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+            return to_device(array, device, dtype)
 
         return cls(
             layout=layout,
             token_ids_N=tensor(np.concatenate(fed), torch.int64),
             position_ids_N=tensor(layout.position_ids(), torch.int64),
-            scored_positions_U=tensor(positions, torch.int64),
-            row_M=tensor(row, torch.int64),
+            scored_positions_U=tensor(columns["position"][is_new], torch.int64),
+            row_M=tensor(row_M, torch.int64),
             target_M=tensor(columns["target"], torch.int64),
             engine_logprob_M=tensor(columns["logprob"], torch.float32),
             advantage_M=tensor(columns["advantage"], torch.float32),
             weight_M=tensor(columns["weight"], torch.float32),
             reply_M=columns["reply"],
+            host_row_M=row_M,
+            side_logprob_M={
+                name: tensor(columns[name], torch.float32) for name in SIDE_STREAMS if name in columns
+            },
+        )
+
+    def scored_tokens(self, logprob_M: torch.Tensor) -> ScoredTokens:
+        """Join the policy's log-probabilities with what the batch knows about its scored tokens."""
+        device, side = logprob_M.device, self.side_logprob_M
+        unknown_M = torch.full_like(self.engine_logprob_M, torch.nan)
+        group_M = np.asarray(self.layout.group_of_S, dtype=np.int64)[self.reply_M]
+        return ScoredTokens(
+            logprob_M=logprob_M,
+            engine_logprob_M=self.engine_logprob_M,
+            proximal_logprob_M=side.get("proximal", unknown_M),
+            reference_logprob_M=side.get("reference", unknown_M),
+            teacher_logprob_M=side.get("teacher", unknown_M),
+            advantage_M=self.advantage_M,
+            reply_M=to_device(self.reply_M, device),
+            group_M=to_device(group_M, device),
         )
 
 
 def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict[str, NDArray[Any]]:
-    """List every scored token with the position that predicts it."""
-    parts: dict[str, list[NDArray[Any]]] = {
-        name: [] for name in ("position", "target", "logprob", "advantage", "weight", "reply")
-    }
+    """List every scored token with the position that predicts it, in ascending order of these.
+
+    First come the first tokens of replies, which the prompts' last positions predict, then all others:
+    either are in order where they stand, so nothing is sorted.
+    Shapes: S replies, T tokens of replies, F scored first tokens, L scored later tokens, M = F + L.
+    """
     replies = [reply for group in groups for reply in group.replies]
-    for index, (reply, start) in enumerate(zip(replies, layout.reply_starts_S, strict=True)):
-        group = layout.group_of_S[index]
-        last_of_prompt = layout.prompt_starts_P[group] + layout.prompt_lens_P[group] - 1
-        offsets = np.flatnonzero(reply.is_scored)
-        num_scored = len(offsets)
-        parts["position"].append(np.where(offsets == 0, last_of_prompt, start + offsets - 1))
-        parts["target"].append(reply.token_ids[offsets].astype(np.int64))
-        parts["logprob"].append(reply.engine_logprobs)
-        parts["advantage"].append(np.full(num_scored, reply.advantage))
-        parts["weight"].append(np.full(num_scored, reply.weight))
-        parts["reply"].append(np.full(num_scored, index, dtype=np.int64))
-    return {name: np.concatenate(column) if column else np.zeros(0) for name, column in parts.items()}
+    ids_T = _join([reply.token_ids for reply in replies], np.int32)
+    marks_T = _join([reply.is_scored for reply in replies], np.bool_)
+    starts_S, lens_S = _edges([len(reply.token_ids) for reply in replies])
+    scored_starts_S, num_scored_S = _edges([len(reply.engine_logprobs) for reply in replies])
+    # A reply without any token has no first one.
+    has_first_S = np.zeros(len(replies), np.bool_)
+    has_first_S[lens_S > 0] = marks_T[starts_S[lens_S > 0]]
+    num_later_S = num_scored_S - has_first_S
+    first_F = starts_S[has_first_S]
+    marks_T[first_F] = False
+    later_L = np.flatnonzero(marks_T)
+    is_later_M = np.ones(int(num_scored_S.sum()), np.bool_)
+    is_later_M[scored_starts_S[has_first_S]] = False
+
+    def spread(values_S: NDArray[Any]) -> NDArray[Any]:
+        """Give each scored token its reply's value."""
+        return np.concatenate((values_S[has_first_S], np.repeat(values_S, num_later_S)))
+
+    def arrange(values_M: NDArray[Any]) -> NDArray[Any]:
+        """Put values that stand in the order of replies first tokens first."""
+        return np.concatenate((values_M[~is_later_M], values_M[is_later_M]))
+
+    groups_S = np.asarray(layout.group_of_S, dtype=np.int64)
+    last_of_prompt_P = layout.prompt_starts_P + np.asarray(layout.prompt_lens_P, dtype=np.int64) - 1
+    shifts_L = np.repeat(layout.reply_starts_S - starts_S - 1, num_later_S)
+    columns = {
+        "position": np.concatenate((last_of_prompt_P[groups_S[has_first_S]], later_L + shifts_L)),
+        "target": ids_T[np.concatenate((first_F, later_L))],
+        "logprob": arrange(_join([reply.engine_logprobs for reply in replies], np.float32)),
+        "advantage": spread(np.array([reply.advantage for reply in replies], dtype=np.float32)),
+        "weight": spread(np.array([reply.weight for reply in replies], dtype=np.float32)),
+        "reply": spread(np.arange(len(replies))),
+    }
+    for name in SIDE_STREAMS:
+        streams = [getattr(reply, f"{name}_logprobs") for reply in replies]
+        if any(stream is not None for stream in streams):
+            unknown = [np.full(num, np.nan, np.float32) for num in num_scored_S.tolist()]
+            given = [one if one is not None else nan for one, nan in zip(streams, unknown, strict=True)]
+            columns[name] = arrange(_join(given, np.float32))
+    return columns
 
 
-def split_by_budget(groups: Sequence[PackedGroup], max_positions: int) -> Iterator[list[PackedGroup]]:
+def _join(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+
+
+def _edges(lens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each of several joined arrays begins, and how long each is."""
+    lens_S = np.array(lens, dtype=np.int64)
+    return np.cumsum(lens_S) - lens_S, lens_S
+
+
+def with_logprobs(
+    groups: Sequence[PackedGroup], name: str, scores: Sequence[FloatArray]
+) -> tuple[PackedGroup, ...]:
+    """Return the groups with a side stream: one array per reply, in order, as a learner's `score` gives them.
+
+    Raises: LengthMismatch if a stream is not as long as the reply's scored tokens.
+    """
+    waiting = iter(scores)
+    return tuple(
+        replace(
+            group,
+            replies=tuple(
+                replace(reply, **{f"{name}_logprobs": next(waiting)})  # type: ignore[arg-type]
+                for reply in group.replies
+            ),
+        )
+        for group in groups
+    )
+
+
+def split_by_budget(
+    groups: Sequence[PackedGroup], max_positions: int, *, keeps_groups: bool = False
+) -> Iterator[list[PackedGroup]]:
     """Cut groups, longest first, into micro-batches of at most `max_positions` fed positions.
 
-    A group that alone exceeds the budget is split between replies; its prompt is then fed more than
-    once, which changes no gradient. A single reply that exceeds it is a micro-batch of its own.
+    A group that alone exceeds the budget is split between replies, unless `keeps_groups`; its prompt is
+    then fed more than once, which changes no gradient. A single reply that exceeds it is a micro-batch
+    of its own.
     """
-    pieces = [piece for group in groups for piece in _split_group(group, max_positions)]
+    pieces = [
+        piece
+        for group in groups
+        for piece in ([group] if keeps_groups else _split_group(group, max_positions))
+    ]
     pieces.sort(key=lambda piece: -max(len(reply.token_ids) for reply in piece.replies))
     batch: list[PackedGroup] = []
     filled = 0
@@ -218,10 +341,10 @@ def _split_group(group: PackedGroup, max_positions: int) -> Iterator[PackedGroup
     """Split one group between replies where it exceeds the budget."""
     chosen: list[PackedReply] = []
     for reply in group.replies:
-        wider = PackedGroup(prompt_ids=group.prompt_ids, replies=(*chosen, reply))
+        wider = replace(group, replies=(*chosen, reply))
         if chosen and wider.num_positions > max_positions:
-            yield PackedGroup(prompt_ids=group.prompt_ids, replies=tuple(chosen))
+            yield replace(group, replies=tuple(chosen))
             chosen = []
         chosen.append(reply)
     if chosen:
-        yield PackedGroup(prompt_ids=group.prompt_ids, replies=tuple(chosen))
+        yield replace(group, replies=tuple(chosen))

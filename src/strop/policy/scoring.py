@@ -2,24 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from strop.policy.head import token_logprobs
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
-from strop.policy.prefix_attention import PrefixSharedAttention
+from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, PackedReply
+from strop.policy.ranks import Ranks, count_missing
+from strop.policy.shared_attention import build_shared_attention
 from strop.rollout import FloatArray, IntArray
 
 
 @torch.no_grad()
 def score_batch(model: LanguageModel, batch: PackedBatch, temperature: float) -> torch.Tensor:
     """Return the log-probability (nats) of every scored token of a batch. Shapes: (M,), fp32."""
-    attention = PrefixSharedAttention(batch.layout, model.device)
+    attention = build_shared_attention(batch.layout, model.device)
     hidden = model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
     return token_logprobs(hidden[batch.scored_positions_U], model.head_weight, batch, temperature)
+
+
+def score_groups(
+    model: LanguageModel,
+    groups: Sequence[PackedGroup],
+    temperature: float,
+    *,
+    max_positions: int | None = None,
+) -> list[FloatArray]:
+    """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
+
+    Groups are fed together up to `max_positions`, all at once without it. A temperature of 0 is scored
+    at 1, as engines report it.
+    """
+    return score_parts(model, cut_groups(groups, max_positions), temperature)
+
+
+def score_share(
+    model: LanguageModel, groups: Sequence[PackedGroup], temperature: float, max_positions: int, ranks: Ranks
+) -> list[FloatArray]:
+    """Score this rank's share, which may be empty, like `score_groups`. Every rank must call it."""
+    parts = list(cut_groups(groups, max_positions))
+    parts += [[EMPTY_GROUP]] * count_missing(ranks, len(parts))
+    return score_parts(model, parts, temperature)
+
+
+def score_parts(
+    model: LanguageModel, parts: Iterable[Sequence[PackedGroup]], temperature: float
+) -> list[FloatArray]:
+    """Score groups like `score_groups`, those of a part in one forward."""
+    found: list[FloatArray] = []
+    for part in parts:
+        batch = PackedBatch.of_groups(part, model.device)
+        scores: FloatArray = score_batch(model, batch, temperature or 1.0).cpu().numpy()
+        # Scored tokens stand in the order of the positions that predict them, replies among each other.
+        found += [scores[batch.reply_M == index] for index in range(sum(len(g.replies) for g in part))]
+    return found
+
+
+def cut_groups(groups: Sequence[PackedGroup], max_positions: int | None) -> Iterator[list[PackedGroup]]:
+    """Cut groups into runs within a budget, in their order; one group may exceed it."""
+    part: list[PackedGroup] = []
+    for group in groups:
+        num_positions = sum(member.num_positions for member in (*part, group))
+        if part and max_positions is not None and num_positions > max_positions:
+            yield part
+            part = []
+        part.append(group)
+    if part:
+        yield part
+
+
+def pack_given(prompt_ids: IntArray, replies: Sequence[IntArray]) -> PackedGroup:
+    """Pack replies that were given and not sampled, every token scored."""
+    packed = tuple(
+        PackedReply(
+            token_ids=reply_ids,
+            is_scored=np.ones(len(reply_ids), dtype=np.bool_),
+            engine_logprobs=np.zeros(len(reply_ids), dtype=np.float32),
+            advantage=0.0,
+            weight=0.0,
+        )
+        for reply_ids in replies
+    )
+    return PackedGroup(prompt_ids=prompt_ids, replies=packed)
 
 
 def score_reply(
@@ -36,17 +102,4 @@ def score_replies(
     model: LanguageModel, prompt_ids: IntArray, replies: Sequence[IntArray], temperature: float
 ) -> list[FloatArray]:
     """Score several replies to one prompt, which is fed once. Shapes: (T,) each, like the replies."""
-    packed = tuple(
-        PackedReply(
-            token_ids=reply_ids,
-            is_scored=np.ones(len(reply_ids), dtype=np.bool_),
-            engine_logprobs=np.zeros(len(reply_ids), dtype=np.float32),
-            advantage=0.0,
-            weight=0.0,
-        )
-        for reply_ids in replies
-    )
-    batch = PackedBatch.of_groups([PackedGroup(prompt_ids=prompt_ids, replies=packed)], model.device)
-    scores: FloatArray = score_batch(model, batch, temperature or 1.0).cpu().numpy()
-    # Scored tokens stand in the order of the positions that predict them, replies among each other.
-    return [scores[batch.reply_M == index] for index in range(len(replies))]
+    return score_groups(model, [pack_given(prompt_ids, replies)], temperature)

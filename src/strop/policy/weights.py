@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from strop.errors import StoreError, WeightMismatch, explain_refusal
+from strop.errors import StoreError, explain_refusal
+from strop.policy.digest import find_difference, tensors_digest
 from strop.policy.language_model import LanguageModel
+from strop.policy.lora import merge_adapters
+from strop.policy.published import read_published, unfit
 from strop.tokenizer import Tokenizer
 
 # Besides the tokenizer's: the stop settings, verbatim, so that the export ends where the policy did.
@@ -31,27 +34,34 @@ _COPIED_FILES = (
 )
 
 
-def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Hash names, types, shapes and bytes of tensors, in order of name. Returns 64 hex digits."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def weights_digest(model: LanguageModel) -> str:
-    """Hash the compute copies of a model."""
-    return tensors_digest(model.named_parameters())
+    """Hash the compute copies of a model, adapters merged."""
+    return tensors_digest(_own_tensors(model).items())
+
+
+def merged_tensors(model: LanguageModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a model's tensors without adapters: what those say is added to the weights."""
+    return dict(tensors) if model.adapters is None else merge_adapters(tensors, model.adapters)
+
+
+def _own_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
+    copies = {name: copy.detach().cpu() for name, copy in model.named_parameters()}
+    return merged_tensors(model, copies)
 
 
 def publish_weights(model: LanguageModel, path: Path) -> str:
     """Write the compute copies to one safetensors file, in the policy's own type. Returns the digest."""
-    tensors = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    return publish_tensors(_own_tensors(model), path)
+
+
+def publish_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
+    """Write tensors to one safetensors file that appears when it is whole. Returns the digest.
+
+    Raises: StoreError if it cannot be written.
+    """
     partial = path.with_suffix(".partial")
     try:
-        save_file(tensors, partial)
+        save_file(dict(tensors), partial)
         partial.replace(path)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
@@ -65,51 +75,31 @@ def publish_weights(model: LanguageModel, path: Path) -> str:
     return tensors_digest(tensors.items())
 
 
-def load_published(model: LanguageModel, path: Path, *, expected_digest: str) -> None:
+def load_published(model: LanguageModel, source: Path | str, *, expected_digest: str) -> None:
     """Replace a model's compute copies by published ones, all of them or none.
 
-    Raises: WeightMismatch if the file cannot be read, has another digest, or does not hold exactly
+    Raises: WeightMismatch if the source cannot be read, has another digest, or does not hold exactly
     the model's tensors in the model's types and shapes.
     """
-    try:
-        tensors = load_file(path)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _mismatch(f"published weights {path} cannot be read ({error})") from error
-    actual_digest = tensors_digest(tensors.items())
-    if actual_digest != expected_digest:
-        raise _mismatch(f"published weights {path} have digest {actual_digest}, not {expected_digest}")
-    flaw = _find_difference(dict(model.named_parameters()), tensors)
+    tensors = read_published(source, expected_digest=expected_digest)
+    flaw = find_difference(dict(model.named_parameters()), tensors)
     if flaw is not None:
-        raise _mismatch(f"published weights {path} do not fit the model: {flaw}")
+        raise unfit(source, flaw)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
 
 
-def _find_difference(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str | None:
-    """Name the first tensor that is missing, left over, or of another type or shape."""
-    for name in sorted(own.keys() | other.keys()):
-        if name not in other:
-            return f"{name} is missing"
-        if name not in own:
-            return f"{name} is unknown to the model"
-        if own[name].shape != other[name].shape or own[name].dtype != other[name].dtype:
-            return f"{name} is {other[name].dtype} {tuple(other[name].shape)}"
-    return None
-
-
-def _mismatch(given: str) -> WeightMismatch:
-    return WeightMismatch(
-        explain_refusal(
-            given,
-            allowed="exactly the tensors that the policy published",
-            next_step="the engine keeps its old weights; start the run again to publish anew",
-        )
-    )
-
-
 def export_model(model: LanguageModel, tokenizer_dir: Path, target: Path) -> None:
     """Write a Hugging Face model directory that transformers and vLLM load as it stands.
+
+    Raises: StoreError if what was written is not what the policy holds.
+    """
+    export_tensors(model.module, _own_tensors(model), tokenizer_dir, target)
+
+
+def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> None:
+    """Write a Hugging Face model directory of given weights for a transformers module.
 
     The exported tensors are the compute copies. The files are read back and compared, so that an
     export which is not the live policy, or ends elsewhere, never counts as one.
@@ -117,11 +107,11 @@ def export_model(model: LanguageModel, tokenizer_dir: Path, target: Path) -> Non
     Raises: StoreError if what was written is not what the policy holds.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model.module.save_pretrained(target)
+    module.save_pretrained(target, state_dict=dict(live))
     for name in _COPIED_FILES:
         if (tokenizer_dir / name).exists():
             shutil.copyfile(tokenizer_dir / name, target / name)
-    flaw = _find_export_flaw(model, tokenizer_dir, target)
+    flaw = _find_export_flaw(live, tokenizer_dir, target)
     if flaw is not None:
         raise StoreError(
             explain_refusal(
@@ -132,7 +122,7 @@ def export_model(model: LanguageModel, tokenizer_dir: Path, target: Path) -> Non
         )
 
 
-def _find_export_flaw(model: LanguageModel, tokenizer_dir: Path, target: Path) -> str | None:
+def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> str | None:
     """Read an export back and name the first thing in which it is not the live policy."""
     try:
         stored: dict[str, torch.Tensor] = {}
@@ -141,8 +131,7 @@ def _find_export_flaw(model: LanguageModel, tokenizer_dir: Path, target: Path) -
         exported, own = Tokenizer.load(target), Tokenizer.load(tokenizer_dir)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return f"it cannot be read back ({type(error).__name__}: {error})"
-    live = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    flaw = _find_difference(live, {name: tensor for name, tensor in stored.items() if name in live})
+    flaw = find_difference(live, {name: tensor for name, tensor in stored.items() if name in live})
     if flaw is not None:
         return flaw
     changed = next((name for name in live if not torch.equal(live[name], stored[name])), None)

@@ -26,10 +26,11 @@ from strop.rollout import (
     Rollout,
     Sampling,
     Turn,
+    VersionSegment,
 )
 from strop.store.atomic import write_bytes_atomically
 
-FORMAT = b"2"
+FORMAT = b"3"
 _FORMAT_KEY = b"strop.rollouts"
 
 _TURN = pa.struct(
@@ -40,6 +41,7 @@ _TURN = pa.struct(
         ("logprobs", pa.list_(pa.float32())),  # Null on turns that the policy did not speak.
         ("policy_version", pa.int64()),
         ("finish_reason", pa.string()),
+        ("segments", pa.list_(pa.struct([("start", pa.int32()), ("version", pa.int64())]))),
     ]
 )
 _NAMED = pa.map_(pa.string(), pa.float64())
@@ -198,6 +200,7 @@ def _turn_to_row(turn: Turn) -> dict[str, Any]:
         "logprobs": turn.logprobs,
         "policy_version": turn.policy_version,
         "finish_reason": turn.finish_reason and turn.finish_reason.value,
+        "segments": [{"start": one.start, "version": one.version} for one in turn.segments],
     }
 
 
@@ -240,4 +243,5 @@ def _turn_from_row(row: dict[str, Any]) -> Turn:
         logprobs=None if row["logprobs"] is None else np.array(row["logprobs"], dtype=np.float32),
         policy_version=row["policy_version"],
         finish_reason=None if reason is None else FinishReason(reason),
+        segments=tuple(VersionSegment(**one) for one in row["segments"]),
     )

@@ -12,14 +12,21 @@ from strop.spec.base import Section
 class AlgorithmSpec(Section):
     """Which advantage and which loss turn rewards into gradients."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "rloo"] = Field(
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "dppo", "ipo_mask"] = Field(
         default="grpo",
-        description="Which algorithm. All four compare the rollouts of one prompt with each other.",
+        description="Which algorithm. All of them compare the rollouts of one prompt with each other.",
+    )
+    mode: Literal["single", "decoupled", "bypass"] | None = Field(
+        default=None,
+        description="Where a token's probability ratio starts: 'single' at the weights of this very step, so"
+        " it is 1 and the correction covers the gap to the engine; 'decoupled' at the weights that the"
+        " batch's first step began with, for one more forward pass; 'bypass' at the engine's own value,"
+        " without correction. none = the algorithm's own.",
     )
     clip_low: float | None = Field(
         default=None,
         gt=0.0,
-        lt=1.0,
+        le=1.0,
         description="How far the probability ratio may fall below 1 before its gradient stops."
         " none = the algorithm's own.",
     )
@@ -30,25 +37,50 @@ class AlgorithmSpec(Section):
         description="How far the probability ratio may rise above 1 before its gradient stops."
         " none = the algorithm's own.",
     )
-    zero_variance: Literal["skip", "keep", "drop"] | None = Field(
+    zero_variance: Literal["skip", "keep", "drop", "resample"] | None = Field(
         default=None,
         description="What happens to a group whose rewards are all equal. 'skip' leaves its computation out"
         " and keeps its tokens in the normaliser (same gradient, less work), 'keep' computes it, 'drop'"
-        " takes it out of the normaliser too. none = the algorithm's own.",
+        " takes it out of the normaliser too, 'resample' samples another example in its place, up to three"
+        " times as many groups as the batch has. none = the algorithm's own; 'keep' in place of 'skip' where"
+        " a term acts on tokens without advantage.",
     )
-    overlong: Literal["keep", "mask"] = Field(
-        default="keep",
+    filter_on: Literal["task", "shaped"] | None = Field(
+        default=None,
+        description="Which rewards 'drop' and 'resample' compare: the task's own, or those after the shaping"
+        " of overlong replies. none = the algorithm's own.",
+    )
+    overlong: Literal["keep", "mask", "shape"] | None = Field(
+        default=None,
         description="What happens to a reply that was cut at its token limit: 'keep' trains on it, 'mask'"
-        " leaves its tokens out of the loss.",
+        " leaves its tokens out of the loss, 'shape' takes up to 1 from the reward of every reply that comes"
+        " near the limit. none = the algorithm's own.",
     )
-    correction: Literal["none", "tis_token"] = Field(
+    overlong_buffer_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="How many tokens before the limit 'shape' begins. none = a fifth of the limit.",
+    )
+    correction: Literal["none", "tis_token", "tis_seq", "mis_token", "mis_seq", "icepop", "opsm"] = Field(
         default="tis_token",
-        description="Correction for sampling by an engine whose probabilities differ from the trainer's:"
-        " 'tis_token' weights each token by its truncated probability ratio, 'none' does not.",
+        description="Correction for sampling by an engine whose probabilities differ from the trainer's."
+        " 'tis' weights by the probability ratio, truncated at the cap; 'mis' by the ratio, and by 0 above"
+        " the cap; '_token' by that of the token, '_seq' by that of the reply; 'icepop' by the token's, and"
+        " by 0 outside 0.5 and the cap; 'opsm' leaves out replies worse than their group that the engine"
+        " found likelier by more than the cap, in nats per token; 'none' does nothing.",
     )
-    correction_cap: float = Field(
-        default=2.0,
+    correction_cap: float | None = Field(
+        default=None,
         gt=0.0,
         le=1e6,
-        description="Largest weight that 'tis_token' gives to a token; a ratio, no unit.",
+        description="Bound of the correction: a ratio, for 'opsm' nats. none = the correction's own: 2 for"
+        " 'tis_token', 3 for 'tis_seq' and 'mis', 5 for 'icepop', 0.1 for 'opsm'.",
+    )
+    max_sequence_tokens: int | None = Field(
+        default=512,
+        ge=1,
+        le=10**7,
+        description="Longest reply, in tokens, that 'tis_seq' and 'mis_seq' accept: the ratio of a reply is a"
+        " product over its tokens, and says nothing for long ones. none = any.",
     )

@@ -10,12 +10,18 @@ from pydantic import Field, model_validator
 from strop.spec.base import SpecConflict
 from strop.spec.task_base import SOURCE_HELP, TrainingRows
 
+ROLE = "role"
+"""Stands for the address of a judge that the run starts itself."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def is_this_machine(url: str) -> bool:
     """Whether an address leads to a server on this machine."""
     return urlsplit(url).hostname in _LOOPBACK
+
+
+MAX_ANSWER_TOKENS = 512
+"""Of a judge, at most."""
 
 
 class LlmJudgeSpec(TrainingRows):
@@ -35,14 +41,25 @@ class LlmJudgeSpec(TrainingRows):
         " other column of the rows.",
     )
     judge_url: str = Field(
-        pattern=r"^https?://[^\s@?#]+$",
-        description="Where the judge answers the OpenAI protocol, such as http://127.0.0.1:8000/v1.",
+        pattern=r"^(role|https?://[^\s@?#]+)$",
+        description="Where the judge answers the OpenAI protocol, such as http://127.0.0.1:8000/v1. 'role' ="
+        " the run starts task.judge_model itself, in a process of its own.",
     )
     judge_model: str = Field(min_length=1, max_length=300, description="Name that the judge is asked for by.")
     judge_revision: str = Field(
         min_length=1,
         max_length=300,
-        description="Which weights that is: a commit, a digest or a date. Part of the task's version.",
+        description="Which weights that is: a commit, a digest or a date. Part of the task's version. Of a"
+        " 'role', the beginning of the model's digest.",
+    )
+    judge_engine: Literal["native", "vllm"] = Field(
+        default="native", description="What generates for a judge that is a 'role'."
+    )
+    judge_devices: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9,/-]+$",
+        description="GPUs that a judge which is a 'role' has for itself, as CUDA_VISIBLE_DEVICES names them."
+        " none = those that the run's engine sees.",
     )
     judge_key_env: str | None = Field(
         default=None,
@@ -77,6 +94,24 @@ class LlmJudgeSpec(TrainingRows):
     can_judge_itself: bool = Field(
         default=False, description="Whether the judge may be the model that is trained or evaluated."
     )
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        own = {
+            "task.judge_engine": None if self.judge_engine == "native" else self.judge_engine,
+            "task.judge_devices": self.judge_devices,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        other = {} if self.judge_key_env is None else {"task.judge_key_env": self.judge_key_env}
+        wrong = other if self.judge_url == ROLE else given
+        if wrong:
+            raise SpecConflict(
+                {"task.judge_url": self.judge_url, **wrong},
+                "the run makes the key of a judge that it starts, and chooses the engine of no other",
+                allowed="judge_engine and judge_devices with 'role', judge_key_env with an address",
+                next_step=f"remove {', '.join(wrong)}",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_key_is_safe(self) -> Self:

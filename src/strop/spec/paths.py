@@ -45,11 +45,15 @@ _PART_DEPTH = 4
 """Keys down to a setting of a mixture's part: task.parts.LABEL.source."""
 PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("model", "uri"): _is_marked_path,
+    ("reference", "model"): _is_marked_path,
+    ("teacher", "model"): _is_marked_path,
     ("task", "source"): _is_data_path,
+    ("task", "judge_model"): _is_marked_path,
     ("task", "order_file"): _is_no_address,
     ("task", "rubric"): _is_rubric_path,
     ("task", "calibration"): _is_data_path,
     ("sft", "source"): _is_no_address,
+    ("dpo", "source"): _is_no_address,
     ("output", "root"): _is_any_text,
     ("output", "dir"): _is_any_text,
     ("store", "uri"): _is_marked_path,

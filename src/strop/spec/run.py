@@ -6,17 +6,29 @@ from pydantic import Field, model_validator
 
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import Section, SpecConflict
+from strop.spec.dpo import DpoSpec
 from strop.spec.engine import EngineSpec
 from strop.spec.eval import EvalSpec
 from strop.spec.job import JobSpec
+from strop.spec.judge_tasks import ROLE
+from strop.spec.lora import LoraSpec
 from strop.spec.model import ModelSpec
+from strop.spec.objectives import (
+    require_exact_skipping,
+    require_pairs,
+    require_short_sequences,
+    require_teacher,
+)
 from strop.spec.optimizer import OptimizerSpec
 from strop.spec.output import OutputSpec
 from strop.spec.placement import PlacementSpec
+from strop.spec.ray import RaySpec
+from strop.spec.reference import ReferenceSpec
 from strop.spec.sampling import SamplingSpec
 from strop.spec.sft import SftSpec
 from strop.spec.store import StoreSpec
 from strop.spec.task import ArithmeticSpec, TaskSpec, judge_sections
+from strop.spec.teacher import TeacherSpec
 from strop.spec.train import TrainSpec
 from strop.spec.tripwires import TripwireSpec
 
@@ -39,20 +51,55 @@ class RunSpec(Section):
     task: TaskSpec = Field(description="What the model practises.")
     sampling: SamplingSpec = Field(default=SamplingSpec(), description="How rollouts are drawn.")
     algorithm: AlgorithmSpec = Field(default=AlgorithmSpec(), description="What counts as better.")
+    lora: LoraSpec = Field(default=LoraSpec(), description="Whether adapters are trained, and which.")
+    reference: ReferenceSpec = Field(
+        default=ReferenceSpec(), description="Which model the policy is held close to."
+    )
     optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="How gradients move the weights.")
     train: TrainSpec = Field(default=TrainSpec(), description="How long and how wide the run is.")
     sft: SftSpec = Field(default=SftSpec(), description="What is imitated, alone or beside the rollouts.")
+    dpo: DpoSpec = Field(default=DpoSpec(), description="Which pairs are preferred, and how.")
+    teacher: TeacherSpec = Field(default=TeacherSpec(), description="Who teaches, and how.")
     eval: EvalSpec = Field(default=EvalSpec(), description="How the held-out examples are looked at.")
     engine: EngineSpec = Field(default=EngineSpec(), description="How rollouts are generated.")
     placement: PlacementSpec = Field(default=PlacementSpec(), description="Where the roles live.")
+    ray: RaySpec = Field(default=RaySpec(), description="How Ray is started, for placement.kind = 'ray'.")
     tripwires: TripwireSpec = Field(default=TripwireSpec(), description="Which trouble is watched for.")
     output: OutputSpec = Field(default=OutputSpec(), description="Where the run is written.")
     store: StoreSpec = Field(default=StoreSpec(), description="Where models and data are kept.")
     job: JobSpec = Field(default=JobSpec(), description="What a job of this run asks for.")
 
+    @property
+    def has_demonstrations(self) -> bool:
+        """Whether demonstrations are read: to be imitated, or for a teacher to judge."""
+        is_taught = self.train.terms == "distill" and self.sft.source is not None
+        return self.train.has_sft or is_taught
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model is asked anything while the run lasts."""
+        return self.train.terms in ("rl", "rl+sft") and self.reference.kl_beta > 0.0
+
+    @property
+    def frozen_models(self) -> dict[str, str | None]:
+        """Which models take part and never learn, by role; None stands for the one that the run starts from.
+
+        Pairs without a reference of their own are scored by the policy, before its first step.
+        """
+        has_own = self.train.terms == "dpo" and self.reference.model is not None
+        found = {"reference": self.reference.model} if self.needs_reference or has_own else {}
+        if self.has_teacher and self.teacher.source != "current":
+            found["teacher"] = self.teacher.model
+        return found
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher takes part."""
+        return self.train.has_rl and self.teacher.source != "none"
+
     @model_validator(mode="after")
     def _check_group_size(self) -> RunSpec:
-        if self.train.has_rl and self.train.rollouts_per_prompt < 2:
+        if self.train.terms in ("rl", "rl+sft") and self.train.rollouts_per_prompt < 2:
             raise SpecConflict(
                 {
                     "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
@@ -61,6 +108,17 @@ class RunSpec(Section):
                 "every advantage would be zero, because a rollout is compared with the others of its prompt",
                 allowed="2 rollouts per prompt or more",
                 next_step="set train.rollouts_per_prompt to 8",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> RunSpec:
+        if self.engine.kind == "vllm" and self.placement.kind == "inline":
+            raise SpecConflict(
+                {"engine.kind": self.engine.kind, "placement.kind": self.placement.kind},
+                "vLLM runs in a process of its own",
+                allowed="engine.kind = 'vllm' with another placement than 'inline'",
+                next_step="set placement.kind to 'process'",
             )
         return self
 
@@ -74,11 +132,11 @@ class RunSpec(Section):
                 allowed="a data file or the folder of a run in sft.source, or train.terms = 'rl'",
                 next_step="set sft.source",
             )
-        if source is not None and not self.train.has_sft:
+        if source is not None and not self.has_demonstrations:
             raise SpecConflict(
                 {"train.terms": terms, "sft.source": source},
                 "the demonstrations would not be trained on",
-                allowed="train.terms = 'sft' or 'rl+sft' with demonstrations",
+                allowed="train.terms = 'sft', 'rl+sft' or 'distill' with demonstrations",
                 next_step="set train.terms, or set sft.source to none",
             )
         if self.sft.weight != 1.0 and not self.train.has_rl:
@@ -88,6 +146,14 @@ class RunSpec(Section):
                 allowed="sft.weight = 1.0 where demonstrations are the only term",
                 next_step="change optimizer.lr, or set train.terms to 'rl+sft'",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_objectives(self) -> RunSpec:
+        require_exact_skipping(self)
+        require_short_sequences(self)
+        require_teacher(self)
+        require_pairs(self)
         return self
 
     @model_validator(mode="after")
@@ -107,8 +173,31 @@ class RunSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_staleness(self) -> RunSpec:
+        if self.train.max_staleness and (self.placement.kind == "inline" or not self.train.has_rl):
+            raise SpecConflict(
+                {
+                    "train.max_staleness": self.train.max_staleness,
+                    "placement.kind": self.placement.kind,
+                    "train.terms": self.train.terms,
+                },
+                "nothing is sampled while the learner works: engine and learner are one process, or there are"
+                " no rollouts",
+                allowed="max_staleness = 0, or rollouts from an engine in a process of its own",
+                next_step="set placement.kind to 'process' or 'ray', or train.max_staleness to 0",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_judges(self) -> RunSpec:
         for judge in judge_sections(self.task):
+            if judge.judge_url == ROLE and self.job.nodes > 1:
+                raise SpecConflict(
+                    {"task.judge_url": judge.judge_url, "job.nodes": self.job.nodes},
+                    "a judge that the run starts listens on its own node only",
+                    allowed="one node, or the address of a judge that all nodes reach",
+                    next_step="set task.judge_url to an address, or job.nodes to 1",
+                )
             if not judge.can_judge_itself and last_name(judge.judge_model) == last_name(self.model.uri):
                 raise SpecConflict(
                     {"task.judge_model": judge.judge_model, "model.uri": self.model.uri},

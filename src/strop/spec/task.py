@@ -13,7 +13,7 @@ from strop.spec.blend import BlendPart, BlendSpec
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.generated_tasks import ArithmeticSpec, DummySpec, ReasoningGymSpec, ReverseTextSpec
 from strop.spec.instruction_tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
-from strop.spec.judge_tasks import LlmJudgeSpec
+from strop.spec.judge_tasks import ROLE, LlmJudgeSpec
 from strop.spec.math_tasks import (
     AimeSpec,
     DeepscalerSpec,
@@ -56,6 +56,11 @@ def judge_sections(task: TaskSpec) -> list[LlmJudgeSpec]:
     return [section for section in plain_sections(task) if isinstance(section, LlmJudgeSpec)]
 
 
+def role_judges(task: TaskSpec) -> list[LlmJudgeSpec]:
+    """Return the sections of the judges that a run starts itself."""
+    return [judge for judge in judge_sections(task) if judge.judge_url == ROLE]
+
+
 def plain_sections(task: TaskSpec) -> list[PlainTask]:
     """Return the sections of the tasks that a task is made of: its own, or its parts'."""
     if isinstance(task, MixtureSpec | BlendSpec):
@@ -95,4 +100,5 @@ __all__ = [
     "TaskSpec",
     "judge_sections",
     "plain_sections",
+    "role_judges",
 ]

@@ -80,6 +80,13 @@ class TripwireSpec(Section):
         gt=0.0,
         description="Seconds without progress of any stage. none = not watched.",
     )
+    max_slowdown_ratio: float | None = Field(
+        default=5.0,
+        gt=1.0,
+        description="How many times longer than `strop plan` predicts generating, learning or publishing may"
+        " take, step after step; twice as many where the machine's speed was never measured (`strop doctor`)."
+        " none = not watched.",
+    )
     on_alarm: Literal["warn", "stop"] = Field(
         default="warn",
         description="'warn' records the alarm and goes on; 'stop' ends the run with its last checkpoint"

@@ -9,11 +9,17 @@ from strop.spec.display import KeyPath, show_value
 from strop.spec.run import RunSpec
 from strop.spec.schema import Setting, settings
 
-_OF_RL = frozenset({"algorithm"})
 _SIZES_OF_RL: frozenset[KeyPath] = frozenset(
     {("train", "prompts_per_step"), ("train", "rollouts_per_prompt")}
 )
 _OF_SFT = frozenset({"sft"})
+_OF_ONE: Mapping[str, frozenset[str]] = {
+    "algorithm": frozenset({"rl", "rl+sft"}),
+    "dpo": frozenset({"dpo"}),
+    "teacher": frozenset({"rl", "rl+sft", "distill"}),
+    "reference": frozenset({"rl", "rl+sft", "dpo"}),
+}
+"""Section, and the terms that it has a part in."""
 
 
 def note_unused(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
@@ -35,7 +41,9 @@ def note_unused(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
 
 def _without_part(spec: RunSpec) -> Iterable[Setting]:
     for setting in settings():
-        if not spec.train.has_rl and (setting.path[0] in _OF_RL or setting.path in _SIZES_OF_RL):
+        if not spec.train.has_rl and setting.path in _SIZES_OF_RL:
             yield setting
-        if not spec.train.has_sft and setting.path[0] in _OF_SFT:
+        if not spec.has_demonstrations and setting.path[0] in _OF_SFT:
+            yield setting
+        if spec.train.terms not in _OF_ONE.get(setting.path[0], frozenset({spec.train.terms})):
             yield setting

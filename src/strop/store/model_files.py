@@ -60,8 +60,10 @@ def digest_model(path: Path, digest_dir: Path) -> str:
     """
     if is_complete(path):
         manifest = verify_directory(path, can_trust_mtime=True)
+        # Folders are no part of the model, such as the adapters that were merged into it.
+        own = {name: file for name, file in manifest.files.items() if "/" not in name}
         return digest_of_files(
-            {name: record.sha256 for name, record in manifest.files.items() if _is_model_file(path / name)}
+            {name: record.sha256 for name, record in own.items() if _is_model_file(path / name)}
         )
     memory_path = digest_dir / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]}.json"
     remembered = _read_memory(memory_path)

@@ -7,13 +7,14 @@ a wrong answer: whoever runs foreign code wraps it here and stores the failure i
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 from strop.errors import ConfigError, Interrupted, RunStopped, WeightMismatch
 from strop.rollout import Failure, FailureOwner
 
 _MAX_DETAIL_CHARS = 4000
+_OF_THE_RUN = (WeightMismatch, ConfigError, RunStopped, Interrupted)
 _OF_THE_MACHINE = frozenset({"SandboxError", "SandboxRefused", "SandboxLost", "closed"})
 """Classes of exceptions, and what a pool of workers says of a call that it was closed under."""
 
@@ -24,24 +25,35 @@ def owner_of_error(kind: str) -> FailureOwner:
 
 
 class CaughtFailure:
-    """Holds what a `catch_failure` block caught; `failure` is None where it ran through."""
+    """A block whose exception is kept as a failure; `failure` is None where it ran through.
 
-    def __init__(self) -> None:
+    A class and not a generator: there is one around every rollout in flight.
+    """
+
+    def __init__(self, owner: Callable[[], FailureOwner]) -> None:
         self.failure: Failure | None = None
+        self._owner = owner
+
+    def __enter__(self) -> CaughtFailure:
+        """Begin the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Keep an exception, unless it concerns the whole run."""
+        # boundary: rollout worker
+        if not isinstance(error, Exception) or isinstance(error, _OF_THE_RUN):
+            return False
+        detail = "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARS:]
+        self.failure = Failure(owner=self._owner(), kind=type(error).__name__, detail=detail)
+        return True
 
 
-@contextmanager
-def catch_failure(owner: Callable[[], FailureOwner]) -> Iterator[CaughtFailure]:
+def catch_failure(owner: Callable[[], FailureOwner]) -> CaughtFailure:
     """Run a block; keep its exception as a failure with traceback, owned by whom `owner` names then.
 
     Passes what concerns the whole run: cancellation, WeightMismatch, ConfigError, RunStopped and
     Interrupted.
     """
-    caught = CaughtFailure()
-    try:
-        yield caught
-    except (WeightMismatch, ConfigError, RunStopped, Interrupted):
-        raise
-    except Exception as error:  # boundary: rollout worker
-        detail = "".join(traceback.format_exception(error))
-        caught.failure = Failure(owner=owner(), kind=type(error).__name__, detail=detail[-_MAX_DETAIL_CHARS:])
+    return CaughtFailure(owner)

@@ -17,7 +17,7 @@ _NOT_HASHED = {
     *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
     # How a judge is reached, and who compares it with people; its rubric is hashed as a text.
     *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),
-    *("rubric", "calibration", "can_judge_itself"),
+    *("rubric", "calibration", "can_judge_itself", "judge_engine", "judge_devices"),
 }
 # What it takes to believe the verifier changes no score either.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}

@@ -1,7 +1,7 @@
 """Checkpoints of a run: the model as a Hugging Face directory, the learner's state, the counters.
 
     checkpoints/step-000020/model/   loads in transformers and vLLM as it stands
-    checkpoints/step-000020/state/   fp32 masters, both moments, counters
+    checkpoints/step-000020/state/   fp32 masters, both moments, counters; groups sampled for later steps
     checkpoints/step-000020/COMPLETE manifest with sizes and digests, written last
 
 All parts are one unit: they are written aside and appear together. Sampling streams are named by
@@ -10,16 +10,23 @@ their inputs and the example order follows from the step, so no generator state 
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from strop.cluster import LearnerRole
 from strop.errors import CheckRefused, CorruptRecord, explain_refusal
-from strop.policy.learner import Learner
-from strop.policy.weights import export_model
 from strop.record.fence import require_unfenced
+from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.record.run_dir import RunDir
+from strop.rollout import Group
 from strop.store.atomic import AtomicDirectory, verify_directory
+
+_WAITING = "waiting.parquet"
+_WAITING_NUMBERS = "waiting.json"
+"""Number and size of each group of the other file, in its order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +41,22 @@ class TrainerState:
     """Steps without an update since the last good one."""
     num_threads: int
     """Threads that the numbers were computed with; another count rounds differently."""
+    next_group: int = 0
+    """Number of the first group that no step has consumed (`GroupSource`)."""
     demonstrations: str | None = None
     """Digest of what is imitated, None where nothing is; other data would be another curve."""
 
 
-def save_checkpoint(run_dir: RunDir, learner: Learner, tokenizer_dir: Path, state: TrainerState) -> Path:
+async def save_checkpoint(
+    run_dir: RunDir,
+    learner: LearnerRole,
+    tokenizer_dir: Path,
+    state: TrainerState,
+    waiting: Sequence[tuple[int, Group]] = (),
+) -> Path:
     """Write the checkpoint after `state.step` steps, replacing a damaged one of the same step.
+
+    `waiting` are groups that were sampled for steps to come, with their numbers.
 
     Raises: StoreError if the disk is full or fails; nothing is left half-written. CheckRefused if a later
         attempt has begun.
@@ -50,13 +67,15 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, tokenizer_dir: Path, stat
     with AtomicDirectory(target, facts=asdict(state), replace=True) as partial:
         for part in ("model", "state"):
             (partial / part).mkdir()
-        export_model(learner.model, tokenizer_dir, partial / "model")
-        learner.save_state(partial / "state")
+        await learner.export(partial / "model", tokenizer_dir)
+        await learner.save_state(partial / "state")
         (partial / "state" / "trainer.json").write_text(json.dumps(asdict(state)))
+        if waiting:
+            _write_waiting(partial / "state", waiting)
     return target
 
 
-def load_checkpoint(path: Path, learner: Learner, *, num_threads: int) -> TrainerState:
+async def load_checkpoint(path: Path, learner: LearnerRole, *, num_threads: int) -> TrainerState:
     """Verify a checkpoint and restore the learner from it.
 
     Raises: CorruptRecord naming the file if a part is missing or damaged; CheckRefused if the run
@@ -81,8 +100,28 @@ def load_checkpoint(path: Path, learner: Learner, *, num_threads: int) -> Traine
                 next_step=f"free the cores, or start again with placement.threads={state.num_threads}",
             )
         )
-    learner.load_state(path / "state")
+    await learner.load_state(path / "state")
     return state
+
+
+def load_waiting(path: Path) -> list[tuple[int, Group]]:
+    """Return the groups that a verified checkpoint kept for later steps, with their numbers."""
+    source = path / "state" / _WAITING
+    if not source.exists():
+        return []
+    numbers = json.loads((path / "state" / _WAITING_NUMBERS).read_text())
+    rollouts = iter(read_rollouts(source))
+    groups = []
+    for number, num_rollouts in numbers:
+        members = tuple(itertools.islice(rollouts, num_rollouts))
+        groups.append((number, Group(example=members[0].example, rollouts=members)))
+    return groups
+
+
+def _write_waiting(target: Path, waiting: Sequence[tuple[int, Group]]) -> None:
+    write_rollouts(target / _WAITING, [rollout for _, group in waiting for rollout in group.rollouts])
+    numbers = [(number, len(group.rollouts)) for number, group in waiting]
+    (target / _WAITING_NUMBERS).write_text(json.dumps(numbers))
 
 
 def require_same_demonstrations(state: TrainerState, digest: str | None) -> None:
@@ -94,6 +133,6 @@ def require_same_demonstrations(state: TrainerState, digest: str | None) -> None
         explain_refusal(
             f"the run imitated demonstrations {before} until step {state.step} and would go on with {now}",
             allowed="the same demonstrations in the same order, so that the curve stays the same",
-            next_step="restore what sft.source held, or start a new run with --new",
+            next_step="restore what sft.source or dpo.source held, or start a new run with --new",
         )
     )

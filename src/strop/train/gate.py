@@ -8,15 +8,13 @@ name and reason stops the run with exit code 76.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from strop.cluster import Roles
+from strop.algorithm.kl import find_penalty_flaw
 from strop.environments import RolloutPlan, SingleTurn, count_kept_tokens, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.hardware import free_disk_bytes, free_memory_bytes, rss_bytes
@@ -25,20 +23,21 @@ from strop.policy.footprint import (
     activation_bytes,
     cache_bytes,
     checkpoint_bytes,
+    count_trained,
+    frozen_bytes,
     micro_batch_positions,
+    packed_bytes,
     read_model_size,
     state_bytes,
     terms_bytes,
 )
 from strop.policy.packing import PackedBatch, PackedGroup
-from strop.policy.scoring import score_batch, score_reply
-from strop.rollout import Example, FinishReason, Group, IntArray, Rollout, Sampling, Split
-from strop.spec.run import RunSpec
+from strop.policy.scoring import pack_given
+from strop.rollout import FinishReason, Group, IntArray, Rollout, Sampling, Split
 from strop.spec.task import judge_sections
 from strop.store.policy import find_mirror_root
 from strop.tasks import (
     PromptFormat,
-    Task,
     describe_counts,
     limits_of,
     render_prompt,
@@ -56,19 +55,20 @@ from strop.tasks.audit import (
     run_audit,
     write_audit,
 )
-from strop.tasks.judging import Judge
 from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.demonstrations import Demonstration, Demonstrations
+from strop.train.gate_input import GateCheck, GateInput
 from strop.train.room import LOW_DISK_FACTOR, directory_bytes
 from strop.train.sft_source import count_imitated_positions
+from strop.train.step_terms import choose_algorithm
 from strop.train.terms import pack_demonstrations
 
 PARITY_TOLERANCE_NATS = {"bfloat16": 0.06, "float32": 1e-3}
 """Largest mean abs(engine - trainer) log-probability at equal weights."""
 
-_CANARY = (
+CANARY = (
     "The sun rises in the east and sets in the west. Water freezes at zero degrees and boils at one"
     " hundred. A week has seven days, and a year has twelve months."
 )
@@ -84,50 +84,13 @@ _GATE_STEP = 2**31
 """Step in the names of the gate's random streams; no training step has it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GateInput:
-    """What the gate looks at."""
-
-    spec: RunSpec
-    task: Task
-    roles: Roles
-    model_dir: Path
-    run_path: Path
-    judge: Judge | None = None
-    """None: replies are judged in this process."""
-    demonstrations: Demonstrations | None = None
-    """None: nothing is imitated."""
-
-    @property
-    def asked(self) -> Sequence[Example]:
-        """The examples that the model answers: those trained on, or those evaluated on if none are."""
-        return self.task.examples(Split.TRAIN if self.spec.train.has_rl else Split.HELD_OUT)
-
-    @property
-    def max_positions(self) -> int:
-        """Tokens that the model can look at, prompt and reply together."""
-        return self.roles.learner.model.shape.max_positions
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GateCheck:
-    """The verdict of one check."""
-
-    name: str
-    is_passed: bool
-    detail: str
-    """What was seen; for a failure also the cause and what to do."""
-    notice: str | None = None
-    """What whoever reads the run's results must know; it is said when the run begins and when it ends."""
-
-
 async def pass_gate(gate: GateInput) -> list[GateCheck]:
     """Run every check.
 
     Raises: CheckRefused naming every failed check that the run file does not accept.
     """
     accepted = read_accepted(gate.spec.train.accept)
-    checks = [check(gate) for check in _MODEL_CHECKS]
+    checks = [check_prompt(gate), await check_weights(gate)]
     checks += [await check_verifier(gate), await check_audit(gate, accepted)]
     if judge_sections(gate.spec.task):
         checks.append(await check_judges(gate))
@@ -137,7 +100,9 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
     if all(check.is_passed or check.name in accepted for check in checks):
         groups = await _probe(gate)
-        checks += [check(gate, groups) for check in _PROBE_CHECKS]
+        checks += [check_terminator(gate, groups), await check_parity(gate, groups)]
+        if gate.spec.needs_reference:
+            checks.append(await check_kl(gate, groups))
     refused = [check for check in checks if not check.is_passed and check.name not in accepted]
     if refused:
         causes = "; ".join(f"{check.name}: {check.detail}" for check in refused)
@@ -237,12 +202,12 @@ def check_prompt(gate: GateInput) -> GateCheck:
     return GateCheck(name="prompt", is_passed=is_passed, detail=detail)
 
 
-def check_weights(gate: GateInput) -> GateCheck:
+async def check_weights(gate: GateInput) -> GateCheck:
     """Refuse weights that know no language: their loss on plain text is that of noise."""
-    model, tokenizer = gate.roles.learner.model, gate.roles.tokenizer
-    token_ids = tokenizer.encode(_CANARY)
-    loss_nats = -float(score_reply(model, token_ids[:1], token_ids[1:], 1.0).mean())
-    bound_nats = _MAX_CANARY_FRAC * math.log(model.shape.vocab_size)
+    learner, token_ids = gate.roles.learner, gate.roles.tokenizer.encode(CANARY)
+    (logprobs,) = await learner.score([pack_given(token_ids[:1], [token_ids[1:]])], 1.0)
+    loss_nats = -float(logprobs.mean())
+    bound_nats = _MAX_CANARY_FRAC * math.log(learner.shape.vocab_size)
     is_passed = loss_nats < bound_nats
     detail = f"loss {loss_nats:.2f} nats per token on plain English, bound {bound_nats:.2f}"
     if not is_passed:
@@ -321,26 +286,36 @@ def check_room(gate: GateInput) -> GateCheck:
     imitated = count_imitated_positions(spec, gate.demonstrations)
     positions = max(answered if spec.train.has_rl else 0, imitated)
     rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
-    num_terms = spec.train.has_rl + spec.train.has_sft
-    memory_bytes = state_bytes(size, dtype) + terms_bytes(size, num_terms)
-    memory_bytes += activation_bytes(size, dtype, positions)
+    num_terms, num_trained = spec.train.has_rl + spec.train.has_sft, count_trained(size, spec.lora)
+    memory_bytes = state_bytes(size, dtype, num_trained) + terms_bytes(size, num_terms, num_trained)
     memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + answered // rows)
+    is_elsewhere = gate.roles.learner.device != "cpu"
+    memory_bytes += 0 if is_elsewhere else packed_bytes(size, dtype)
     # A mirror holds one that is being sent, after it was pruned as well.
-    num_held = 0 if find_mirror_root(spec.store) is None else 1
-    num_checkpoints = spec.train.keep_checkpoints + num_held + LOW_DISK_FACTOR
-    disk_bytes = int(num_checkpoints * checkpoint_bytes(size, dtype))
+    num_checkpoints = spec.train.keep_checkpoints + bool(find_mirror_root(spec.store)) + LOW_DISK_FACTOR
+    disk_bytes = int(num_checkpoints * checkpoint_bytes(size, dtype, num_trained))
     there_bytes = directory_bytes(gate.run_path / "checkpoints")
     free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + there_bytes
     have_memory = None if free_bytes is None else free_bytes + (rss_bytes() or 0)
-    is_on_cpu = gate.roles.learner.model.device.type == "cpu"
-    has_memory = have_memory is None or memory_bytes <= have_memory or not is_on_cpu
+    sizes = [activation_bytes(size, dtype, positions, is_recomputed=again) for again in (False, True)]
+    # They are loaded already, and so a part of what this process holds.
+    frozen = sum(
+        frozen_bytes(read_model_size(path), dtype, num_positions=positions, beside_bytes=sizes[1])
+        for path in gate.roles.frozen_dirs.values()
+    )
+    is_tight, wants = (
+        memory_bytes + sizes[0] + frozen > (have_memory or math.inf),
+        spec.train.activation_checkpointing,
+    )
+    activations = sizes[is_tight if wants is None else wants]
+    memory_bytes += activations + frozen
+    has_memory = is_elsewhere or have_memory is None or memory_bytes <= have_memory
     known = "an unknown amount" if have_memory is None else f"{have_memory / 2**30:.1f} GiB"
     detail = (
         f"memory about {memory_bytes / 2**30:.1f} GiB of {known} free, checkpoints"
         f" {disk_bytes / 2**30:.1f} of {have_disk / 2**30:.1f} GiB free at {gate.run_path}"
     )
-    is_passed = disk_bytes <= have_disk and has_memory
-    return GateCheck(name="room", is_passed=is_passed, detail=detail)
+    return GateCheck(name="room", is_passed=disk_bytes <= have_disk and has_memory, detail=detail)
 
 
 def _answered_positions(gate: GateInput) -> int:
@@ -443,55 +418,79 @@ def _ends_as_scored(tokenizer: Tokenizer, rollout: Rollout) -> bool:
     return is_text and last_ids == [tokenizer.eos_id]
 
 
-def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
+async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse an engine and a trainer that disagree about the same tokens at equal weights."""
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
     if not rollouts:
         return GateCheck(name="parity", is_passed=False, detail="the engine gave no reply to compare")
     tolerance = PARITY_TOLERANCE_NATS[gate.spec.model.dtype]
     temperature = gate.spec.sampling.temperature
-    gaps = _gaps(gate, rollouts, temperature)
+    gaps = await _gaps(gate, rollouts, temperature)
     mean_nats = float(np.abs(gaps).mean())
     detail = f"mean gap {mean_nats:.2g} nats over {len(gaps)} tokens, tolerance {tolerance:g}"
     if not mean_nats <= tolerance:
-        detail += f"; cause: {_name_cause(gate, rollouts, gaps, tolerance)}"
+        detail += f"; cause: {await _name_cause(gate, rollouts, gaps, tolerance)}"
     return GateCheck(name="parity", is_passed=mean_nats <= tolerance, detail=detail)
 
 
-def _gaps(gate: GateInput, rollouts: Sequence[Rollout], temperature: float) -> np.ndarray:
-    """Return trainer minus engine log-probability of every sampled token."""
-    groups = [
+async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
+    """Refuse a penalty that is not 0 where policy and reference are the same, or that pushes them apart."""
+    penalty, reference = choose_algorithm(gate.spec).kl, gate.roles.reference
+    assert penalty is not None
+    assert reference is not None, "roles of a run with a penalty have a reference"
+    packed = _pack(rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens)
+    temperature = gate.spec.sampling.temperature
+    own, theirs = [
+        np.concatenate(await scorer.score(packed, temperature)) for scorer in (gate.roles.learner, reference)
+    ]
+    is_same = gate.spec.reference.model is None and gate.roles.learner.version == 0
+    flaw = find_penalty_flaw(penalty)
+    mean_nats = float(np.abs(own - theirs).mean())
+    if flaw is None and is_same and not mean_nats <= PARITY_TOLERANCE_NATS[gate.spec.model.dtype]:
+        flaw = "policy and reference are the same weights and disagree about the same tokens"
+    detail = f"mean gap to the reference {mean_nats:.2g} nats over {len(own)} tokens"
+    return GateCheck(name="kl", is_passed=flaw is None, detail=f"{detail}; {flaw}" if flaw else detail)
+
+
+def _pack(rollouts: Iterable[Rollout]) -> list[PackedGroup]:
+    return [
         PackedGroup(prompt_ids=r.turns[0].token_ids, replies=(pack_reply(r.turns, 0.0, 0.0),))
         for r in rollouts
     ]
-    model = gate.roles.learner.model
-    batch = PackedBatch.of_groups(groups, model.device)
-    gaps: np.ndarray = (score_batch(model, batch, temperature) - batch.engine_logprob_M).cpu().numpy()
+
+
+async def _gaps(gate: GateInput, rollouts: Sequence[Rollout], temperature: float) -> np.ndarray:
+    """Return trainer minus engine log-probability of every sampled token."""
+    groups = _pack(rollouts)
+    scores = await gate.roles.learner.score(groups, temperature)
+    engine_logprobs = [reply.engine_logprobs for group in groups for reply in group.replies]
+    gaps: np.ndarray = np.concatenate(scores) - np.concatenate(engine_logprobs)
     return gaps
 
 
-def _name_cause(gate: GateInput, rollouts: Sequence[Rollout], gaps: np.ndarray, tolerance: float) -> str:
+async def _name_cause(
+    gate: GateInput, rollouts: Sequence[Rollout], gaps: np.ndarray, tolerance: float
+) -> str:
     """Name the first convention that explains the gap."""
-    if gate.spec.sampling.temperature != 1.0 and np.abs(_gaps(gate, rollouts, 1.0)).mean() <= tolerance:
+    is_scaled = gate.spec.sampling.temperature != 1.0
+    if is_scaled and np.abs(await _gaps(gate, rollouts, 1.0)).mean() <= tolerance:
         return "temperature (the engine reports log-probabilities before dividing by it)"
     if gaps.max() <= tolerance:
         return "support (the engine's values are renormalised over fewer tokens than the trainer's)"
     return "weights, position ids, template or dtype differ between engine and trainer"
 
 
-_MODEL_CHECKS: tuple[Callable[[GateInput], GateCheck], ...] = (check_prompt, check_weights)
 _PLAN_CHECKS: tuple[Callable[[GateInput], GateCheck], ...] = (check_schedule, check_room)
-_PROBE_CHECKS: tuple[Callable[[GateInput, Sequence[Group]], GateCheck], ...] = (
-    check_terminator,
-    check_parity,
-)
 _ALL_CHECKS = (
-    *_MODEL_CHECKS,
+    check_prompt,
+    check_weights,
     check_verifier,
     check_audit,
     check_judges,
     *_PLAN_CHECKS,
+    check_kl,
     check_demonstrations,
-    *_PROBE_CHECKS,
+    check_terminator,
+    check_parity,
 )
 """In the order in which they run."""

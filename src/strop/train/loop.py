@@ -11,52 +11,60 @@ computed again, to the same values.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from strop.algorithm import build_algorithm
 from strop.cluster import Roles
-from strop.environments import RolloutPlan, SingleTurn, run_groups
-from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, WeightMismatch, explain_refusal
+from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, explain_refusal
 from strop.hardware import peak_rss_bytes, rss_bytes
-from strop.policy.footprint import checkpoint_bytes, read_model_size
-from strop.policy.learner import LossTerm, StepReport
+from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size
+from strop.policy.learner import StepReport, Term
 from strop.record import Event, EventKind, RunDir
+from strop.record.prediction import Prediction
 from strop.record.rollouts import write_rollouts
-from strop.rollout import PROMPT_TOO_LONG, Group, Sampling
+from strop.rollout import PROMPT_TOO_LONG, Group
 from strop.spec.run import RunSpec
-from strop.tasks import Task, limits_of
+from strop.tasks import Task
 from strop.tasks.judging import InlineJudge, Judge, TimedJudge
-from strop.train.batch import TrainBatch, build_batch
+from strop.train.batch import TrainBatch
 from strop.train.checkpoint import (
     TrainerState,
     load_checkpoint,
+    load_waiting,
     require_same_demonstrations,
     save_checkpoint,
 )
-from strop.train.demonstrations import Demonstration, Demonstrations
-from strop.train.gate import GateCheck, GateInput, pass_gate
+from strop.train.collecting import Collector, count_tokens, measure_staleness, sort_by_fate
+from strop.train.demonstrations import Demonstrations
+from strop.train.ending import Ending
+from strop.train.gate import pass_gate
+from strop.train.gate_input import GateCheck, GateInput
+from strop.train.generation import Batch, GroupSource
+from strop.train.loop_lag import LoopLagWatch
 from strop.train.measure import (
     count_trained_tokens,
     measure_batch,
     measure_demonstrations,
+    measure_pairs,
     measure_rollouts,
     measure_time,
     measure_update,
 )
 from strop.train.observer import Evaluator, Observer
+from strop.train.pace import PaceWatch
+from strop.train.preferences import Preferences
+from strop.train.publishing import Publishing
 from strop.train.room import DiskWatch, MemoryWatch
 from strop.train.schedule import schedule_demonstrations, schedule_examples
 from strop.train.signals import StopFlag
-from strop.train.terms import rl_term, sft_term
+from strop.train.step_terms import StepTerms
 from strop.train.trends import History, find_divergence, find_trend_alarms
 from strop.train.tripwires import (
-    MAX_REFUSED_IN_A_ROW,
     find_alarms,
     find_fate_leak,
     find_format_drift,
@@ -84,6 +92,10 @@ class TrainInput:
     """None: replies are judged in this process."""
     demonstrations: Demonstrations | None = None
     """None: nothing is imitated."""
+    preferences: Preferences | None = None
+    """None: nothing is preferred."""
+    prediction: Prediction | None = None
+    """What the run's steps should take; None: nobody said."""
 
 
 class TrainLoop:
@@ -94,7 +106,9 @@ class TrainLoop:
         self._spec = parts.spec
         self._roles = parts.roles
         self._run_dir = parts.run_dir
-        self._algorithm = build_algorithm(parts.spec.algorithm)
+        self._terms = StepTerms(
+            spec=parts.spec, roles=parts.roles, task=parts.task, preferences=parts.preferences
+        )
         self._schedule = schedule_examples(parts.spec, parts.task)
         self._imitated = schedule_demonstrations(parts.spec, parts.demonstrations)
         self._is_mixed = parts.spec.train.has_rl and parts.spec.train.has_sft
@@ -104,13 +118,25 @@ class TrainLoop:
             version=0,
             num_refused_in_a_row=0,
             num_threads=torch.get_num_threads(),
-            demonstrations=parts.demonstrations.digest if parts.demonstrations else None,
+            demonstrations=self._terms.digest_of(parts.demonstrations),
         )
+        self._collector = Collector(
+            parts.spec,
+            parts.task,
+            self._judge,
+            parts.roles,
+            on_group=lambda: self._watchdog.progress("generate"),
+        )
+        self._source: GroupSource | None = None
+        self._publishing = Publishing(parts.spec, parts.roles, self._publish_event)
+        self._end = Ending(parts.run_dir, self._publish_event)
         self._checks: list[GateCheck] = []
         self._history = History()
+        self._pace = PaceWatch(parts.prediction, parts.spec.tripwires.max_slowdown_ratio)
         self._memory = MemoryWatch(parts.spec.tripwires.max_memory_growth_bytes)
-        size = read_model_size(parts.model_dir)
-        self._disk = DiskWatch(parts.run_dir, checkpoint_bytes(size, parts.spec.model.dtype))
+        size, dtype = read_model_size(parts.model_dir), parts.spec.model.dtype
+        expected_bytes = checkpoint_bytes(size, dtype, count_trained(size, parts.spec.lora))
+        self._disk = DiskWatch(parts.run_dir, expected_bytes)
         self._stop = StopFlag()
         self._watchdog = Watchdog(
             parts.spec.tripwires.max_stall_s,
@@ -124,50 +150,59 @@ class TrainLoop:
         Raises: CheckRefused by the gate; Interrupted after a signal, with a checkpoint written;
             RunStopped by a tripwire; any error of a role, with the last checkpoint intact.
         """
-        with self._stop, self._watchdog:
-            self._resume()
+        with self._stop, self._watchdog, self._watch_loop():
+            await self._resume()
             await self._publish()
             await self._pass_gate()
+            await self._terms.prepare(self._run_dir.path)
             self._parts.observer.on_start(
                 run=str(self._run_dir.path), first_step=self._state.step, num_steps=self._spec.train.steps
             )
             if self._state.step == 0:
                 await self._evaluate()
-            while self._state.step < self._spec.train.steps:
-                self._stop_if_asked()
-                await self._step()
+            try:
+                while self._state.step < self._spec.train.steps:
+                    await self._stop_if_asked()
+                    await self._step()
+            finally:
+                if self._source is not None:
+                    await self._source.close()
             self._give_notice()
             self._run_dir.mark_finished()
 
-    def _resume(self) -> None:
+    async def _resume(self) -> None:
         """Go back to the last checkpoint and cut off what was recorded after it."""
         latest = self._run_dir.latest_checkpoint()
         if latest is not None:
             step, path = latest
             digest = self._state.demonstrations
-            self._state = load_checkpoint(path, self._roles.learner, num_threads=self._state.num_threads)
+            self._state = await load_checkpoint(
+                path, self._roles.learner, num_threads=self._state.num_threads
+            )
             require_same_demonstrations(self._state, digest)
             self._run_dir.truncate_after(step)
+            self._open_source(load_waiting(path))
             self._event(EventKind.RESUME, "checkpoint", f"training goes on from {path.name}")
         else:
             self._run_dir.truncate_after(0)
+            self._open_source([])
         # From the record: earlier steps may be an earlier attempt's.
         self._history = History(self._run_dir.metrics.read())
 
+    def _open_source(self, waiting: Sequence[tuple[int, Group]]) -> None:
+        if self._schedule is None:
+            return
+        self._source = self._collector.open_source(
+            self._terms.algorithm,
+            self._schedule,
+            first_number=self._state.next_group,
+            first_step=self._state.step,
+        )
+        self._source.restore(waiting)
+
     async def _publish(self) -> None:
-        """Make the engine serve the learner's weights, and check that it does."""
         self._watchdog.progress("publish")
-        update = await self._roles.publisher.publish(self._roles.learner)
-        receipt = await self._roles.engine.update(update)
-        if (receipt.version, receipt.digest) != (update.version, update.digest):
-            raise WeightMismatch(
-                explain_refusal(
-                    f"the engine serves version {receipt.version} ({receipt.digest[:12]}) after"
-                    f" version {update.version} ({update.digest[:12]}) was published",
-                    allowed="the published version and digest",
-                    next_step="read the engine's log and start the run again",
-                )
-            )
+        await self._publishing.publish(self._state.step)
 
     async def _pass_gate(self) -> None:
         self._watchdog.progress("gate")
@@ -196,87 +231,95 @@ class TrainLoop:
     async def _step(self) -> None:
         """Do one step, from its examples to its checkpoint."""
         started_at = time.perf_counter()
-        groups = await self._collect()
+        collected = await self._collect()
+        groups = collected.groups if collected is not None else []
         num_attempted = self._note_too_long(groups)
-        self._stop_if_all_failed(groups)
+        self._end.where_all_failed(self._state.step, groups)
         collected_at = time.perf_counter()
         verify_s = min(self._judge.take_busy_s(), collected_at - started_at)
         self._watchdog.progress("learn")
-        batch = build_batch(self._algorithm, groups, self._parts.task.limits.max_reply_tokens)
-        imitated = self._imitated.examples(self._state.step) if self._imitated else []
-        report = self._learn(self._list_terms(batch, imitated))
+        batch = self._terms.credit(groups)
+        is_shown = self._imitated is not None and self._terms.imitates(self._state.step)
+        imitated = self._imitated.examples(self._state.step) if self._imitated and is_shown else []
+        terms = await self._terms.build(self._state.step, batch, groups, imitated)
+        if groups and not batch.credit.num_counted_tokens:
+            self._event(EventKind.TRIPWIRE, "empty_step", "no rollout of the step could be trained on")
+        report = await self._learn(terms)
         learned_at = time.perf_counter()
-        if report is not None:
-            await self._publish()
+        metrics = self._measure_groups(collected, batch)
+        # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
+        self._advance(is_refused=report is None and (num_attempted > 0 or bool(terms)))
+        await self._publish_if_due()
         seconds = {
             "generate": collected_at - started_at - verify_s,
             "verify": verify_s,
             "learn": learned_at - collected_at,
             "sync": time.perf_counter() - learned_at,
         }
-        # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
-        self._advance(is_refused=report is None and (num_attempted > 0 or bool(imitated)))
         if groups:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             write_rollouts(self._run_dir.rollouts_path(self._state.step), rollouts)
-        metrics = measure_rollouts(groups) | measure_batch(batch) if groups else {}
-        metrics |= measure_demonstrations(imitated)
-        metrics |= measure_update(report, is_mixed=self._is_mixed) if report is not None else {}
+        metrics |= measure_demonstrations(imitated) | measure_pairs(terms)
+        if report is not None:
+            is_stale = metrics.get("staleness_max", 0.0) > 0.0
+            metrics |= measure_update(report, is_mixed=self._is_mixed, is_stale=is_stale)
         step_s = time.perf_counter() - started_at
         metrics |= measure_time(seconds, step_s, count_trained_tokens(metrics))
         await self._close_step(metrics)
 
-    async def _collect(self) -> list[Group]:
-        """Attempt the step's examples, all at once; none in a run that only imitates."""
-        if self._schedule is None:
-            return []
+    async def _collect(self) -> Batch | None:
+        """Return the groups of the step, sampled now or ahead of it; None in a step without rollouts."""
+        source, schedule = self._source, self._schedule
+        if source is None or schedule is None or not self._terms.samples(self._state.step):
+            return None
         self._watchdog.progress("generate")
-        spec, task = self._spec, self._parts.task
-        sampling = Sampling(**spec.sampling.model_dump())
-        plans_P_G = [
-            [
-                RolloutPlan(
-                    example=example,
-                    step=self._state.step,
-                    sample_index=index,
-                    run_seed=spec.seed,
-                    sampling=sampling,
-                    max_reply_tokens=limits_of(task, example).max_reply_tokens,
-                    max_positions=self._roles.learner.model.shape.max_positions,
-                    prompt_format=spec.model.prompt_format,
-                )
-                for index in range(spec.train.rollouts_per_prompt)
-            ]
-            for example in self._schedule.examples(self._state.step)
+        source.admit(self._publishing.step)
+        batch = await source.take()
+        asked = [
+            key
+            for number in batch.numbers
+            for key in self._collector.keys_of(number, schedule.numbered(number))
         ]
-        groups = await run_groups(
-            partial(SingleTurn, task, self._judge),
-            self._roles.engine,
-            self._roles.tokenizer,
-            plans_P_G,
-            on_group=lambda: self._watchdog.progress("generate"),
-        )
-        asked = [(plan.example.example_id, plan.sample_index) for plans_G in plans_P_G for plan in plans_G]
-        self._raise_alarms(find_fate_leak(self._state.step, asked, groups))
-        return groups
+        self._raise_alarms(find_fate_leak(self._state.step, asked, batch.groups))
+        if batch.is_short:
+            detail = f"{len(batch.groups)} groups are trained on; {len(batch.discarded)} were discarded"
+            self._event(EventKind.TRIPWIRE, "short_batch", detail)
+        return batch
 
-    def _list_terms(self, batch: TrainBatch, imitated: Sequence[Demonstration]) -> list[LossTerm]:
-        """Return the terms of the step that have something to count."""
-        terms = []
-        if batch.credit.num_counted_tokens:
-            terms.append(rl_term(self._algorithm, batch, self._spec.sampling.temperature))
-        elif self._spec.train.has_rl:
-            self._event(EventKind.TRIPWIRE, "empty_step", "no rollout of the step could be trained on")
-        if imitated:
-            terms.append(sft_term(imitated, self._spec.sft.weight))
-        return terms
+    def _measure_groups(self, collected: Batch | None, batch: TrainBatch) -> dict[str, float]:
+        """Sum up the step's groups, and count how each of them ended. Before the weights have moved on."""
+        if collected is None or self._source is None:
+            return {}
+        for fate, num_groups in Counter(sort_by_fate(collected.groups, batch)).items():
+            self._source.note(fate, num_groups)
+        metrics = measure_rollouts(collected.groups) | measure_batch(batch)
+        if self._spec.train.max_staleness:
+            metrics |= measure_staleness(collected.groups, self._state.version)
+            metrics["num_groups_ahead"] = float(self._source.num_ahead)
+        if collected.discarded:
+            discarded = [group for _, group in collected.discarded]
+            num_wasted, num_used = count_tokens(discarded), count_tokens(collected.groups)
+            metrics["wasted_token_frac"] = num_wasted / max(num_wasted + num_used, 1)
+            for fate, num_groups in Counter(fate for fate, _ in collected.discarded).items():
+                metrics[f"num_{fate}_groups"] = float(num_groups)
+        return metrics
 
-    def _learn(self, terms: Sequence[LossTerm]) -> StepReport | None:
+    async def _publish_if_due(self) -> None:
+        """Publish what the step made, where the schedule or what comes next asks for it."""
+        step, train, evaluation = self._state.step, self._spec.train, self._spec.eval
+        is_due = step % train.sync_every == 0 or step == train.steps or step % train.checkpoint_every == 0
+        if not is_due and (evaluation.every is None or step % evaluation.every):
+            return
+        if train.deterministic and self._source is not None:
+            await self._source.settle()
+        await self._publish()
+
+    async def _learn(self, terms: Sequence[Term]) -> StepReport | None:
         """Take the optimizer step. Returns None where there is nothing to count or it was refused."""
         if not terms:
             return None
         try:
-            return self._roles.learner.step_terms(terms)
+            return await self._roles.learner.step_terms(terms)
         except LearnerError as error:
             self._event(EventKind.TRIPWIRE, "non_finite", str(error))
             return None
@@ -286,6 +329,7 @@ class TrainLoop:
             self._state,
             step=self._state.step + 1,
             version=self._roles.learner.version,
+            next_group=0 if self._source is None else self._source.next_unconsumed,
             num_refused_in_a_row=self._state.num_refused_in_a_row + 1 if is_refused else 0,
         )
 
@@ -302,21 +346,22 @@ class TrainLoop:
             await self._evaluate()
         is_due = is_last or step % spec.train.checkpoint_every == 0
         if not is_last:
-            self._stop_on_low_disk()
+            await self._stop_on_low_disk()
         if is_due:
-            self._checkpoint()
+            await self._checkpoint()
 
     def _find_alarms(self, metrics: Mapping[str, float]) -> list[Event]:
         """Compare the step's numbers with their bounds and with the steps before."""
         step, wires = self._state.step, self._spec.tripwires
         alarms = find_alarms(wires, step, metrics) + find_trend_alarms(wires, step, metrics, self._history)
         self._history.add(metrics)
+        alarms += self._pace.find_slow(step, metrics)
         alarms += find_format_drift(step, metrics, self._history.first[0])
         if "memory_bytes" in metrics:
             alarms += self._memory.find_growth(step, metrics["memory_bytes"])
         return alarms
 
-    def _stop_on_low_disk(self) -> None:
+    async def _stop_on_low_disk(self) -> None:
         """End the run before the disk is full, with one more checkpoint where it still fits."""
         found = self._disk.find_low(self._state.step)
         if found is None:
@@ -324,30 +369,15 @@ class TrainLoop:
         alarm, has_room = found
         self._publish_event(alarm)
         if has_room:
-            self._checkpoint()
-        self._stop_run(f"the disk is nearly full: {alarm.detail}", "room for the next checkpoint")
+            await self._checkpoint()
+        given = f"the disk is nearly full: {alarm.detail}"
+        self._end.now(self._state.step, given, "room for the next checkpoint")
 
     def _raise_alarms(self, alarms: Sequence[Event]) -> None:
         """Publish alarms, and do what the run file asks for."""
         for alarm in alarms:
             self._publish_event(alarm)
-        self._stop_on_alarm(alarms)
-
-    def _stop_on_alarm(self, alarms: Sequence[Event]) -> None:
-        """End the run where updates keep failing, or on any alarm where the run file asks for it."""
-        step, num_refused = self._state.step, self._state.num_refused_in_a_row
-        if num_refused >= MAX_REFUSED_IN_A_ROW:
-            self._stop_run(
-                f"step {step} is number {num_refused} in a row without an update",
-                f"fewer than {MAX_REFUSED_IN_A_ROW} steps in a row whose update is empty or not finite",
-            )
-        if alarms and self._spec.tripwires.on_alarm == "stop":
-            causes = ", ".join(alarm.cause for alarm in alarms)
-            self._stop_run(
-                f"step {step} raised {causes}",
-                "steps without alarm, as tripwires.on_alarm asks",
-                suspect_step=step - 1,
-            )
+        self._end.on_alarms(self._state, alarms, is_wanted=self._spec.tripwires.on_alarm == "stop")
 
     def _note_too_long(self, groups: Sequence[Group]) -> int:
         """Record the examples whose prompts left no room for a reply; return how many were attempted."""
@@ -366,55 +396,12 @@ class TrainLoop:
             self._publish_event(event)
         return len(groups) - len(too_long)
 
-    def _stop_if_all_failed(self, groups: Sequence[Group]) -> None:
-        """End the run where nothing could be scored: what breaks every rollout heals by no next step."""
-        outcomes = [r.outcome for group in groups for r in group.rollouts if not r.outcome.is_too_long]
-        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        kinds = {(failure.owner, failure.kind) for failure in failures}
-        if failures and len(failures) == len(outcomes) and len(kinds) == 1:
-            first = failures[0]
-            self._stop_run(
-                f"all {len(outcomes)} rollouts of step {self._state.step + 1} failed alike:"
-                f" {first.owner}, {first.kind}\n{first.detail}\n",
-                "steps in which some rollout can be scored",
-            )
-
-    def _stop_run(self, given: str, allowed: str, *, suspect_step: int | None = None) -> NoReturn:
-        """End the run as a tripwire does: the cause on record, the last checkpoint offered.
-
-        `suspect_step` is the step whose weights gave the numbers that raised the alarm.
-        """
-        self._event(EventKind.STOP, "tripwire", given)
-        where = self._offer_checkpoint(suspect_step)
-        raise RunStopped(
-            explain_refusal(
-                given,
-                allowed=allowed,
-                next_step=f"read {self._run_dir.path}/events.jsonl and mend the cause; {where}",
-            )
-        )
-
-    def _offer_checkpoint(self, suspect_step: int | None) -> str:
-        """Say where the run goes on: a checkpoint of suspect weights only together with one before it."""
-        steps = self._run_dir.checkpoint_steps()
-        if not steps:
-            return "no checkpoint yet"
-        name = self._run_dir.checkpoint_path(steps[-1]).name
-        if suspect_step is None or steps[-1] < suspect_step:
-            return f"the same command goes on from checkpoint {name}"
-        suspect = f"the same command goes on from checkpoint {name}, whose weights raised this alarm"
-        before = [step for step in steps if step < suspect_step]
-        if not before:
-            return f"{suspect}, and there is none before it"
-        good = self._run_dir.checkpoint_path(before[-1]).name
-        return f"{suspect}; remove {self._run_dir.checkpoint_path(steps[-1])} to go on from {good} before it"
-
-    def _stop_if_asked(self) -> None:
+    async def _stop_if_asked(self) -> None:
         """End after a signal, with a checkpoint of the last step."""
         if self._stop.cause is None:
             return
         if self._state.step not in {0, *self._run_dir.checkpoint_steps()}:
-            self._checkpoint()
+            await self._checkpoint()
         kept = self._run_dir.latest_checkpoint()
         where = f"checkpoint {kept[1].name}" if kept else "its start, no step was trained"
         raise Interrupted(
@@ -425,9 +412,20 @@ class TrainLoop:
             )
         )
 
-    def _checkpoint(self) -> None:
+    async def _list_waiting(self) -> list[tuple[int, Group]]:
+        """Return the groups that wait for later steps; in a deterministic run all that were started."""
+        if self._source is None:
+            return []
+        if self._spec.train.deterministic:
+            await self._source.settle()
+        return self._source.list_waiting()
+
+    async def _checkpoint(self) -> None:
         self._watchdog.progress("checkpoint")
-        path = save_checkpoint(self._run_dir, self._roles.learner, self._parts.model_dir, self._state)
+        waiting = await self._list_waiting()
+        path = await save_checkpoint(
+            self._run_dir, self._roles.learner, self._parts.model_dir, self._state, waiting
+        )
         self._run_dir.keep_checkpoints(self._spec.train.keep_checkpoints)
         self._event(EventKind.CHECKPOINT, "written", path.name)
 
@@ -467,6 +465,15 @@ class TrainLoop:
     def _publish_event(self, event: Event) -> None:
         self._run_dir.events.append(event)
         self._parts.observer.on_event(event)
+
+    def _watch_loop(self) -> AbstractContextManager[object]:
+        """Watch that the event loop keeps up, where the learner leaves it free."""
+        return LoopLagWatch(self._on_lag) if self._roles.learner.is_aside else nullcontext()
+
+    def _on_lag(self, late_s: float, stack: str) -> None:
+        """Called by the watching thread, while the loop is kept."""
+        detail = f"the event loop has answered nobody for {late_s:.1f} s; it is kept by\n{stack}"
+        self._event(EventKind.TRIPWIRE, "loop_lag", detail)
 
     def _on_stall(self, stage: str, stalled_s: float) -> None:
         """Called by the watchdog's thread, just before it ends the process."""

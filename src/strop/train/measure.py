@@ -12,7 +12,8 @@ from statistics import fmean
 
 import numpy as np
 
-from strop.policy.learner import StepReport
+from strop.algorithm.corrections import describe_mismatch
+from strop.policy.learner import StepReport, Term
 from strop.rollout import RESTART, TERMINATOR, Group, Rollout
 from strop.tasks.llm_judge import correlation
 from strop.train.batch import TrainBatch
@@ -72,14 +73,21 @@ def measure_demonstrations(members: Sequence[Demonstration]) -> dict[str, float]
     return {"num_sft_rows": float(len(members)), "num_sft_tokens": float(num_tokens)}
 
 
-def measure_update(report: StepReport, *, is_mixed: bool = False) -> dict[str, float]:
-    """Sum up what the optimizer step did; in a mixed run also what each term gave, its weight included."""
+def measure_update(report: StepReport, *, is_mixed: bool = False, is_stale: bool = False) -> dict[str, float]:
+    """Sum up what the optimizer step did; in a mixed run also what each term gave, its weight included.
+
+    Where the rollouts are `is_stale`, of earlier weights, the gap between learner and engine is mostly what
+    the weights have moved since: it has a name of its own, and no bound.
+    """
+    gap = "offpolicy" if is_stale else "drift"
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "lr": report.lr,
         "changed_frac": report.changed_frac,
         "num_positions": float(report.num_positions),
+        # Part of `seconds_learn`: the rest is the way to the ranks and back.
+        "seconds_compute": report.compute_s,
     }
     for term in report.terms if is_mixed else ():
         metrics |= {f"loss_{term.name}": term.loss, f"grad_norm_{term.name}": term.grad_norm}
@@ -89,16 +97,30 @@ def measure_update(report: StepReport, *, is_mixed: bool = False) -> dict[str, f
         metrics["master_changed_frac"] = report.master_changed_frac
     if len(report.drift_M):
         metrics |= {
-            "drift_mean_nats": float(report.drift_M.mean()),
-            "drift_p99_nats": float(np.quantile(report.drift_M, 0.99)),
-            "drift_max_nats": float(report.drift_M.max()),
+            f"{gap}_mean_nats": float(report.drift_M.mean()),
+            f"{gap}_p99_nats": float(np.quantile(report.drift_M, 0.99)),
+            f"{gap}_max_nats": float(report.drift_M.max()),
         }
+    if len(report.correction_M):
+        described = describe_mismatch(report.log_ratio_M.astype(np.float64), report.correction_M)
+        # The ratios themselves are the gap above, unless a proximal policy stands between.
+        metrics |= {name: value for name, value in described.items() if not name.startswith("mismatch")}
     return metrics
+
+
+def measure_pairs(terms: Sequence[Term]) -> dict[str, float]:
+    """Count the preference pairs of a step, and their tokens; nothing where there are none."""
+    pairs = [pair for term in terms if term.name == "dpo" for pair in term.groups]
+    if not pairs:
+        return {}
+    num_tokens = sum(int(reply.is_scored.sum()) for pair in pairs for reply in pair.replies)
+    return {"num_pairs": float(len(pairs)), "num_pair_tokens": float(num_tokens)}
 
 
 def count_trained_tokens(metrics: Mapping[str, float]) -> float:
     """Return the tokens in the normalisers of all terms."""
-    return metrics.get("num_scored_tokens", 0.0) + metrics.get("num_sft_tokens", 0.0)
+    names = ("num_scored_tokens", "num_sft_tokens", "num_pair_tokens")
+    return sum(metrics.get(name, 0.0) for name in names)
 
 
 def measure_time(seconds: Mapping[str, float], step_s: float, num_scored_tokens: float) -> dict[str, float]:

@@ -93,10 +93,10 @@ def read_run_demonstrations(spec: SftSpec, folder: Path, framing: Framing) -> De
     chosen = choice.finish()
     seen = "; ".join(f"{number} {what}" for what, number in choice.counts.items() if number)
     require_some(spec.source, chosen, f"{choice.num_seen} rollouts are recorded{seen and ', '}{seen}")
-    _refuse_held_out(spec.source, chosen, framing)
+    refuse_held_out("sft.source", spec.source, chosen, framing)
     sieve = Sieve(framing=framing)
     for rollout in chosen:
-        _require_same_asking(rollout, framing)
+        require_same_asking("sft.source", rollout, framing)
         for candidate in _to_candidates(rollout, framing):
             sieve.add(candidate)
     return Demonstrations(
@@ -115,21 +115,21 @@ def find_rollouts_files(folder: Path) -> list[Path]:
     return list_shards(folder) or RunDir.open(folder).rollouts_files()
 
 
-def _refuse_held_out(source: str, chosen: Sequence[Rollout], framing: Framing) -> None:
+def refuse_held_out(setting: str, source: str, chosen: Sequence[Rollout], framing: Framing) -> None:
     """Refuse replies to problems that this run will be measured on: an evaluation may be of any split."""
     held_out = {example.example_id for example in framing.task.examples(Split.HELD_OUT)}
     known = sorted({one.example.example_id for one in chosen} & held_out)
     if known:
         raise DataError(
             explain_refusal(
-                f"{len(known)} examples of sft.source={source} are held out here, the first is {known[0]}",
+                f"{len(known)} examples of {setting}={source} are held out here, the first is {known[0]}",
                 allowed="replies to training examples",
                 next_step="evaluate with --split train, and name the folder of those replies",
             )
         )
 
 
-def _require_same_asking(rollout: Rollout, framing: Framing) -> None:
+def require_same_asking(setting: str, rollout: Rollout, framing: Framing) -> None:
     """Raises: DataError if this run would ask, write or read otherwise than the rollout has it."""
     tokenizer, task, opening = framing.tokenizer, framing.task, rollout.turns[0]
     is_same = np.array_equal(tokenizer.encode(opening.text), opening.token_ids)
@@ -141,11 +141,11 @@ def _require_same_asking(rollout: Rollout, framing: Framing) -> None:
     if not is_same:
         raise DataError(
             explain_refusal(
-                f"a rollout of sft.source, example {rollout.example.example_id} of step {rollout.step}, was"
+                f"a rollout of {setting}, example {rollout.example.example_id} of step {rollout.step}, was"
                 f" asked with {opening.text!r}, and this run's tokenizer, prompt format or task writes or"
                 " reads it otherwise",
                 allowed="rollouts of a model with the same tokenizer, asked as this run asks",
-                next_step="name a run of this model, task and model.prompt_format in sft.source",
+                next_step=f"name a run of this model, task and model.prompt_format in {setting}",
             )
         )
 

@@ -61,6 +61,11 @@ class ExampleSchedule(Generic[Item]):
             self._append_step()
         return [self._examples[index] for index in self._steps[step]]
 
+    def numbered(self, number: int) -> Item:
+        """Return the example of the group with a number, counted over all steps from 0."""
+        step, place = divmod(number, self._prompts_per_step)
+        return self.examples(step)[place]
+
     def _append_step(self) -> None:
         """Take the next positions; one that the step has already waits for the step after."""
         chosen: list[int] = []

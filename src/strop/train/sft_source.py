@@ -21,7 +21,7 @@ def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstra
     Raises: DataError or StoreError for a source that is missing, malformed or left with fewer than a
         step takes; ConfigError if the model cannot be asked in the run's prompt format.
     """
-    if not spec.train.has_sft:
+    if not spec.has_demonstrations:
         return None
     # Here: they bring the environments, which the plan of a run that imitates nothing has no use for.
     from strop.train.rejection import read_run_demonstrations
@@ -43,8 +43,8 @@ def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstra
     return found
 
 
-def find_source(source: str) -> Path:
-    """Return the file or the folder of a run that `sft.source` names, fetched where it lies in a store.
+def find_source(source: str, *, setting: str = "sft.source") -> Path:
+    """Return the file or the folder of a run that a setting names, fetched where it lies in a store.
 
     The files that imitating it takes are told to whoever collects data files.
     Raises: DataError if there is none; StoreErrors as `Store.get`.
@@ -53,9 +53,9 @@ def find_source(source: str) -> Path:
     if not path.exists():
         raise DataError(
             explain_refusal(
-                f"sft.source={source} does not exist",
+                f"{setting}={source} does not exist",
                 allowed="a file of JSONL or Parquet, or a folder of rollouts; a path, or a URI of a store",
-                next_step="correct the path in sft.source",
+                next_step=f"correct the path in {setting}",
             )
         )
     if path.is_dir():

@@ -7,14 +7,18 @@ complete batch; only then does `sft.weight` act.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 from strop.algorithm import Algorithm
+from strop.algorithm.preferences import Preference
 from strop.algorithm.supervised import cross_entropy_terms, weigh_demonstrations
+from strop.errors import ConfigError, explain_refusal
 from strop.policy.learner import LossTerm
+from strop.policy.objective import Scope, ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
+from strop.spec.dpo import DpoSpec
 from strop.train.batch import TrainBatch, share_prompts
 from strop.train.demonstrations import Demonstration
 
@@ -23,31 +27,70 @@ SFT_TEMPERATURE = 1.0
 
 
 def rl_term(algorithm: Algorithm, batch: TrainBatch, temperature: float) -> LossTerm:
-    """Return the policy-gradient term of a credited batch."""
+    """Return the policy-gradient term of a credited batch.
 
-    def token_terms(
-        logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        terms = algorithm.token_terms(logprob, engine_logprob, advantage)
-        return terms.loss_N, terms.grad_N
+    Raises: ConfigError if a reply is longer than a correction by whole replies accepts.
+    """
+    return policy_term(algorithm, batch.groups, temperature, name="rl")
 
-    return LossTerm(name="rl", groups=batch.groups, temperature=temperature, token_terms=token_terms)
+
+def policy_term(
+    algorithm: Algorithm, groups: Sequence[PackedGroup], temperature: float, *, name: str
+) -> LossTerm:
+    """Return the term of packed replies that an algorithm judges. Raises: like `rl_term`."""
+    _refuse_long_sequences(algorithm, groups)
+    return LossTerm(
+        name=name,
+        groups=groups,
+        temperature=temperature,
+        token_terms=algorithm,
+        scope=algorithm.scope,
+    )
+
+
+def _refuse_long_sequences(algorithm: Algorithm, groups: Sequence[PackedGroup]) -> None:
+    limit = algorithm.max_sequence_tokens
+    if algorithm.correction.level != "sum" or limit is None:
+        return
+    counts = [int(reply.is_scored.sum()) for group in groups for reply in group.replies]
+    if max(counts, default=0) > limit:
+        raise ConfigError(
+            explain_refusal(
+                f"a reply of {max(counts)} tokens under algorithm.correction={algorithm.correction.name},"
+                " whose ratio is a product over all of them",
+                allowed=f"replies of at most algorithm.max_sequence_tokens={limit}",
+                next_step="choose a correction by token, or raise that limit knowingly",
+            )
+        )
+
+
+def imitate(tokens: ScoredTokens, /) -> TokenTerms:
+    """Return the cross-entropy of demonstrated tokens."""
+    loss, grad = cross_entropy_terms(tokens.logprob_M)
+    return TokenTerms(loss_N=loss, grad_N=grad)
 
 
 def sft_term(members: Sequence[Demonstration], weight: float) -> LossTerm:
     """Return the mean cross-entropy of demonstrations, `weight` times."""
-
-    def token_terms(
-        logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return cross_entropy_terms(logprob)
-
     return LossTerm(
         name="sft",
         groups=pack_demonstrations(members),
         temperature=SFT_TEMPERATURE,
-        token_terms=token_terms,
+        token_terms=imitate,
         weight=weight,
+    )
+
+
+def dpo_term(spec: DpoSpec, pairs: Sequence[PackedGroup], temperature: float) -> LossTerm:
+    """Return the mean loss of preference pairs, which stay together."""
+    preference = Preference(name=spec.loss, beta=spec.beta, label_noise_frac=spec.label_noise_frac)
+    weight = 1.0 / max(len(pairs), 1)
+    weighed = [
+        replace(pair, replies=tuple(replace(reply, weight=weight) for reply in pair.replies))
+        for pair in pairs
+    ]
+    return LossTerm(
+        name="dpo", groups=weighed, temperature=temperature, token_terms=preference, scope=Scope.GROUP
     )
 
 

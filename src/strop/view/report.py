@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from strop import __version__
 from strop.evaluate import EvalResult
 from strop.record import RunState
+from strop.record.prediction import compare_prediction
 from strop.rollout import Rollout
 from strop.store import write_bytes_atomically
 from strop.view.charts import SMALL, Chart, Estimate, Series, build_chart, smooth
@@ -95,6 +96,8 @@ def render_report(record: RunRecord) -> str:
         health_charts=chart_health(record.metrics),
         stages=_stage_rows(stages),
         stage_total_s=sum(stages.values()),
+        prediction=record.prediction,
+        compared=_compared_rows(record),
         alarms=count_alarms(record.events),
         noted=[event for event in record.events if event.kind in NOTED_KINDS],
         examples=_present(_show_step("At the start", record.early), _show_step("At the end", record.late)),
@@ -193,6 +196,28 @@ def _stage_rows(stages: Mapping[str, float]) -> list[dict[str, Any]]:
         rows.append({"name": name, "seconds": seconds, "share": share, "start": start})
         start += share
     return rows
+
+
+def _compared_rows(record: RunRecord) -> list[dict[str, str]]:
+    """Return planned and measured numbers side by side; none where nothing was planned or measured."""
+    if record.prediction is None:
+        return []
+    return [
+        {
+            "name": one.name,
+            "planned": describe_amount(one.planned, one.unit),
+            "measured": describe_amount(one.measured, one.unit),
+            "ratio": "-" if one.ratio is None else f"{one.ratio:.2f}",
+        }
+        for one in compare_prediction(record.prediction, record.metrics)
+    ]
+
+
+def describe_amount(amount: float, unit: str) -> str:
+    """Return a number of a plan as a person says it; `unit` is 's', 'bytes' or a rate."""
+    if unit == "s":
+        return f"{1e3 * amount:.0f} ms" if amount < 0.1 else describe_duration(amount)
+    return f"{amount / 1e9:.2f} GB" if unit == "bytes" else f"{amount:,.0f} {unit}"
 
 
 def describe_status(record: RunRecord) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from strop.evaluate import EvalResult, Interval, compare_results, read_result
 from strop.evaluate.result import PROTOCOL_FIELDS
 from strop.record import Event, EventKind, RunDir, RunState
+from strop.record.prediction import Prediction, read_prediction
 from strop.rollout import Rollout
 from strop.view.watch import ALARM_KINDS
 
@@ -71,6 +72,8 @@ class RunRecord:
     """By step; one protocol only, the one measured most often."""
     early: RolloutsAtStep | None
     late: RolloutsAtStep | None
+    prediction: Prediction | None = None
+    """What the run was expected to take."""
 
     @property
     def num_steps(self) -> int:
@@ -96,6 +99,7 @@ def read_run_record(run_dir: Path) -> RunRecord:
         evals=_read_evals(run_dir),
         early=early,
         late=late,
+        prediction=read_prediction(run_dir),
     )
 
 

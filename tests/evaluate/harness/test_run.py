@@ -15,17 +15,14 @@ from strop.evaluate.harness import (
     GENERATING,
     LM_EVAL,
     PROTOCOLS,
-    HarnessEnvironment,
     HarnessJob,
     HarnessMetric,
     HarnessPart,
-    ensure_environment,
     find_protocol,
     refuse_small_model,
     refuse_unconfirmed_code,
     run_harness,
 )
-from strop.evaluate.harness.environment import STAMP_NAME
 from strop.evaluate.harness.program import count_passes, is_passing
 from strop.evaluate.harness.result import HarnessOutput, pool_metrics, read_output
 from strop.evaluate.harness.staging import harness_command, stage_rows, write_task_files
@@ -388,45 +385,3 @@ def test_a_program_without_an_end_is_killed_with_what_it_started(tmp_path: Path)
     assert time.monotonic() - started < 3.5
     time.sleep(2.5)
     assert not marker.exists()
-
-
-def test_offline_an_environment_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("STROP_OFFLINE", "1")
-    empty = HarnessEnvironment(name="empty", pip_steps=())
-    with pytest.raises(StoreError, match=r"of empty is not in .*, and offline mode forbids .* Next: start"):
-        ensure_environment(empty, say=print)
-    assert not empty.path.exists()
-    empty.path.mkdir(parents=True)
-    (empty.path / STAMP_NAME).write_text(json.dumps({"stamp": empty.stamp}))
-    # The Python that it was made with is gone.
-    with pytest.raises(StoreError, match="of empty is not in"):
-        ensure_environment(empty, say=print)
-    empty.python.parent.mkdir()
-    empty.python.touch()
-    assert ensure_environment(empty, say=print) == empty.python
-
-
-@pytest.mark.slow
-def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "a cache"))
-    said: list[str] = []
-    empty = HarnessEnvironment(name="empty", pip_steps=())
-    python = ensure_environment(empty, say=said.append)
-    assert python.exists()
-    marker = python.parent / "marker"
-    marker.touch()
-    assert ensure_environment(empty, say=said.append) == python
-    assert (marker.exists(), len(said)) == (True, 1)
-    # Other steps are another environment under the same name; these cannot be taken.
-    broken = HarnessEnvironment(name="empty", pip_steps=((str(tmp_path / "no such package"),),))
-    with pytest.raises(
-        StoreError, match=r"(?s)environment of empty could not be made: .* Allowed: .* Next: "
-    ):
-        ensure_environment(broken, say=said.append)
-    assert not marker.exists()
-    assert not broken.is_ready()
-    hollow = HarnessEnvironment(name="empty", pip_steps=(), nltk_data="no_package/data")
-    with pytest.raises(StoreError, match="no package that was installed has this folder"):
-        ensure_environment(hollow, say=said.append)
-    assert not empty.is_ready()

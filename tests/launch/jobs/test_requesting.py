@@ -124,6 +124,22 @@ def test_the_roles_of_a_job_are_argument_lists(world: World) -> None:
     assert (companion.nodes, companion.must_succeed) == ("cpu", False)
 
 
+def test_every_other_node_joins_a_run_on_ray_as_a_role_of_its_own(world: World) -> None:
+    train, ray = world.request("placement.kind=ray", "job.nodes=3", "job.train_gpus=2").roles
+    assert (train.name, train.nodes) == ("train", "first")
+    assert (ray.name, ray.nodes, ray.must_succeed) == ("ray", "others", False)
+    assert ray.argv[1:] == ("-m", "strop.cluster.ray.node", "{run}")
+    # As many devices there as on the first node: roles of the run live on both.
+    assert dict(ray.gpus) == dict(train.gpus) == {"infer": 1, "train": 2}
+    assert [role.name for role in world.request("placement.kind=ray").roles] == ["train"]
+
+
+def test_ray_over_hosts_without_a_common_disk_is_refused(world: World) -> None:
+    world.sites('[sites.cloud]\nbackend = "sagemaker"\n')
+    message = refusal(world, site="cloud", overrides=("placement.kind=ray", "job.nodes=2"))
+    assert "placement.kind is ray with job.nodes=2 on cloud, whose hosts see no common disk" in message
+
+
 def test_limits_of_a_site_hold_where_the_run_file_is_silent(world: World) -> None:
     world.sites('[sites.lab]\nbackend = "slurm"\ntime_limit = "12h"\nmemory = "64G"\ngpu_type = "h200"\n')
     found = world.request(site="lab").resources

@@ -13,7 +13,7 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Outcome, Split, make_example
 from strop.spec import load_spec
-from strop.spec.task import LlmJudgeSpec
+from strop.spec.task import LlmJudgeSpec, role_judges
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.judging import WorkerJudge, open_judge
 from strop.tasks.llm_judge import LlmJudge, client
@@ -322,6 +322,8 @@ def test_a_run_file_names_a_judge(tmp_path: Path) -> None:
         ({"judge_model": '"small"'}, "the model would be judged by itself"),
         ({"judge_model": '"other-org/Small"'}, "the model would be judged by itself"),
         ({"pass_score": "0.0"}, "task.pass_score"),
+        ({"judge_devices": '"0"'}, "chooses the engine of no other"),
+        ({"judge_url": '"role"', "judge_key_env": '"K"'}, "the run makes the key of a judge that it starts"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(
@@ -329,6 +331,13 @@ def test_settings_that_cannot_be_meant_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_spec(write_run(tmp_path, **settings))
+
+
+def test_a_judge_that_the_run_starts_is_on_its_node(tmp_path: Path) -> None:
+    path = write_run(tmp_path, judge_url='"role"', judge_engine='"vllm"', judge_devices='"2,3"')
+    assert [one.judge_devices for one in role_judges(load_spec(path).spec.task)] == ["2,3"]
+    with pytest.raises(ConfigError, match="a judge that the run starts listens on its own node only"):
+        load_spec(path, ["job.nodes=2", "placement.kind=ray"])
 
 
 def test_a_judge_of_itself_must_be_meant(tmp_path: Path) -> None:

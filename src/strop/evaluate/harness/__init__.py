@@ -1,6 +1,6 @@
 """Scores that others can repeat: a foreign harness beside strop, on the examples of strop's own tasks."""
 
-from strop.evaluate.harness.environment import LM_EVAL, HarnessEnvironment, ensure_environment
+from strop.evaluate.harness.environment import LM_EVAL
 from strop.evaluate.harness.protocols import GENERATING, PROTOCOLS, HarnessProtocol, find_protocol
 from strop.evaluate.harness.result import HarnessJob, HarnessMetric, HarnessPart, HarnessResult
 from strop.evaluate.harness.run import run_harness
@@ -13,13 +13,11 @@ __all__ = [
     "GENERATING",
     "LM_EVAL",
     "PROTOCOLS",
-    "HarnessEnvironment",
     "HarnessJob",
     "HarnessMetric",
     "HarnessPart",
     "HarnessProtocol",
     "HarnessResult",
-    "ensure_environment",
     "find_protocol",
     "refuse_small_model",
     "refuse_unconfirmed_code",

@@ -96,7 +96,8 @@ class RolePlan:
     gpus: Mapping[str, int] = field(default_factory=dict)
     """How many GPUs of its node it gets, by what they are for: `infer`, `train`."""
     nodes: str = "first"
-    """`first`: node 0 of the main part; `all`: every node of it; `cpu`: the nodes of the CPU part."""
+    """`first`: node 0 of the main part; `all`: every node of it; `others`: all of them but node 0; `cpu`: the
+    nodes of the CPU part."""
     must_succeed: bool = True
     """Whether its end with 0 is a success of the job. A companion's early end is always a failure."""
     is_awaited: bool = False

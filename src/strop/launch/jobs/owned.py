@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from strop.hardware.job_variables import (
+    ADDRESS_VARIABLE,
+    NAMES_VARIABLE,
+    NODE_VARIABLE,
+    NUM_NODES_VARIABLE,
+)
 from strop.hardware.leases import LEASE_VARIABLE
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
-
-NODE_VARIABLE = "STROP_NODE"
-"""Which node of its attempt a role is on, from 0."""
-NUM_NODES_VARIABLE = "STROP_NUM_NODES"
-ADDRESS_VARIABLE = "STROP_NODE_ADDRESS"
-"""Of node 0, as the other nodes reach it."""
 
 _OF_RANKS = frozenset(
     {
@@ -22,7 +22,7 @@ _OF_RANKS = frozenset(
 _OF_AGENTS = frozenset(
     {
         *(ATTEMPT_VARIABLE, NUMBER_VARIABLE, GRACE_VARIABLE, LEASE_VARIABLE),
-        *(NODE_VARIABLE, NUM_NODES_VARIABLE, ADDRESS_VARIABLE),
+        *(NODE_VARIABLE, NUM_NODES_VARIABLE, ADDRESS_VARIABLE, NAMES_VARIABLE),
     }
 )
 _OF_PROCESSES = frozenset(

@@ -31,6 +31,8 @@ from strop.spec.sites import find_site
 COMMANDS = ("train", "sft")
 COMPANION = "companion"
 EVALUATOR = "evaluator"
+RAY_NODE_MODULE = "strop.cluster.ray.node"
+"""Joins a node to the Ray cluster of the run."""
 MAX_MEMBERS = 1000
 
 
@@ -93,7 +95,7 @@ def read_request(
         site=site,
         command=options.command,
         resources=_count_resources(resolved, site, options),
-        roles=tuple(_list_roles(options.command, resolved, python)),
+        roles=tuple(_list_roles(options.command, resolved, python, site)),
         environment=environment,
         snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
         project_path=project_path,
@@ -246,10 +248,27 @@ def _take_code(
     return take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
 
 
-def _list_roles(command: str, resolved: ResolvedSpec, python: str) -> list[RolePlan]:
+def _refuse_apart(site: Site, num_nodes: int) -> None:
+    """Refuse Ray over nodes without a common disk: they meet and keep checkpoints on it."""
+    if isinstance(site.profile, SageMakerSite):
+        raise ConfigError(
+            explain_refusal(
+                f"placement.kind is ray with job.nodes={num_nodes} on {site.name}, whose hosts see no"
+                " common disk",
+                allowed="Ray on one SageMaker instance, or on the nodes of a SLURM job",
+                next_step="set job.nodes to 1 and take a larger instance, or choose a SLURM site",
+            )
+        )
+
+
+def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -> list[RolePlan]:
     job = resolved.spec.job
     argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
     roles = [RolePlan(name="train", argv=argv, gpus=job.gpu_roles)]
+    if resolved.spec.placement.kind == "ray" and job.nodes > 1:
+        _refuse_apart(site, job.nodes)
+        join = (python, "-m", RAY_NODE_MODULE, "{run}")
+        roles.append(RolePlan(name="ray", argv=join, gpus=job.gpu_roles, nodes="others", must_succeed=False))
     if job.eval_config is not None:
         follow = ("eval", "{run}", "--config", f"{{job}}/{EVALUATION_NAME}", "--follow")
         roles.append(

@@ -27,6 +27,7 @@ from strop.hardware.allocation import Allocation, lease_gpus
 from strop.hardware.identity import identify_self
 from strop.hardware.leftovers import end_processes
 from strop.hardware.orphans import adopt_orphans, bury_orphans
+from strop.hardware.owned_dirs import clear_shared_memory
 from strop.launch.jobs.contract import JobPlan, RolePlan
 from strop.launch.jobs.env_files import read_environment
 from strop.launch.jobs.home import CODE_NAME, read_plan
@@ -142,6 +143,8 @@ def _end_strays(node: _Node, lease: HeldLease) -> None:
     ended, surviving = end_processes(lease.lease)
     if ended:
         node.say(f"ended {len(ended)} processes that the roles had left: {', '.join(map(str, ended))}")
+    for path in clear_shared_memory():
+        node.say(f"removed {path}, whose process had ended")
     if surviving:
         lease.is_kept = True
         node.say(f"processes {', '.join(map(str, surviving))} did not end, and are left to the next agent")
@@ -150,7 +153,8 @@ def _end_strays(node: _Node, lease: HeldLease) -> None:
 def _roles_of(plan: JobPlan, task: NodeTask) -> Iterator[RolePlan]:
     """Yield what runs on this node."""
     for role in plan.roles:
-        is_main = task.part == "main" and (role.nodes == "all" or (role.nodes == "first" and task.node == 0))
+        is_here = role.nodes == "all" or role.nodes == ("first" if task.node == 0 else "others")
+        is_main = task.part == "main" and is_here
         if is_main or (task.part == "cpu" and role.nodes == "cpu"):
             yield role
 

@@ -12,9 +12,14 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, Allocation, GpuRequest
+from strop.hardware.job_variables import (
+    ADDRESS_VARIABLE,
+    NAMES_VARIABLE,
+    NODE_VARIABLE,
+    NUM_NODES_VARIABLE,
+)
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
 from strop.launch.jobs.contract import JobPlan, RolePlan
-from strop.launch.jobs.owned import ADDRESS_VARIABLE, NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.launch.node.task import NodeTask
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 from strop.store import user_cache_dir
@@ -79,6 +84,7 @@ def build_environment(
         NODE_VARIABLE: str(task.node),
         NUM_NODES_VARIABLE: str(task.num_nodes),
         ADDRESS_VARIABLE: task.address,
+        NAMES_VARIABLE: ",".join(sorted(given)),
         **place.lease,
     }
     variables["PYTHONPATH"] = _python_path(place.code_path, variables.get("PYTHONPATH", ""))

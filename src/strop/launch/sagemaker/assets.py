@@ -15,9 +15,11 @@ from strop.launch.eval_file import EvalFile
 from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec import RunSpec
 from strop.spec.display import dotted, walk_values
+from strop.spec.task import role_judges
 from strop.store.models import HUB_PATTERN
 
 _MODEL_KEYS = ("uri",)
+_FROZEN_KEYS = (("reference", "model"), ("teacher", "model"))
 _DATA_KEYS = ("source", "dataset", "order_file", "data", "calibration")
 _LOCAL_STARTS = ("/", "~", "./", "../")
 
@@ -50,6 +52,8 @@ class NamedAsset:
 def list_assets(spec: RunSpec, evaluation: EvalFile | None = None) -> list[NamedAsset]:
     """Return every model and data source that a run file and its evaluation name, mixtures included."""
     found = [asset for section in _sections(spec.model_dump(mode="json")) for asset in _assets_of(*section)]
+    judges = [one.judge_model for one in role_judges(spec.task)]
+    found += [NamedAsset(key="task.judge_model", value=name, kind="models") for name in judges]
     known = {(asset.value, asset.kind) for asset in found}
     for place, value in evaluation.values.items() if evaluation is not None else ():
         inner = [asset for section in _inside(place, value) for asset in _assets_of(*section)]
@@ -116,6 +120,6 @@ def _inside(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...]
 def _assets_of(path: tuple[str, ...], value: Any) -> Iterator[NamedAsset]:
     if not isinstance(value, str) or not value or path[0] in {"output", "store"}:
         return
-    is_model = path[-1] in _MODEL_KEYS or path[-1].endswith("_model_uri")
+    is_model = path in _FROZEN_KEYS or path[-1] in _MODEL_KEYS or path[-1].endswith("_model_uri")
     if is_model or path[-1] in _DATA_KEYS:
         yield NamedAsset(key=dotted(path), value=value, kind="models" if is_model else "datasets")

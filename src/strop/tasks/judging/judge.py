@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from strop.hardware import describe_machine
+from strop.hardware.busy_clock import BusyClock
 from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.tasks.contract import Task
 from strop.tasks.failures import owner_of_error
@@ -100,37 +101,23 @@ class QuickJudge:
 
 
 class TimedJudge:
-    """Passes replies on, and keeps the time in which at least one of them was being judged.
-
-    Judgements overlap, and each waits for its turn: their own durations add up to anything.
-    """
+    """Passes replies on, and keeps the time in which at least one of them was being judged."""
 
     def __init__(self, judge: Judge, clock: Callable[[], float] = time.perf_counter) -> None:
         self._judge = judge
-        self._clock = clock
-        self._num_running = 0
-        self._since = 0.0
-        self._busy_s = 0.0
+        self._clock = BusyClock(clock)
 
     async def judge(self, example: Example, text: str) -> Outcome:
         """Let the other judge judge."""
-        if self._num_running == 0:
-            self._since = self._clock()
-        self._num_running += 1
-        try:
+        with self._clock.running():
             return await self._judge.judge(example, text)
-        finally:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self._busy_s += self._clock() - self._since
 
     async def close(self) -> None:
         """Leave the other judge to whoever opened it."""
 
     def take_busy_s(self) -> float:
         """Return the time (seconds) since this was last asked for, and start anew."""
-        busy_s, self._busy_s = self._busy_s, 0.0
-        return busy_s
+        return self._clock.take_s()
 
 
 def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:

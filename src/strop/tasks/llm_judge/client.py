@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Failure, FailureOwner
-from strop.spec.judge_tasks import is_this_machine
+from strop.spec.judge_tasks import MAX_ANSWER_TOKENS, ROLE, is_this_machine
 from strop.tasks.llm_judge.desk import CallDesk
+from strop.tasks.llm_judge.role import read_handover
 from strop.tasks.llm_judge.verdict import UNPARSABLE
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ CALL_LIMIT_S = 30.0
 """From the first byte sent to the last one read, tries included."""
 WAIT_LIMIT_S = 30.0
 """For a place among the calls under way, and for the rate."""
-MAX_ANSWER_TOKENS = 512
 SEED = 0
 _MAX_TRIES = 3
 _BACKOFF_S = 0.5
@@ -115,7 +115,10 @@ def _make_client(endpoint: Endpoint) -> httpx.Client:
                 next_step="pip install 'strop[tasks]'",
             )
         ) from error
-    headers = {}
+    headers, url = {}, endpoint.url
+    if url == ROLE:
+        url, key = read_handover(endpoint.model)
+        headers["Authorization"] = f"Bearer {key}"
     if endpoint.key_env is not None:
         key = os.environ.get(endpoint.key_env, "")
         if not key:
@@ -128,8 +131,8 @@ def _make_client(endpoint: Endpoint) -> httpx.Client:
             )
         headers["Authorization"] = f"Bearer {key}"
     # The environment's proxies are not for a server on this machine.
-    is_here = is_this_machine(endpoint.url)
-    return httpx.Client(base_url=endpoint.url.rstrip("/"), headers=headers, trust_env=not is_here)
+    is_here = is_this_machine(url)
+    return httpx.Client(base_url=url.rstrip("/"), headers=headers, trust_env=not is_here)
 
 
 def _try(client: httpx.Client, model: str, question: str, deadline: float) -> str | _Trouble:

@@ -10,12 +10,12 @@ from typing import Any
 
 from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
+from strop.spec.judge_tasks import MAX_ANSWER_TOKENS
 from strop.spec.task import LlmJudgeSpec
 from strop.tasks.contract import TaskLimits
 from strop.tasks.llm_judge.cache import find_judgement, judgement_path, keep_judgement
 from strop.tasks.llm_judge.client import (
     CALL_LIMIT_S,
-    MAX_ANSWER_TOKENS,
     SEED,
     WAIT_LIMIT_S,
     Endpoint,

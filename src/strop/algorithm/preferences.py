@@ -1,0 +1,57 @@
+"""Losses on pairs of replies of which one is preferred.
+
+The margin h is what the policy has gained over the reference on the preferred reply, minus what it has
+gained on the other: sums of log-probabilities over the scored tokens. With the policy as its own
+reference h = 0, and `dpo` starts at ln 2.
+
+Shapes: h of one pair each; N scored tokens of any number of pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from strop.algorithm.sequences import sum_over
+from strop.policy.objective import ScoredTokens, TokenTerms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference:
+    """A loss on pairs; itself a picklable loss of scored tokens, with the scope of a group.
+
+    A pair is a packed group whose preferred reply has advantage 1 and the other one -1. The mean over
+    pairs is the sum over tokens if every token weighs 1 / pairs.
+    """
+
+    name: Literal["dpo", "cdpo", "pref_ipo"]
+    beta: float
+    label_noise_frac: float = 0.0
+    """Of `cdpo`: how many labels are believed to be wrong."""
+
+    def judge(self, margin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of margins (nats), and its derivative with respect to them.
+
+        Source: arXiv:2305.18290, equation 7 (dpo); arXiv:2310.12036, equation 17 (pref_ipo).
+        """
+        if self.name == "pref_ipo":
+            distance = margin - 1.0 / (2.0 * self.beta)
+            return distance.square(), 2.0 * distance
+        noise = self.label_noise_frac if self.name == "cdpo" else 0.0
+        scaled = self.beta * margin
+        # -log sigmoid(x) = log(1 + exp(-x)), from logaddexp, which overflows nowhere.
+        nothing = scaled.new_zeros(scaled.shape)
+        loss = (1 - noise) * nothing.logaddexp(-scaled) + noise * nothing.logaddexp(scaled)
+        grad = self.beta * (noise * scaled.sigmoid() - (1 - noise) * (-scaled).sigmoid())
+        return loss, grad
+
+    def __call__(self, tokens: ScoredTokens, /) -> TokenTerms:
+        """Return every token's share of its pair's loss, and its gradient. Nothing is differentiated."""
+        sign_M = tokens.advantage_M
+        gain_M = sign_M * (tokens.logprob_M.detach() - tokens.reference_logprob_M)
+        loss_M, grad_M = self.judge(sum_over(gain_M, tokens.group_M))
+        num_tokens_M = sum_over(gain_M.new_ones(gain_M.shape), tokens.group_M)
+        return TokenTerms(loss_N=loss_M / num_tokens_M, grad_N=sign_M * grad_M)

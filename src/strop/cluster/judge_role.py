@@ -1,0 +1,148 @@
+"""Judges of a run's own: an engine process for each, from before the first reply to the end of the run.
+
+A judge's process listens on this machine only and dies with this one. What it does not answer stays
+unscored; its death ends the run with its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from strop.cluster.contract import ModelSource
+from strop.cluster.engine_process import EngineProcess
+from strop.errors import ConfigError, EngineError, explain_refusal
+from strop.hardware.process import tail
+from strop.hardware.visible_devices import VISIBLE_DEVICES
+from strop.spec.judge_tasks import LlmJudgeSpec
+from strop.spec.lora import LoraSpec
+from strop.spec.run import RunSpec
+from strop.spec.task import role_judges
+from strop.store.atomic import explain_write_failure
+from strop.tasks.llm_judge.role import ROLES_VARIABLE, handover_path, write_handover
+from strop.tokenizer import Tokenizer
+
+T = TypeVar("T")
+_LOOK_EVERY_S = 1.0
+_MIN_REVISION_CHARS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Started:
+    model: str
+    process: EngineProcess
+
+
+class JudgeRoles:
+    """The judges that a run starts itself; there may be none."""
+
+    def __init__(
+        self, spec: RunSpec, policy: ModelSource, models: Mapping[str, ModelSource], work_dir: Path
+    ) -> None:
+        """`models` are those of `role_judges`, by name.
+
+        Raises: ConfigError if a judge is another revision than the run file says, has no chat template, or
+        is the policy.
+        """
+        self._spec = spec
+        self._models = dict(models)
+        self._work_dir = work_dir.absolute()
+        self._started: list[_Started] = []
+        self._sections = {one.judge_model: one for one in role_judges(spec.task)}
+        for name, section in self._sections.items():
+            _require_fit(section, models[name], policy)
+
+    async def start(self) -> None:
+        """Start every judge and wait until it listens.
+
+        Raises: EngineError with its last log lines if one does not come up; StoreError if the directory of
+        the run cannot be written.
+        """
+        for index, (name, section) in enumerate(self._sections.items()):
+            process = self._make_process(section, self._work_dir / f"judge-{index}")
+            self._started.append(_Started(model=name, process=process))
+            process.launch()
+        for one in self._started:
+            await one.process.connect()
+            path = handover_path(self._work_dir, one.model)
+            try:
+                write_handover(path, *one.process.address)
+            except OSError as error:
+                raise explain_write_failure(error, path) from error
+        if self._started:
+            os.environ[ROLES_VARIABLE] = str(self._work_dir)
+
+    async def stop(self) -> None:
+        """End every judge and remove what was handed over. May be called at any time, and twice."""
+        for one in self._started:
+            handover_path(self._work_dir, one.model).unlink(missing_ok=True)
+            await one.process.stop()
+        if self._started:
+            os.environ.pop(ROLES_VARIABLE, None)
+        self._started = []
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a work, and end it if a judge dies meanwhile.
+
+        Raises: EngineError naming the judge, its process and its last log lines.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
+                self._require_alive()
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    def _make_process(self, section: LlmJudgeSpec, work_dir: Path) -> EngineProcess:
+        engine = self._spec.engine.model_copy(update={"kind": section.judge_engine})
+        spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec()})
+        devices = section.judge_devices
+        return EngineProcess(
+            spec,
+            self._models[section.judge_model].path,
+            work_dir,
+            environment={} if devices is None else {VISIBLE_DEVICES: devices},
+        )
+
+    def _require_alive(self) -> None:
+        for one in self._started:
+            end = one.process.find_death()
+            if end is not None:
+                raise EngineError(
+                    explain_refusal(
+                        f"the judge {one.model} is gone: {end}\nIts last log lines:\n"
+                        f"{tail(one.process.log_path)}\n",
+                        allowed="a judge that lives as long as the run",
+                        next_step="mend the cause and start the run again; it goes on from its last"
+                        " checkpoint, and no reply was scored without the judge",
+                    )
+                )
+
+
+def _require_fit(section: LlmJudgeSpec, found: ModelSource, policy: ModelSource) -> None:
+    revision = section.judge_revision
+    if len(revision) < _MIN_REVISION_CHARS or not found.digest.startswith(revision):
+        raise ConfigError(
+            explain_refusal(
+                f"task.judge_revision={revision}, and {section.judge_model} has the digest {found.digest}",
+                allowed=f"at least {_MIN_REVISION_CHARS} characters of the digest, from its first: judgements"
+                " are kept under it",
+                next_step=f'set task.judge_revision = "{found.digest[:16]}"',
+            )
+        )
+    if found.digest == policy.digest and not section.can_judge_itself:
+        raise ConfigError(
+            explain_refusal(
+                f"task.judge_model={section.judge_model} has the digest of the policy, {policy.digest[:16]}",
+                allowed="a judge that is another model, or task.can_judge_itself = true",
+                next_step="name another judge",
+            )
+        )
+    Tokenizer.load(found.path).require_chat_template()

@@ -1,0 +1,197 @@
+"""A learner in the loop's own process, behind the seam of learners anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from strop.cluster.contract import ModelSource, Scorer
+from strop.hardware import free_memory_bytes
+from strop.policy.distilling import require_same_vocabulary
+from strop.policy.footprint import (
+    DEFAULT_MICRO_BATCH_POSITIONS,
+    count_trained,
+    frozen_bytes,
+    must_recompute,
+    read_model_size,
+)
+from strop.policy.frozen import FrozenModel
+from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
+from strop.policy.learner import Learner, StepReport, Term
+from strop.policy.packing import PackedGroup
+from strop.policy.sharded.build import shard_frozen, shard_learner
+from strop.rollout import FloatArray
+from strop.spec.run import RunSpec
+
+Answer = TypeVar("Answer")
+TEACHER = "teacher"
+"""The role that the terms of distillation compare with."""
+
+
+class LocalLearner:
+    """A `LearnerRole` around one `Learner`.
+
+    A step holds the event loop up, unless `is_aside`: then it runs in a thread, for loops that have
+    something to do meanwhile. One step, score or write at a time, as the loop does it anyway.
+    """
+
+    def __init__(self, local: Learner, *, is_aside: bool = False) -> None:
+        self.local = local
+        self._is_aside = is_aside
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether steps run in a thread."""
+        return self._is_aside
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
+        return self.local.version
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return self.local.model.shape
+
+    @property
+    def device(self) -> str:
+        """Kind of device that it computes on."""
+        return self.local.model.device.type
+
+    async def step_terms(self, terms: Sequence[Term]) -> StepReport:
+        """Take one optimizer step. See `LearnerRole.step_terms`."""
+        return await self._do(partial(self.local.step_terms, terms))
+
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
+        return await self._do(partial(self.local.score, groups, temperature))
+
+    async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
+        """Load a model that never learns. See `LearnerRole.add_frozen`."""
+        frozen = await self._do(partial(load_frozen, self.local, role, source))
+        return _LocalScorer(frozen, self._do)
+
+    async def write_weights(self, path: Path) -> str:
+        """Write the compute copies; in a thread, because hashing is no work for the event loop."""
+        return await asyncio.to_thread(self.local.write_weights, path)
+
+    async def export(self, target: Path, tokenizer_dir: Path) -> None:
+        """Write a Hugging Face model directory. See `LearnerRole.export`."""
+        await self._do(partial(self.local.export, target, tokenizer_dir))
+
+    async def write_adapter(self, target: Path) -> str:
+        """Write the adapters in peft's form. Returns the digest of their tensors."""
+        return await asyncio.to_thread(self.local.write_adapter, target)
+
+    async def save_state(self, target: Path) -> None:
+        """Write masters, moments and counters. See `LearnerRole.save_state`."""
+        await self._do(partial(self.local.save_state, target))
+
+    async def load_state(self, source: Path) -> None:
+        """Restore what `save_state` wrote. See `LearnerRole.load_state`."""
+        self.local.load_state(source)
+
+    async def _do(self, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.to_thread(work) if self._is_aside else work()
+
+
+class _LocalScorer:
+    """A `Scorer` that takes turns with the learner of this process."""
+
+    def __init__(self, frozen: FrozenModel, do: Callable[..., Awaitable[list[FloatArray]]]) -> None:
+        self._frozen = frozen
+        self._do = do
+
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability of each reply's scored tokens. See `Scorer.score`."""
+        return await self._do(partial(self._frozen.score, groups, temperature))
+
+
+def build_learner(spec: RunSpec, source: ModelSource) -> Learner:
+    """Load a run's model and give it an optimizer.
+
+    Raises: ConfigError if the model cannot be loaded.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_policy(spec, source, device=device)
+    return Learner(model, spec.optimizer, micro_batch_positions=spec.train.micro_batch_tokens)
+
+
+def build_rank(spec: RunSpec, source: ModelSource, *, num_ranks: int) -> Learner:
+    """Load a run's model and keep this rank's part of it. See `shard_learner`.
+
+    Raises: ConfigError if the model cannot be loaded.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_policy(spec, source, device="cpu", num_ranks=num_ranks)
+    return shard_learner(
+        model, spec.optimizer, device=device, micro_batch_positions=spec.train.micro_batch_tokens
+    )
+
+
+def load_frozen(learner: Learner, role: str, source: ModelSource, *, num_ranks: int = 1) -> FrozenModel:
+    """Load a model beside a learner, in its type; of several ranks, keep this one's rows of it.
+
+    Raises: ConfigError if it cannot be loaded or has another vocabulary.
+    """
+    policy = learner.model
+    device, is_whole = policy.device.type, num_ranks == 1
+    model = LanguageModel.load(
+        source.path, dtype=policy.dtype, device=device if is_whole else "cpu", may_fuse=is_whole
+    )
+    require_same_vocabulary(policy, model, role)
+    for _, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+    frozen = (
+        FrozenModel(model, max_positions=learner.max_positions)
+        if is_whole
+        else shard_frozen(model, device=device, max_positions=learner.max_positions)
+    )
+    if role == TEACHER:
+        learner.teacher = frozen
+    return frozen
+
+
+def load_policy(spec: RunSpec, source: ModelSource, *, device: str, num_ranks: int = 1) -> LanguageModel:
+    """Load a run's model for training, with its adapters where the run trains those.
+
+    Raises: ConfigError if the model cannot be loaded, or lacks a layer that is to be adapted.
+    """
+    # Before the weights take their part of it.
+    have_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory_bytes()
+    model = LanguageModel.load(
+        source.path, dtype=DTYPES[spec.model.dtype], device=device, may_fuse=num_ranks == 1
+    )
+    if spec.lora.rank is not None:
+        model.adapt(spec.lora, seed=spec.seed)
+    if wants_recompute(spec, source.path, have_bytes, num_ranks=num_ranks):
+        model.recompute_activations()
+    return model
+
+
+def wants_recompute(spec: RunSpec, model_dir: Path, have_bytes: int | None, *, num_ranks: int = 1) -> bool:
+    """Whether a learner computes activations again, as the run file asks for, or the memory that it has.
+
+    Raises: ConfigError if the model's sizes cannot be read.
+    """
+    if spec.train.activation_checkpointing is not None:
+        return spec.train.activation_checkpointing
+    size = read_model_size(model_dir)
+    num_positions = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    return must_recompute(
+        size,
+        spec.model.dtype,
+        num_positions=num_positions,
+        have_bytes=have_bytes,
+        num_ranks=num_ranks,
+        num_trained=count_trained(size, spec.lora),
+        # Which are not loaded yet, and taken to be of the policy's size.
+        frozen_bytes=len(spec.frozen_models)
+        * frozen_bytes(size, spec.model.dtype, num_positions=num_positions, num_ranks=num_ranks),
+    )

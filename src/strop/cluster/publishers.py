@@ -1,0 +1,283 @@
+"""How the learner's weights are made available to engines: by file, by sending, through a store.
+
+Which one is `engine.transport`, and with `auto` where the roles are (`choose_transport`). A file lies in the
+memory of the machine where all roles are on one and it has room (`open_memory_dir`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from strop.cluster.contract import LearnerRole, Publisher
+from strop.cluster.engine_process import can_swap_adapters
+from strop.engine.contract import WeightTransport, WeightUpdate
+from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.hardware.owned_dirs import MEMORY_PREFIX, SHARED_MEMORY, own_dir
+from strop.policy.broadcast import WeightSender
+from strop.policy.footprint import read_model_size
+from strop.spec.run import RunSpec
+from strop.store.atomic import explain_write_failure
+from strop.store.opening import open_record_store
+from strop.store.policy import read_policy
+from strop.store.record_store import RecordStore
+from strop.store.uris import join_uri
+
+_log = logging.getLogger("strop.cluster.publishers")
+_WEIGHTS_SUFFIX = ".safetensors"
+_MAX_COPIES = 3
+"""Of the weights at the same time: the served ones, the new ones, and those being written."""
+
+
+class FilePublisher:
+    """Publishes by file, and keeps only the files that an engine may still read.
+
+    Publishing a version again writes the same bytes again. `find_acknowledged` returns the version
+    that the engine serves, or None: older files are removed, that one stays until the next is served.
+
+    `sends_adapters` is for engines that keep the base model and swap adapters (`can_swap_adapters`). The
+    first publication is whole all the same: it proves that the engine loaded the learner's base, to
+    which adapters that have not learned yet add nothing.
+    """
+
+    def __init__(
+        self,
+        learner: LearnerRole,
+        weights_dir: Path,
+        find_acknowledged: Callable[[], int | None],
+        *,
+        sends_adapters: bool = False,
+    ) -> None:
+        self._learner = learner
+        self._sends_adapters = sends_adapters
+        self._weights_dir = weights_dir.absolute()
+        self.find_acknowledged = find_acknowledged
+
+    async def publish(self) -> WeightUpdate:
+        """Write the learner's compute copies to a file of their own, or its adapters to a directory.
+
+        Raises: StoreError if they cannot be written.
+        """
+        self._remove_older()
+        version = self._learner.version
+        is_adapter = self._sends_adapters and self.find_acknowledged() is not None
+        path = self._weights_dir / (f"v{version:06d}" if is_adapter else f"v{version:06d}{_WEIGHTS_SUFFIX}")
+        try:
+            self._weights_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+        write = self._learner.write_adapter if is_adapter else self._learner.write_weights
+        return WeightUpdate(
+            version=version,
+            digest=await write(path),
+            transport=WeightTransport.FILE,
+            path=str(path),
+            is_adapter=is_adapter,
+        )
+
+    def _remove_older(self) -> None:
+        acknowledged = self.find_acknowledged()
+        if acknowledged is None:
+            return
+        for path in _published(self._weights_dir):
+            if int(path.stem[1:]) < acknowledged:
+                _remove(path)
+
+
+def clear_publications(weights_dir: Path) -> None:
+    """Remove every publication; they only ever served transport."""
+    for path in _published(weights_dir):
+        _remove(path)
+    if weights_dir.is_dir() and not any(weights_dir.iterdir()):
+        weights_dir.rmdir()
+
+
+def _published(weights_dir: Path) -> list[Path]:
+    names = (f"v[0-9]*{_WEIGHTS_SUFFIX}", "v[0-9]*.partial", "v" + 6 * "[0-9]")
+    return [path for name in names for path in weights_dir.glob(name)]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class BroadcastPublisher:
+    """Publishes by sending: every engine takes the tensors from this process, and no file stays.
+
+    Sending goes on beside the update that it belongs to, because the engines come when they are told.
+    """
+
+    def __init__(self, learner: LearnerRole, weights_dir: Path, *, host: str, num_receivers: int) -> None:
+        """`weights_dir` takes the learner's tensors for a moment; `host` is reached by all receivers.
+
+        Fewer than `num_receivers` may come: who is lost keeps nobody else waiting.
+
+        Raises: StoreError if `host` is no address of this machine.
+        """
+        self._learner = learner
+        self._weights_dir = weights_dir.absolute()
+        self._num_receivers = num_receivers
+        self._sender = WeightSender(host)
+        self._num_sent = 0
+        self._is_over = threading.Event()
+
+    async def publish(self) -> WeightUpdate:
+        """Send the learner's compute copies to whoever is told of them now.
+
+        Raises: StoreError if they cannot be written.
+        """
+        version = self._learner.version
+        path = self._weights_dir / f"v{version:06d}{_WEIGHTS_SUFFIX}"
+        try:
+            self._weights_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+        digest = await self._learner.write_weights(path)
+        tensors = await asyncio.to_thread(load_file, path)
+        path.unlink()
+        self._num_sent += 1
+        # Who has not come for the last one is lost, or out, and comes for this one.
+        self._is_over.set()
+        self._is_over = threading.Event()
+        name = f"v{version:06d}-{self._num_sent}"
+        # A daemon: where an engine is lost, nobody waits at the end for what it will never fetch.
+        threading.Thread(target=self._send, args=(name, tensors, self._is_over), daemon=True).start()
+        return WeightUpdate(
+            version=version,
+            digest=digest,
+            transport=WeightTransport.BROADCAST,
+            path=self._sender.address(name),
+        )
+
+    def _send(self, name: str, tensors: dict[str, torch.Tensor], is_over: threading.Event) -> None:
+        try:
+            self._sender.send(name, tensors, self._num_receivers, is_over=is_over.is_set)
+        except StoreError as error:
+            # The engine that did not come says so by itself, in its answer to the update.
+            _log.warning("%s", error)
+
+
+class StorePublisher:
+    """Publishes by file, and sends each file to a store that engines read; it keeps only what is needed.
+
+    Weights are one object, an adapter is one record.
+    """
+
+    def __init__(self, files: FilePublisher, store: RecordStore, uri: str) -> None:
+        """`uri` is the folder of this run's publications: nobody else writes below it."""
+        self._files = files
+        self._store = store
+        self._uri = uri
+        self._sent: dict[int, str] = {}
+
+    async def publish(self) -> WeightUpdate:
+        """Write and send the learner's compute copies, or its adapters.
+
+        Raises: StoreError if they cannot be written, or the store does not take them.
+        """
+        update = await self._files.publish()
+        assert update.path is not None
+        path = Path(update.path)
+        uri = join_uri(self._uri, path.name)
+        await asyncio.to_thread(self._send, path, uri)
+        self._sent[update.version] = uri
+        return replace(update, transport=WeightTransport.STORE, path=uri)
+
+    def clear(self) -> None:
+        """Remove every publication from the store. Raises: StoreError."""
+        for uri in self._sent.values():
+            _remove_object(self._store, uri)
+        self._sent = {}
+
+    def _send(self, path: Path, uri: str) -> None:
+        acknowledged = self._files.find_acknowledged()
+        for version in [one for one in self._sent if acknowledged is not None and one < acknowledged]:
+            _remove_object(self._store, self._sent.pop(version))
+        if path.is_dir():
+            self._store.sync(path, uri)
+        else:
+            self._store.put_file(path, uri)
+        _remove(path)
+
+
+def _remove_object(store: RecordStore, uri: str) -> None:
+    if uri.endswith(_WEIGHTS_SUFFIX):
+        store.remove(uri)
+    else:
+        store.remove_record(uri)
+
+
+def choose_transport(asked: str, *, is_apart: bool) -> str:
+    """Return how weights travel: 'file', 'broadcast' or 'store'.
+
+    `is_apart`: the roles are on several machines.
+    """
+    if asked != "auto":
+        return asked
+    return "broadcast" if is_apart else "file"
+
+
+def open_publisher(
+    spec: RunSpec,
+    learner: LearnerRole,
+    weights_dir: Path,
+    find_acknowledged: Callable[[], int | None],
+    *,
+    run_name: str,
+    host: str,
+    is_apart: bool = False,
+) -> Publisher:
+    """Return the publisher that a run file asks for.
+
+    `host` is where all engines reach the learner's machine; `run_name` names the run's folder in a store.
+    Raises: ConfigError if weights go through a store and there is none; StoreError if `host` is not ours.
+    """
+    transport = choose_transport(spec.engine.transport, is_apart=is_apart)
+    if transport == "broadcast":
+        # Each of vLLM's workers receives for itself.
+        num_receivers = spec.placement.engines * spec.engine.tensor_parallel
+        return BroadcastPublisher(learner, weights_dir, host=host, num_receivers=num_receivers)
+    files = FilePublisher(learner, weights_dir, find_acknowledged, sends_adapters=can_swap_adapters(spec))
+    if transport == "file":
+        return files
+    root = read_policy().root
+    if root is None:
+        raise ConfigError(
+            explain_refusal(
+                "engine.transport is store, and there is no store",
+                allowed="store.uri, or STROP_STORE_URI",
+                next_step="name the store, or choose another engine.transport",
+            )
+        )
+    return StorePublisher(files, open_record_store(root), join_uri(root, "weights", run_name))
+
+
+def has_memory_room(model_dir: Path, *, reserved_bytes: int = 0) -> bool:
+    """Whether the machine's shared memory takes all copies of a model's weights that are kept at a time."""
+    need = reserved_bytes + _MAX_COPIES * 4 * read_model_size(model_dir).num_params
+    return SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > need
+
+
+@contextmanager
+def open_memory_dir() -> Iterator[Path]:
+    """Yield a private directory in shared memory, gone afterwards.
+
+    After kill -9 of this process it is removed by the next one that comes here, or by the job's agent.
+    Raises: StoreError if it cannot be made.
+    """
+    path = SHARED_MEMORY / f"{MEMORY_PREFIX}{secrets.token_hex(4)}"
+    with own_dir(path):
+        yield path

@@ -1,0 +1,212 @@
+"""Notices the end of any role within seconds, names it, and ends whatever waits for an answer.
+
+Of replicas, roles that do the same work, all but the last may end: that is told, and the others go on.
+A role's process is followed by a call to it that never returns: the moment it dies, Ray fails that call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from strop.cluster.ray.runtime import JoinedNode
+from strop.errors import EngineLost, StropError, explain_refusal
+from strop.hardware.process import tail
+
+VERDICT_LIMIT_S = 25.0
+"""A failed call may be known before the death behind it: of a silent node Ray knows after 20 s at most."""
+_LOOK_EVERY_S = 1.0
+_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", re.DOTALL)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowedRole:
+    """A started role."""
+
+    name: str
+    node: int
+    pid: int
+    host: str
+    log_path: Path
+    is_replica: bool = False
+    """Whether others do the same work, so that the run goes on while one of them lives."""
+
+
+class DeathWatch:
+    """Knows all roles of a run, which have ended, and what the run ended by."""
+
+    def __init__(
+        self, read_nodes: Callable[[], list[JoinedNode]], find_head_death: Callable[[], str | None]
+    ) -> None:
+        self._read_nodes = read_nodes
+        self._find_head_death = find_head_death
+        self._roles: dict[str, FollowedRole] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._death: asyncio.Future[EngineLost] | None = None
+        self._ends: dict[str, str] = {}
+        self._on_lost: Callable[[str, str], None] = lambda name, message: None
+        self._is_stopping = False
+
+    def follow(self, role: FollowedRole, ending: Awaitable[str]) -> None:
+        """Wait for the end of a role from now on."""
+        self._roles[role.name] = role
+        self._keep(self._follow(role, ending))
+
+    def start(self) -> None:
+        """Begin to look at nodes and at the head."""
+        self._death = asyncio.get_running_loop().create_future()
+        self._keep(self._look_at_nodes())
+
+    def stop(self) -> None:
+        """What ends from now on was told to."""
+        self._is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+
+    def report_to(self, on_lost: Callable[[str, str], None]) -> None:
+        """Tell from now on which replica ended and how, while others live."""
+        self._on_lost = on_lost
+
+    def find_end(self, name: str) -> str | None:
+        """Say how a role itself ended; None while it lives."""
+        return self._ends.get(name)
+
+    def find(self, name: str) -> str | None:
+        """Say how a role ended, or what ended the run; None while it lives."""
+        if name in self._ends:
+            return self._ends[name]
+        if self._death is None or not self._death.done():
+            return None
+        return str(self._death.result())
+
+    async def guard(self, call: Awaitable[T], limit_s: float) -> T:
+        """Return the answer of a role.
+
+        Raises: EngineLost naming the role that ended, this one or any other, or that no answer came in
+            `limit_s`; what the role itself raised, if that is strop's.
+        """
+        from ray.exceptions import RayError, RayTaskError
+
+        assert self._death is not None, "start comes first"
+        task = asyncio.ensure_future(_wait(call))
+        both: set[asyncio.Future[Any]] = {task, self._death}
+        await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            if self._death.done():
+                raise self._death.result()
+            raise EngineLost(
+                explain_refusal(
+                    f"a role has not answered for {limit_s:g} s",
+                    allowed="an answer, or an end that is noticed",
+                    next_step="read the logs of the roles in the attempt's folder",
+                )
+            )
+        try:
+            return task.result()
+        except RayTaskError as error:
+            if isinstance(error.cause, StropError):
+                raise error.cause from None
+            failure: Exception = error
+        except RayError as error:
+            failure = error
+        # A call that failed for no reason of ours failed with its role, or with another one's connection.
+        await asyncio.wait({self._death}, timeout=VERDICT_LIMIT_S)
+        raise (
+            self._death.result()
+            if self._death.done()
+            else EngineLost(_explain("a role failed", str(failure)))
+        )
+
+    async def _follow(self, role: FollowedRole, ending: Awaitable[str]) -> None:
+        from ray.exceptions import RayError
+
+        try:
+            cause = await _wait(ending)
+        except RayError as error:
+            cause = await self._explain_loss(role, error)
+        self._report(role, cause)
+
+    async def _explain_loss(self, role: FollowedRole, error: Exception) -> str:
+        """Say why a process ended, as far as Ray knows; that of a whole node is the node's."""
+        found = _DETAIL.search(str(error))
+        cause = found[1].strip() if found else str(error).strip()
+        if "node" not in cause.lower():
+            return cause
+        nodes = await asyncio.to_thread(self._read_nodes)
+        dead = [node for node in nodes if not node.is_alive]
+        return "; ".join(
+            [cause, *(f"node {node.name} ({node.address}) was lost: {node.why}" for node in dead)]
+        )
+
+    async def _look_at_nodes(self) -> None:
+        from ray.exceptions import RayError
+
+        known: set[str] = set()
+        while True:
+            head = self._find_head_death()
+            try:
+                dead = (
+                    [] if head else [n for n in await asyncio.to_thread(self._read_nodes) if not n.is_alive]
+                )
+            except RayError as error:
+                head = str(error)
+                dead = []
+            if head:
+                self._settle(_explain("the head of Ray was lost", head))
+            for node in dead:
+                if node.ray_id not in known:
+                    known.add(node.ray_id)
+                    self._report_node(node)
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _report_node(self, node: JoinedNode) -> None:
+        lost = [role for role in self._roles.values() if str(role.node) == node.name.split("@")[0]]
+        names = ", ".join(role.name for role in lost) or "no role"
+        given = f"node {node.name} ({node.address}) was lost, and with it {names}"
+        self._end(lost, _explain(given, node.why))
+
+    def _report(self, role: FollowedRole, cause: str) -> None:
+        words = tail(role.log_path)
+        where = f"role {role.name} on node {role.node} ({role.host}), process {role.pid}, ended"
+        self._end([role], _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{words}\n"))
+
+    def _end(self, roles: Sequence[FollowedRole], message: str) -> None:
+        """Take note of roles that ended; the run ends too, unless others do their work."""
+        if self._is_stopping:
+            return
+        new = [role for role in roles if role.name not in self._ends]
+        self._ends.update({role.name: message for role in new})
+        has_replica = any(role.is_replica and role.name not in self._ends for role in self._roles.values())
+        if not roles or not has_replica or not all(role.is_replica for role in roles):
+            self._settle(message)
+            return
+        for role in new:
+            self._on_lost(role.name, message)
+
+    def _settle(self, message: str) -> None:
+        if not self._is_stopping and self._death is not None and not self._death.done():
+            self._death.set_result(EngineLost(message))
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _wait(call: Awaitable[T]) -> T:
+    # Ray's references can be awaited and are no coroutines, which a task must be made of.
+    return await call
+
+
+def _explain(given: str, cause: str) -> str:
+    return explain_refusal(
+        f"{given}: {cause}",
+        allowed="roles that live as long as the run",
+        next_step="mend the cause and start the run again: it goes on from its last checkpoint",
+    )

@@ -1,0 +1,290 @@
+"""The learner's ranks as actors, and the one `LearnerRole` that speaks for them.
+
+One rank holds everything; several are FSDP2 ranks of one process group. Each gets its own share of a step,
+in the columns of `policy.batch_wire`; the rest of a term crosses pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.cluster.contract import ModelSource, Scorer
+from strop.cluster.ray.deaths import DeathWatch
+from strop.cluster.ray.roles import RayRole
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
+from strop.rollout import FloatArray
+from strop.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from strop.policy.frozen import FrozenModel
+    from strop.policy.language_model import ModelShape
+    from strop.policy.learner import Learner, StepReport, Term
+    from strop.policy.packing import PackedGroup
+
+CALL_LIMIT_S = 3600.0
+"""A step, a score or a write takes no longer."""
+LOAD_LIMIT_S = 900.0
+GROUP_LIMIT_S = 600.0
+"""A rank that waits longer for another one in a collective gives up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerFacts:
+    """What the loop may ask of a learner without waiting."""
+
+    version: int
+    shape: ModelShape
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TermShare:
+    """One rank's share of a term of the loss, as it crosses."""
+
+    term: bytes
+    """Pickled, without its groups."""
+    groups: bytes
+    """In columns."""
+
+
+class LearnerRank(RayRole):
+    """One rank. Every call is made to all ranks, in the same order."""
+
+    _learner: Learner
+
+    def open_meeting(self, host: str, num_ranks: int) -> int:
+        """Listen where all ranks meet; return the port. Only the first rank does this."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._store = TCPStore(
+            host,
+            0,
+            num_ranks,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=GROUP_LIMIT_S),
+        )
+        return int(self._store.port)
+
+    def load(
+        self, spec: RunSpec, source: ModelSource, rank: int, num_ranks: int, meeting: tuple[str, int]
+    ) -> LearnerFacts:
+        """Load the model, or this rank's rows of it. `meeting`: where the ranks meet.
+
+        Raises: ConfigError if the model cannot be loaded.
+        """
+        from strop.cluster.local_learner import build_learner, build_rank
+
+        self._num_ranks = num_ranks
+        self._frozen: dict[str, FrozenModel] = {}
+        if num_ranks == 1:
+            self._learner = build_learner(spec, source)
+        else:
+            self._join_ranks(rank, num_ranks, meeting)
+            self._learner = build_rank(spec, source, num_ranks=num_ranks)
+        model = self._learner.model
+        return LearnerFacts(version=self._learner.version, shape=model.shape, device=model.device.type)
+
+    def _join_ranks(self, rank: int, num_ranks: int, meeting: tuple[str, int]) -> None:
+        """Become one of the ranks that meet there."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        limit = timedelta(seconds=GROUP_LIMIT_S)
+        store = self._store if rank == 0 else TCPStore(*meeting, num_ranks, timeout=limit)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=limit,
+        )
+
+    def step_terms(self, shares: Sequence[TermShare]) -> tuple[StepReport, int]:
+        """Take one optimizer step; return the report and the version that it made."""
+        from strop.policy.batch_wire import decode_groups
+
+        # From our own loop, over a connection that carries the run's token.
+        terms = [replace(pickle.loads(one.term), groups=decode_groups(one.groups)) for one in shares]
+        return self._learner.step_terms(terms), self._learner.version
+
+    def score(self, groups: bytes, temperature: float) -> list[FloatArray]:
+        """Return the log-probabilities of this rank's share."""
+        from strop.policy.batch_wire import decode_groups
+
+        return self._learner.score(decode_groups(groups), temperature)
+
+    def add_frozen(self, role: str, source: ModelSource) -> None:
+        """Load a model beside the policy, or this rank's rows of it.
+
+        Raises: ConfigError if it cannot be loaded or has another vocabulary.
+        """
+        from strop.cluster.local_learner import load_frozen
+
+        self._frozen[role] = load_frozen(self._learner, role, source, num_ranks=self._num_ranks)
+
+    def score_frozen(self, role: str, groups: bytes, temperature: float) -> list[FloatArray]:
+        """Return what the model of a role says of this rank's share."""
+        from strop.policy.batch_wire import decode_groups
+
+        return self._frozen[role].score(decode_groups(groups), temperature)
+
+    def write_weights(self, path: Path) -> str:
+        """Write the compute copies; return the digest."""
+        return self._learner.write_weights(path)
+
+    def write_adapter(self, target: Path) -> str:
+        """Write the adapters; return the digest."""
+        return self._learner.write_adapter(target)
+
+    def export(self, target: Path, tokenizer_dir: Path) -> None:
+        """Write a Hugging Face model directory."""
+        self._learner.export(target, tokenizer_dir)
+
+    def save_state(self, target: Path) -> None:
+        """Write masters, moments and counters."""
+        self._learner.save_state(target)
+
+    def load_state(self, source: Path) -> int:
+        """Restore what `save_state` wrote; return its version."""
+        self._learner.load_state(source)
+        return self._learner.version
+
+
+class RayLearner:
+    """A `LearnerRole` over all ranks."""
+
+    def __init__(
+        self,
+        ranks: Sequence[Any],
+        watch: DeathWatch,
+        facts: LearnerFacts,
+        *,
+        max_positions: int = DEFAULT_MICRO_BATCH_POSITIONS,
+    ) -> None:
+        """`ranks` are actors of `LearnerRank` that have loaded; a micro-batch has `max_positions` at most."""
+        self._max_positions = max_positions
+        self._ranks = ranks
+        self._watch = watch
+        self._facts = facts
+        self._version = facts.version
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
+        return self._version
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return self._facts.shape
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether a step leaves the event loop free: ranks are in processes of their own."""
+        return True
+
+    @property
+    def device(self) -> str:
+        """Kind of device that it computes on."""
+        return self._facts.device
+
+    async def step_terms(self, terms: Sequence[Term]) -> StepReport:
+        """Take one optimizer step. See `LearnerRole.step_terms`."""
+        from strop.policy.batch_wire import encode_groups
+        from strop.policy.learner import LossTerm
+        from strop.policy.objective import Scope
+
+        shares_R: list[list[TermShare]] = [[] for _ in self._ranks]
+        for term in terms:
+            bare = pickle.dumps(replace(term, groups=()))
+            keeps_groups = isinstance(term, LossTerm) and term.scope is Scope.GROUP
+            for rank, groups in enumerate(self._split(term.groups, keeps_groups=keeps_groups)):
+                shares_R[rank].append(TermShare(term=bare, groups=encode_groups(groups)))
+        calls = [rank.step_terms.remote(shares) for rank, shares in zip(self._ranks, shares_R, strict=True)]
+        answers: list[tuple[StepReport, int]] = await self._gather(calls)
+        report, self._version = answers[0]
+        return report
+
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
+        return await self._score(groups, lambda rank, share: rank.score.remote(share, temperature))
+
+    async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
+        """Load a model that never learns on all ranks. See `LearnerRole.add_frozen`."""
+        # Ranks may run elsewhere than in the folder of the run.
+        found = replace(source, path=source.path.absolute())
+        await self._gather([rank.add_frozen.remote(role, found) for rank in self._ranks])
+        return _RayScorer(self, role)
+
+    async def score_frozen(
+        self, role: str, groups: Sequence[PackedGroup], temperature: float
+    ) -> list[FloatArray]:
+        """Return what the model of a role says, each rank of its share."""
+        return await self._score(
+            groups, lambda rank, share: rank.score_frozen.remote(role, share, temperature)
+        )
+
+    async def write_weights(self, path: Path) -> str:
+        """Write the compute copies. See `LearnerRole.write_weights`."""
+        digests: list[str] = await self._gather([rank.write_weights.remote(path) for rank in self._ranks])
+        return digests[0]
+
+    async def write_adapter(self, target: Path) -> str:
+        """Write the adapters. See `LearnerRole.write_adapter`."""
+        digests: list[str] = await self._gather([rank.write_adapter.remote(target) for rank in self._ranks])
+        return digests[0]
+
+    async def export(self, target: Path, tokenizer_dir: Path) -> None:
+        """Write a Hugging Face model directory. See `LearnerRole.export`."""
+        await self._gather([rank.export.remote(target, tokenizer_dir) for rank in self._ranks])
+
+    async def save_state(self, target: Path) -> None:
+        """Write masters, moments and counters. See `LearnerRole.save_state`."""
+        await self._gather([rank.save_state.remote(target) for rank in self._ranks])
+
+    async def load_state(self, source: Path) -> None:
+        """Restore what `save_state` wrote. See `LearnerRole.load_state`."""
+        self._version = (await self._gather([rank.load_state.remote(source) for rank in self._ranks]))[0]
+
+    async def _score(
+        self, groups: Sequence[PackedGroup], ask: Callable[[Any, bytes], Any]
+    ) -> list[FloatArray]:
+        """Ask every rank about its share; return the answers in the order of the groups' replies."""
+        from strop.policy.batch_wire import encode_groups
+        from strop.policy.shares import restore_order
+
+        shares_R = self._split(groups)
+        calls = [ask(rank, encode_groups(share)) for rank, share in zip(self._ranks, shares_R, strict=True)]
+        return restore_order(groups, shares_R, await self._gather(calls))
+
+    def _split(self, groups: Sequence[PackedGroup], *, keeps_groups: bool = False) -> list[list[PackedGroup]]:
+        """Return each rank's groups."""
+        from strop.policy.shares import split_shares
+
+        return split_shares(
+            groups, len(self._ranks), max_positions=self._max_positions, keeps_groups=keeps_groups
+        )
+
+    async def _gather(self, calls: Sequence[Any]) -> list[Any]:
+        return list(await self._watch.guard(asyncio.gather(*calls), CALL_LIMIT_S))
+
+
+class _RayScorer:
+    """A `Scorer` on the learner's ranks."""
+
+    def __init__(self, learner: RayLearner, role: str) -> None:
+        self._learner = learner
+        self._role = role
+
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability of each reply's scored tokens. See `Scorer.score`."""
+        return await self._learner.score_frozen(self._role, groups, temperature)

@@ -1,0 +1,146 @@
+"""A node of a job that joins the run's Ray cluster: `python -m strop.cluster.ray.node RUN`.
+
+A role like any other, started by the node's agent with the run's environment, which all roles that Ray
+places here inherit. It waits for the head's file, joins, and ends its Ray processes when that file goes;
+then it waits for the agent's order, since a companion does not leave a run by itself.
+
+Not covered: a run's directory that this node does not see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from strop.cluster.ray.keeper import Order, keep_node, say
+from strop.cluster.ray.runtime import HEAD_NAME, JOIN_LIMIT_S, TOKEN_NAME, write_secret
+from strop.cluster.ray.settings import (
+    RAY_VERSION,
+    NodeSettings,
+    check_object_store,
+    describe_here,
+    require_ray,
+    require_same_version,
+)
+from strop.cluster.ray.temp_dirs import choose_temp_dir
+from strop.errors import EXIT_DONE, CheckRefused, StropError, explain_refusal
+from strop.hardware.job_variables import NODE_VARIABLE
+from strop.hardware.owned_dirs import SHARED_MEMORY
+from strop.hardware.ports import find_host_address
+from strop.record.fence import ATTEMPT_VARIABLE
+from strop.store.atomic import explain_write_failure
+
+NODE_MODULE = "strop.cluster.ray.node"
+_POLL_S = 0.2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Join, stay as long as the head does, and return 0 after an order to end."""
+    order = Order()
+    parser = argparse.ArgumentParser(prog=NODE_MODULE, description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's directory")
+    run_path = parser.parse_args(arguments).run.absolute()
+    try:
+        require_ray()
+        head_path = meeting_dir(run_path / "roles", os.environ.get(ATTEMPT_VARIABLE, "local")) / HEAD_NAME
+        head = _await_head(head_path, order)
+        require_same_python(head)
+        settings = _choose_settings(head, run_path)
+        code = keep_node(
+            settings,
+            head["address"],
+            lambda: order.find() or (None if head_path.exists() else "the head has ended"),
+        )
+        Path(settings.token_path).unlink(missing_ok=True)
+    except StropError as error:
+        say(str(error))
+        return error.exit_code
+    while code == EXIT_DONE and order.find() is None:
+        time.sleep(_POLL_S)
+    return code
+
+
+def meeting_dir(work_dir: Path, attempt: str) -> Path:
+    """Return the folder in which the head of an attempt leaves what others need to join."""
+    return work_dir / f"ray-{attempt}"
+
+
+def find_own_address(environ: Mapping[str, str]) -> str:
+    """Return the address at which the other nodes reach this one.
+
+    Raises: CheckRefused if this node has none but loopback.
+    """
+    return find_host_address(2, environ.get("GLOO_SOCKET_IFNAME"))
+
+
+def require_same_python(head: Mapping[str, Any]) -> None:
+    """Raise CheckRefused if the head has another release of Ray or Python than this node."""
+    require_same_version("the head of this Ray cluster", head["ray"])
+    here = describe_here()["python"]
+    if head["python"].rpartition(".")[0] != here.rpartition(".")[0]:
+        raise CheckRefused(
+            explain_refusal(
+                f"the head runs Python {head['python']} and this node {here}",
+                allowed=f"one release of Python, beside Ray {RAY_VERSION}, on every node",
+                next_step="give both nodes the same environment",
+            )
+        )
+
+
+def _await_head(path: Path, order: Order) -> dict[str, Any]:
+    """Return what the head says of itself once it does.
+
+    Raises: CheckRefused if it does not, or an end is ordered meanwhile.
+    """
+    deadline = time.monotonic() + JOIN_LIMIT_S
+    while not path.exists():
+        why = order.find()
+        if why is not None or time.monotonic() > deadline:
+            raise CheckRefused(
+                explain_refusal(
+                    why or f"no head has written {path} within {JOIN_LIMIT_S:.0f} s",
+                    allowed="a head that starts at about the same time, and a run's directory that both see",
+                    next_step="read the log of node 0",
+                )
+            )
+        time.sleep(_POLL_S)
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
+def _choose_settings(head: Mapping[str, Any], run_path: Path) -> NodeSettings:
+    """Return how this node is started: as the head was, with directories of its own."""
+    given, index = head["settings"], int(os.environ[NODE_VARIABLE])
+    check_object_store(given["object_store_bytes"])
+    temp_dir = choose_temp_dir(Path(given["temp_parent"]) if given["temp_parent"] else None)
+    logs_dir = run_path / "attempts" / os.environ.get(ATTEMPT_VARIABLE, "local") / str(index)
+    token_path = temp_dir.with_name(f"{temp_dir.name}.{TOKEN_NAME}")
+    try:
+        write_secret(token_path, head["token"])
+    except OSError as error:
+        raise explain_write_failure(error, token_path) from error
+    return NodeSettings(
+        temp_dir=str(temp_dir),
+        shared_dir=str(choose_temp_dir(SHARED_MEMORY)),
+        token_path=str(token_path),
+        log_path=str(logs_dir / "ray-node.log"),
+        keep_logs_dir=str(logs_dir / "ray"),
+        host=find_own_address(os.environ),
+        name=f"{index}@{socket.gethostname()}",
+        index=index,
+        num_cpus=os.cpu_count() or 1,
+        object_store_bytes=given["object_store_bytes"],
+        first_port=given["first_port"],
+        last_port=given["last_port"],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,440 @@
+"""Every role of a run as an actor on Ray: learner ranks, engines, rollout workers.
+
+The loop stays where it is and gets the same `Roles` as from every other placement. Where learners and
+engines are on several nodes, the loop's process sends weights; on one they go by file, in shared memory if
+it has room. Of several engines all but the last may be lost; any other role that ends, ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from strop.cluster.contract import ModelSource, Publisher, Roles
+from strop.cluster.publishers import (
+    StorePublisher,
+    clear_publications,
+    has_memory_room,
+    open_publisher,
+)
+from strop.cluster.ray.deaths import DeathWatch, FollowedRole
+from strop.cluster.ray.engines import EngineAddress, EngineHost
+from strop.cluster.ray.learners import LOAD_LIMIT_S, LearnerFacts, LearnerRank, RayLearner
+from strop.cluster.ray.node import NODE_MODULE, find_own_address, meeting_dir
+from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment
+from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
+from strop.cluster.ray.settings import (
+    NodeSettings,
+    check_object_store,
+    node_resource,
+    require_ray,
+)
+from strop.cluster.ray.slots import NodeOffer, RoleCounts, RoleKind, RoleSlot, plan_slots
+from strop.cluster.ray.temp_dirs import choose_temp_dir
+from strop.cluster.ray.workers import RolloutWorker, RolloutWorkers, assign_engines
+from strop.engine.contract import Engine
+from strop.engine.remote import RemoteEngine, WaitLimits
+from strop.errors import EngineError, explain_refusal
+from strop.hardware.job_variables import NAMES_VARIABLE, NUM_NODES_VARIABLE
+from strop.hardware.owned_dirs import SHARED_MEMORY
+from strop.hardware.ports import LOOPBACK
+from strop.hardware.process import tail
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
+from strop.record.fence import ATTEMPT_VARIABLE
+from strop.spec.run import RunSpec
+from strop.tasks import Task, build_warm_task
+from strop.tokenizer import Tokenizer
+
+DEFAULT_OBJECT_STORE_BYTES = 256 << 20
+START_LIMIT_S = 300.0
+"""A role's process begins within it: importing torch from a cold network disk takes a minute."""
+STOP_LIMIT_S = 15.0
+_CLASSES: Mapping[RoleKind, type[RayRole]] = {
+    RoleKind.LEARNER: LearnerRank,
+    RoleKind.ENGINE: EngineHost,
+    RoleKind.WORKER: RolloutWorker,
+}
+_NODE_SHARE = 0.001
+"""Of a node's own resource: it only says where a role lives."""
+
+
+@dataclass(kw_only=True)
+class _Started:
+    """A role that runs."""
+
+    slot: RoleSlot
+    actor: Any
+    log_path: Path
+    facts: Any = field(default=None)
+
+
+class RayPlacement:
+    """Roles on a Ray cluster of this run's own."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        source: ModelSource,
+        work_dir: Path,
+        *,
+        limits: WaitLimits | None = None,
+        make_task: Callable[[], Task] | None = None,
+    ) -> None:
+        """Nothing is started yet.
+
+        `limits` are those of the engines' clients; `make_task` builds what rollout workers judge by, the
+        spec's task without it.
+        """
+        self._spec = spec
+        self._make_task = make_task or partial(build_warm_task, spec.task)
+        self._source = ModelSource(path=source.path.absolute(), digest=source.digest)
+        self._work_dir = work_dir.absolute()
+        self._limits = limits
+        self._attempt = os.environ.get(ATTEMPT_VARIABLE, "local")
+        self._num_nodes = 1
+        self._head: RayHead | None = None
+        self._watch: DeathWatch | None = None
+        self._roles: list[_Started] = []
+        self._engines: list[RemoteEngine] = []
+        self._weights_dir = self._work_dir / "weights"
+        self._stored: StorePublisher | None = None
+
+    @property
+    def role_pids(self) -> dict[str, int]:
+        """Process ids of the roles that have begun, by name."""
+        return {role.slot.name: role.facts.pid for role in self._roles if role.facts is not None}
+
+    async def start(self) -> Roles:
+        """Start Ray, wait for all nodes, start every role, and have all hold the same weights.
+
+        Raises: ConfigError if Ray or a part of it is missing, or the GPUs do not go into the roles;
+        CheckRefused naming nodes that did not join, or a role whose environment is not the run's;
+        EngineError with the last log lines of what did not come up.
+        """
+        require_ray()
+        is_started = False
+        try:
+            roles = await self._start()
+            is_started = True
+        finally:
+            if not is_started:
+                await self.stop()
+        return roles
+
+    async def stop(self) -> None:
+        """End every role and Ray itself. May be called at any time, and twice."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        for engine in self._engines:
+            await engine.close()
+        self._engines = []
+        await self._end_roles()
+        if self._head is not None:
+            await self._head.stop()
+            self._head = None
+        if self._stored is not None:
+            await asyncio.to_thread(self._stored.clear)
+            self._stored = None
+        clear_publications(self._weights_dir)
+
+    async def _start(self) -> Roles:
+        offers = list_nodes(self._spec, int(os.environ.get(NUM_NODES_VARIABLE, "1")))
+        self._num_nodes = len(offers)
+        host = find_own_address(os.environ) if self._num_nodes > 1 else LOOPBACK
+        slots = plan_slots(count_roles(self._spec, offers), offers)
+        settings = self._choose_settings(host)
+        self._weights_dir = self._choose_weights_dir(settings)
+        self._head = RayHead(settings, Path(settings.token_path).parent, temp_parent=self._spec.ray.temp_dir)
+        self._head.launch()
+        await self._head.connect()
+        await self._head.await_nodes(range(self._num_nodes), self._spec.ray.join_limit_s)
+        self._watch = DeathWatch(read_nodes, self._head.find_death)
+        self._watch.start()
+        await self._begin_roles(slots)
+        facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines(host))
+        return await self._connect(facts, addresses, host)
+
+    async def _connect(self, facts: LearnerFacts, addresses: Sequence[EngineAddress], host: str) -> Roles:
+        """Make the clients of roles that have loaded, and give all engines the learner's weights."""
+        assert self._watch is not None
+        learner = RayLearner(
+            [role.actor for role in self._of(RoleKind.LEARNER)],
+            self._watch,
+            facts,
+            max_positions=self._spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
+        )
+        for role, address in zip(self._of(RoleKind.ENGINE), addresses, strict=True):
+            self._engines.append(self._make_client(role, address))
+        workers = self._of(RoleKind.WORKER)
+        chosen = assign_engines(len(workers), len(addresses))
+        calls = [
+            worker.actor.load.remote(self._source, addresses[engine], self._make_task)
+            for worker, engine in zip(workers, chosen, strict=True)
+        ]
+        await self._guard(asyncio.gather(*calls), START_LIMIT_S)
+        publisher = self._open_publisher(learner, host)
+        update = await publisher.publish()
+        tokenizer = Tokenizer.load(self._source.path)
+        self._check_engines(addresses, update.digest, tokenizer.digest)
+        engine = self._join_engines()
+        await engine.update(update)
+        return Roles(
+            learner=learner,
+            engine=engine,
+            publisher=publisher,
+            tokenizer=tokenizer,
+            run_group=self._join_workers(workers, chosen, engine).run_group if workers else None,
+        )
+
+    def _open_publisher(self, learner: RayLearner, host: str) -> Publisher:
+        """Return what publishes from this process, which is on the first rank's node."""
+        nodes = {role.slot.node for role in self._roles if role.slot.kind is not RoleKind.WORKER}
+        publisher = open_publisher(
+            self._spec,
+            learner,
+            self._weights_dir,
+            self._find_acknowledged,
+            run_name=self._work_dir.parent.name,
+            host=host,
+            is_apart=len(nodes) > 1,
+        )
+        if isinstance(publisher, StorePublisher):
+            self._stored = publisher
+        return publisher
+
+    def _join_workers(
+        self, workers: Sequence[_Started], chosen: Sequence[int], engine: Engine
+    ) -> RolloutWorkers:
+        """Return the workers as one, of which each asks only an engine that serves."""
+        from strop.engine.router import Router
+
+        def serves(worker: int) -> bool:
+            return not isinstance(engine, Router) or engine.serves(f"engine-{chosen[worker]}")
+
+        assert self._watch is not None
+        return RolloutWorkers([worker.actor for worker in workers], self._watch, serves=serves)
+
+    def _make_client(self, role: _Started, address: EngineAddress) -> RemoteEngine:
+        watch = self._watch
+        assert watch is not None
+        log_path = Path(address.log_path)
+        return RemoteEngine(
+            address.url,
+            address.key,
+            find_death=lambda: watch.find(role.slot.name),
+            read_log=lambda: tail(log_path),
+            limits=self._limits,
+        )
+
+    def _join_engines(self) -> Engine:
+        if len(self._engines) == 1:
+            return self._engines[0]
+        from strop.engine.router import ReplicaCause, Router
+
+        assert self._watch is not None
+        router = Router({f"engine-{index}": engine for index, engine in enumerate(self._engines)})
+        self._watch.report_to(lambda name, message: router.condemn(name, message, ReplicaCause.LOST))
+        return router
+
+    def _find_acknowledged(self) -> int | None:
+        """Return the oldest version that a living engine may still read."""
+        assert self._watch is not None
+        is_lost = [self._watch.find_end(f"engine-{index}") for index in range(len(self._engines))]
+        living = zip(self._engines, is_lost, strict=True)
+        versions = [engine.version for engine, end in living if end is None] or [None]
+        return None if None in versions else min(version for version in versions if version is not None)
+
+    def _check_engines(self, addresses: Sequence[EngineAddress], digest: str, tokenizer: str) -> None:
+        """Refuse a model directory that is another one on an engine's node."""
+        for role, address in zip(self._of(RoleKind.ENGINE), addresses, strict=True):
+            # With adapters the learner publishes the model with these merged in.
+            is_same = address.model_digest == digest or self._spec.lora.rank is not None
+            if not is_same or address.tokenizer_digest != tokenizer:
+                raise EngineError(
+                    explain_refusal(
+                        f"{role.slot.name} on node {role.slot.node} loaded weights with digest"
+                        f" {address.model_digest[:12]} and a tokenizer with {address.tokenizer_digest[:12]}"
+                        f" from {self._source.path}",
+                        allowed=f"those of the learner, {digest[:12]} and {tokenizer[:12]}",
+                        next_step="see that every node has the same model there, then start the run again",
+                    )
+                )
+
+    async def _begin_roles(self, slots: Sequence[RoleSlot]) -> None:
+        """Make an actor of every slot on its node, and let each check itself."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        bundles = [{node_resource(slot.node): _NODE_SHARE} for slot in slots]
+        group = placement_group(bundles, strategy="PACK")
+        await self._guard(group.ready(), START_LIMIT_S)
+        salt = secrets.token_hex(16)
+        names = [name for name in os.environ.get(NAMES_VARIABLE, "").split(",") if name]
+        proofs = prove_environment(names, salt, os.environ)
+        import torch
+
+        logs_dir = self._find_logs_dir()
+        for index, slot in enumerate(slots):
+            start = RoleStart(
+                name=slot.name,
+                node=slot.node,
+                log_path=str(logs_dir / f"{slot.name}.log"),
+                num_threads=torch.get_num_threads(),
+                devices=slot.devices,
+                proofs=proofs,
+                salt=salt,
+            )
+            # One call at a time, and beside it one that waits for the end.
+            make = ray.remote(concurrency_groups={"watch": 1})
+            actor = (
+                make(_CLASSES[slot.kind])
+                .options(
+                    num_cpus=0,
+                    name=slot.name,
+                    scheduling_strategy=_strategy(group, index),
+                )
+                .remote(start)
+            )
+            self._roles.append(_Started(slot=slot, actor=actor, log_path=Path(start.log_path)))
+        # All at once: each may import torch from a slow disk.
+        calls = [role.actor.begin.remote() for role in self._roles]
+        for role, call in zip(self._roles, calls, strict=True):
+            role.facts = await self._guard(call, START_LIMIT_S)
+            self._follow(role)
+
+    def _follow(self, role: _Started) -> None:
+        assert self._watch is not None
+        followed = FollowedRole(
+            name=role.slot.name,
+            node=role.slot.node,
+            pid=role.facts.pid,
+            host=role.facts.host,
+            log_path=role.log_path,
+            is_replica=role.slot.kind is RoleKind.ENGINE,
+        )
+        ending = role.actor.wait_for_end.options(concurrency_group="watch").remote()
+        self._watch.follow(followed, ending)
+
+    async def _load_learners(self, host: str) -> LearnerFacts:
+        ranks = self._of(RoleKind.LEARNER)
+        meeting = (host, 0)
+        if len(ranks) > 1:
+            # The first rank is on the head's node.
+            port = await self._guard(ranks[0].actor.open_meeting.remote(host, len(ranks)), START_LIMIT_S)
+            meeting = (host, port)
+        calls = [
+            role.actor.load.remote(self._spec, self._source, index, len(ranks), meeting)
+            for index, role in enumerate(ranks)
+        ]
+        found: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
+        return found[0]
+
+    async def _load_engines(self, host: str) -> list[EngineAddress]:
+        calls = [
+            role.actor.load.remote(self._spec, self._source, role.log_path.with_suffix(""), host)
+            for role in self._of(RoleKind.ENGINE)
+        ]
+        return list(await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S))
+
+    async def _guard(self, call: Any, limit_s: float) -> Any:
+        assert self._watch is not None
+        return await self._watch.guard(call, limit_s)
+
+    async def _end_roles(self) -> None:
+        """Ask every role to end, then kill what has not."""
+        if not self._roles:
+            return
+        import ray
+        from ray.exceptions import RayError
+
+        roles, self._roles = self._roles, []
+        for role in roles:
+            with suppress(RayError, TimeoutError):
+                # One after the other has no cost: all but engines only set a flag.
+                await asyncio.wait_for(_answer(role.actor.end.remote()), STOP_LIMIT_S)
+            ray.kill(role.actor)
+
+    def _of(self, kind: RoleKind) -> list[_Started]:
+        return [role for role in self._roles if role.slot.kind is kind]
+
+    def _choose_settings(self, host: str) -> NodeSettings:
+        """Return how the head is started.
+
+        Raises: ConfigError, CheckRefused, StoreError for what can be known to fail.
+        """
+        ray = self._spec.ray
+        store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
+        check_object_store(store_bytes)
+        own_dir = meeting_dir(self._work_dir, self._attempt)
+        logs_dir = self._find_logs_dir()
+        first, last = ray.port_range
+        return NodeSettings(
+            temp_dir=str(choose_temp_dir(Path(ray.temp_dir) if ray.temp_dir else None)),
+            shared_dir=str(choose_temp_dir(SHARED_MEMORY)),
+            token_path=str(own_dir / TOKEN_NAME),
+            log_path=str(logs_dir / "ray.log"),
+            keep_logs_dir=str(logs_dir / "ray"),
+            host=host,
+            name=f"0@{socket.gethostname()}",
+            num_cpus=os.cpu_count() or 1,
+            object_store_bytes=store_bytes,
+            port=ray.port or 0,
+            first_port=first,
+            last_port=last,
+        )
+
+    def _find_logs_dir(self) -> Path:
+        """Return where roles write: the attempt's folder, where the run has begun one."""
+        latest = self._work_dir.parent / "latest"
+        return latest.resolve() / "roles" if latest.is_dir() else self._work_dir
+
+    def _choose_weights_dir(self, settings: NodeSettings) -> Path:
+        """Return where weights are written: memory of this node, if it has room."""
+        has_room = has_memory_room(self._source.path, reserved_bytes=settings.object_store_bytes)
+        if self._spec.engine.transport == "file" or not has_room:
+            return self._work_dir / "weights"
+        return Path(settings.shared_dir)
+
+
+def count_roles(spec: RunSpec, offers: Sequence[NodeOffer]) -> RoleCounts:
+    """Return how many of each role a spec asks for."""
+    return RoleCounts(
+        learners=spec.placement.learners or max(sum(offer.num_train for offer in offers), 1),
+        engines=spec.placement.engines,
+        workers=spec.placement.rollout_workers,
+    )
+
+
+def list_nodes(spec: RunSpec, num_nodes: int) -> list[NodeOffer]:
+    """Return the nodes of a job of `num_nodes` that join Ray; those beside the main part come last.
+
+    These only join where the run file lets them: `job.cpu_command` names the module that does.
+    """
+    roles = spec.job.gpu_roles
+    num_train = roles.get("train", 0)
+    # One GPU for both: the engine takes the learner's.
+    num_infer = roles.get("infer", num_train if spec.job.single_gpu else 0)
+    num_main = max(1, num_nodes - spec.job.cpu_nodes)
+    main = [NodeOffer(index=index, num_train=num_train, num_infer=num_infer) for index in range(num_main)]
+    if NODE_MODULE not in (spec.job.cpu_command or ""):
+        return main
+    return [*main, *(NodeOffer(index=index, is_cpu=True) for index in range(num_main, num_nodes))]
+
+
+def _strategy(group: Any, index: int) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+
+
+async def _answer(call: Any) -> Any:
+    return await call

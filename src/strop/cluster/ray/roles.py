@@ -1,0 +1,128 @@
+"""What every role on Ray has in common: a log from its first line, its own GPUs, its environment proven.
+
+A role is a plain class; `placement` makes actors of it. `begin` may refuse; until then nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strop.cluster.ray.slots import DeviceShare, take_devices
+from strop.errors import CheckRefused, explain_refusal
+from strop.hardware.visible_devices import INFER_DEVICES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleStart:
+    """What a role is told before anything else."""
+
+    name: str
+    node: int
+    log_path: str
+    num_threads: int = 1
+    devices: DeviceShare | None = None
+    proofs: Mapping[str, str] = field(default_factory=dict)
+    """Of the environment: see `prove_environment`."""
+    salt: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleFacts:
+    """Who a role is."""
+
+    pid: int
+    host: str
+
+
+class RayRole:
+    """Base of all roles."""
+
+    computes = True
+    """Whether it uses torch."""
+
+    def __init__(self, start: RoleStart) -> None:
+        self._start = start
+        self._ended = threading.Event()
+        path = Path(start.log_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Everything that this process and its children say, native code too.
+        with path.open("ab") as log:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(log.fileno(), stream.fileno())
+
+    def begin(self) -> RoleFacts:
+        """Check the environment and take the GPUs.
+
+        Raises: CheckRefused naming the role and what it lacks.
+        """
+        start = self._start
+        require_environment(start.name, start.proofs, start.salt, os.environ)
+        if start.devices is not None:
+            os.environ.update(take_devices(start.name, start.devices, os.environ))
+            os.environ.pop(INFER_DEVICES, None)
+        if self.computes:
+            # After the GPUs are chosen: importing torch may already look at them.
+            import torch
+
+            torch.set_num_threads(start.num_threads)
+        sys.stdout.write(f"role {start.name} on node {start.node}, process {os.getpid()}\n")
+        sys.stdout.flush()
+        return RoleFacts(pid=os.getpid(), host=socket.gethostname())
+
+    def wait_for_end(self) -> str:
+        """Return why this role ended, once it has; a killed one never returns, which says it too."""
+        self._ended.wait()
+        return "it was told to end"
+
+    def end(self) -> None:
+        """Release everything."""
+        self._ended.set()
+
+
+def prove_environment(names: Sequence[str], salt: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return for each name a digest of its value, which tells nobody the value.
+
+    Raises: CheckRefused if one is missing here already.
+    """
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise _lacking("the run itself", missing)
+    return {name: _digest(environ[name], salt) for name in names}
+
+
+def require_environment(role: str, proofs: Mapping[str, str], salt: str, environ: Mapping[str, str]) -> None:
+    """Raise CheckRefused if a role lacks a variable, or has it with a single byte changed."""
+    missing = [name for name in proofs if name not in environ]
+    if missing:
+        raise _lacking(f"role {role}", missing)
+    other = [name for name, proof in proofs.items() if _digest(environ[name], salt) != proof]
+    if other:
+        raise CheckRefused(
+            explain_refusal(
+                f"role {role} has another value of {', '.join(other)} than the run itself",
+                allowed="the same bytes in every role of a run",
+                next_step="see what sets it on that node, a profile or a wrapper, and remove that",
+            )
+        )
+
+
+def _lacking(role: str, names: Sequence[str]) -> CheckRefused:
+    return CheckRefused(
+        explain_refusal(
+            f"{role} would start without {', '.join(names)}",
+            allowed="every variable and secret that the job names, in every role",
+            next_step="submit again: the file with their values has gone, or is not on that node",
+        )
+    )
+
+
+def _digest(value: str, salt: str) -> str:
+    return hmac.digest(salt.encode(), os.fsencode(value), "sha256").hex()

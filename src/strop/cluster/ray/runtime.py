@@ -1,0 +1,254 @@
+"""A Ray cluster of this run's own, from the head's side: up, joined by all nodes, down without a trace.
+
+The head's processes belong to a keeper, which ends with this process, however that ends. The token that
+every connection must carry lies in a file that only this user reads.
+
+Covered: one machine on loopback; several nodes that see the run's directory.
+Not covered: encryption between nodes; other users who can read the token's file, root for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.cluster.ray.settings import ADDRESS_NAME, NodeSettings, describe_here, ray_variables
+from strop.errors import CheckRefused, EngineError, explain_refusal
+from strop.hardware.ports import LOOPBACK
+from strop.hardware.process import ChildProcess, spawn, tail, terminate
+from strop.store.atomic import explain_write_failure
+
+START_LIMIT_S = 120.0
+"""Ray's own processes take two to ten seconds."""
+JOIN_LIMIT_S = 300.0
+_STOP_GRACE_S = 25.0
+"""The keeper ends Ray by asking, then by killing; that takes it a second, fifteen at most."""
+_POLL_S = 0.05
+HEAD_NAME = "head.json"
+TOKEN_NAME = "ray.token"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedNode:
+    """A node of the cluster, as Ray shows it."""
+
+    ray_id: str
+    name: str
+    address: str
+    is_alive: bool
+    why: str = ""
+    """Of its death, in Ray's words."""
+
+
+class RayHead:
+    """Ray on this machine, which other nodes may join, and this process connected to it."""
+
+    def __init__(self, settings: NodeSettings, work_dir: Path, *, temp_parent: str | None = None) -> None:
+        """`work_dir` is private to this attempt; other nodes see it where there are any.
+
+        `temp_parent`: the folder that the run file names for Ray's directories on every node.
+        """
+        self._settings = settings
+        self._temp_parent = temp_parent
+        self._work_dir = work_dir
+        self._token = ""
+        self._keeper: ChildProcess | None = None
+        self._variables: dict[str, str | None] = {}
+        self._is_connected = False
+
+    @property
+    def keeper_pid(self) -> int | None:
+        """Process id of the keeper, None while there is none."""
+        return None if self._keeper is None else self._keeper.pid
+
+    def launch(self) -> None:
+        """Start the head's processes and do not wait for them.
+
+        Raises: StoreError if `work_dir` cannot be written.
+        """
+        self._clear_handover()
+        settings_path = self._work_dir / "node-0.json"
+        try:
+            self._token = secrets.token_hex(32)
+            write_secret(Path(self._settings.token_path), self._token)
+            self._settings.write(settings_path)
+        except OSError as error:
+            raise explain_write_failure(error, settings_path) from error
+        args = [sys.executable, "-P", "-m", "strop.cluster.ray.keeper", "--settings", str(settings_path)]
+        self._keeper = spawn(args, Path(self._settings.log_path).with_name("ray-keeper.log"))
+
+    async def connect(self) -> str:
+        """Wait until the head answers, connect this process, and tell other nodes. Return the address.
+
+        Raises: EngineError with the last log lines if it does not come up.
+        """
+        deadline = time.monotonic() + START_LIMIT_S
+        self._set_variables()
+        address = await self._await_address(deadline)
+        import ray
+        from ray._private import ray_constants
+        from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+        # Read from the environment once, and Ray may have been imported before.
+        ray_constants.ENABLE_RAY_CLUSTER = self._settings.host != LOOPBACK
+        # Each run has its own token, and this process may have been part of another one.
+        AuthenticationTokenLoader.instance().reset_cache()
+        handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
+        while not self._is_connected:
+            try:
+                ray.init(address=address, namespace="strop", log_to_driver=False, configure_logging=False)
+                self._is_connected = True
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                self._require_alive(deadline, f"{type(error).__name__}: {error}")
+                await asyncio.sleep(_POLL_S)
+        # Ray takes both for itself, and a run's end by SIGTERM is the loop's business.
+        signal.signal(signal.SIGTERM, handler)
+        sys.excepthook = hook
+        self._announce(address)
+        return address
+
+    async def await_nodes(self, indices: Iterable[int], limit_s: float = JOIN_LIMIT_S) -> None:
+        """Wait until all nodes have joined, the head too.
+
+        Raises: CheckRefused naming those that did not; EngineError if the head ends meanwhile.
+        """
+        deadline = time.monotonic() + limit_s
+        wanted = set(indices)
+        while missing := sorted(wanted - set(await asyncio.to_thread(read_indices))):
+            if time.monotonic() > deadline:
+                raise CheckRefused(
+                    explain_refusal(
+                        f"node {', '.join(map(str, missing))} did not join the Ray cluster within"
+                        f" {limit_s:.0f} s",
+                        allowed=f"all {len(wanted)} nodes of the job",
+                        next_step="read ray.log and agent.log of these nodes, in the attempt's folder",
+                    )
+                )
+            self._require_alive(deadline + START_LIMIT_S, "")
+            await asyncio.sleep(_POLL_S)
+
+    def find_death(self) -> str | None:
+        """Say how Ray ended on this machine, None while it runs."""
+        if self._keeper is None or self._keeper.poll() is None:
+            return None
+        return f"Ray ended on the head:\n{self._keeper.tail()}\n{self._tail()}"
+
+    async def stop(self) -> None:
+        """Disconnect and end every process of Ray on this machine. May be called at any time, and twice."""
+        if self._is_connected:
+            import ray
+
+            self._is_connected = False
+            await asyncio.to_thread(ray.shutdown)
+        for name, value in self._variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._variables = {}
+        if self._keeper is not None:
+            await asyncio.to_thread(terminate, self._keeper, _STOP_GRACE_S)
+            self._keeper = None
+        self._clear_handover()
+
+    def _announce(self, address: str) -> None:
+        """Write what a node needs to join, for this user alone: the token is in it."""
+        settings = {
+            "temp_parent": self._temp_parent,
+            "object_store_bytes": self._settings.object_store_bytes,
+            "first_port": self._settings.first_port,
+            "last_port": self._settings.last_port,
+        }
+        head = {"address": address, "token": self._token, "settings": settings} | describe_here()
+        path = self._work_dir / HEAD_NAME
+        partial = path.with_suffix(".partial")
+        try:
+            partial.unlink(missing_ok=True)
+            write_secret(partial, json.dumps(head))
+            os.replace(partial, path)
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+
+    async def _await_address(self, deadline: float) -> str:
+        path = Path(self._settings.temp_dir) / ADDRESS_NAME
+        while not path.exists() or not (address := path.read_text().strip()):
+            self._require_alive(deadline, "it wrote no address")
+            await asyncio.sleep(_POLL_S)
+        return address
+
+    def _set_variables(self) -> None:
+        """Let this process and its children be clients; before Ray is imported, which reads them once."""
+        own = ray_variables(host=self._settings.host, token_path=Path(self._settings.token_path))
+        self._variables = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
+
+    def _require_alive(self, deadline: float, cause: str) -> None:
+        assert self._keeper is not None, "launch comes first"
+        exit_code = self._keeper.poll()
+        if exit_code is None and time.monotonic() < deadline:
+            return
+        end = (
+            cause or "it did not answer in time"
+            if exit_code is None
+            else f"its keeper ended with {exit_code}"
+        )
+        raise EngineError(
+            explain_refusal(
+                f"Ray did not start: {end}\nIts last log lines:\n{self._keeper.tail()}\n{self._tail()}\n",
+                allowed="a machine where Ray's processes start and listen",
+                next_step=f"read {self._settings.log_path} and {self._settings.keep_logs_dir}, mend the cause"
+                " and start the run again",
+            )
+        )
+
+    def _tail(self) -> str:
+        return tail(Path(self._settings.log_path))
+
+    def _clear_handover(self) -> None:
+        """Remove what only this life needs; left ones are of a life that was killed."""
+        for path in (self._work_dir / HEAD_NAME, Path(self._settings.token_path)):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise explain_write_failure(error, path) from error
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file of this user alone that is not there yet. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def read_nodes() -> list[JoinedNode]:
+    """Return the nodes of the cluster that this process is connected to, dead ones too."""
+    import ray
+
+    return [
+        JoinedNode(
+            ray_id=node["NodeID"],
+            name=node.get("NodeName", ""),
+            address=node["NodeManagerAddress"],
+            is_alive=bool(node["Alive"]),
+            why=node.get("DeathReasonMessage", ""),
+        )
+        for node in ray.nodes()
+    ]
+
+
+def read_indices() -> list[int]:
+    """Return the indices of the living nodes."""
+    import ray
+
+    prefix = "strop_node_"
+    found = [name for node in ray.nodes() if node["Alive"] for name in node["Resources"]]
+    return [int(name.removeprefix(prefix)) for name in found if name.startswith(prefix)]

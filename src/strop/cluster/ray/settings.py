@@ -1,0 +1,234 @@
+"""How one Ray node is started: its command line, its environment, and what is refused beforehand.
+
+Every Ray process gets port 0 unless a range is named: then the kernel picks, and the process that listens
+is the one that binds, so nothing can take a port in between.
+
+Facts about Ray 2.60 that this file relies on (ray/scripts/scripts.py, ray/_private/services.py):
+loopback is an address to Ray only where RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is off, and its native processes
+then bind to 127.0.0.1 alone; on any other address they bind to all interfaces. RAY_AUTH_MODE=token makes
+every connection carry the token of RAY_AUTH_TOKEN_PATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from strop.errors import CheckRefused, ConfigError, explain_refusal
+from strop.hardware.owned_dirs import SHARED_MEMORY
+from strop.hardware.ports import LOOPBACK, hold_port
+
+RAY_VERSION = "2.60.0"
+ADDRESS_NAME = "ray_current_cluster"
+"""The file below its temporary directory where a head writes host and port, once both are known."""
+MAX_TEMP_DIR_BYTES = 43
+"""Of 107 that the path of a socket may have (unix(7)), Ray adds 64 at most:
+`/session_2026-11-22_02-46-02_147512_4194304/sockets/plasma_store`."""
+MIN_OBJECT_STORE_BYTES = 75 << 20
+"""Ray refuses smaller ones: OBJECT_STORE_MINIMUM_MEMORY_BYTES."""
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+_HELD_PORTS = (
+    "node-manager-port",
+    "object-manager-port",
+    "dashboard-agent-grpc-port",
+    "dashboard-agent-listen-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+)
+_OWN_VARIABLES = re.compile(
+    r"RAY_(ADDRESS|NAMESPACE|JOB_CONFIG_JSON_ENV_VAR|START_HOOK|AUTH_.*|TMPDIR|BACKEND_.*)"
+)
+"""Of somebody else's Ray: they would lead the run's processes there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """One Ray node. Written as JSON for its keeper; holds no secret."""
+
+    temp_dir: str
+    """Private to this node; removed at its end."""
+    shared_dir: str
+    """The same in shared memory, for what the roles of one machine hand over."""
+    token_path: str
+    log_path: str
+    """What `ray start` says."""
+    keep_logs_dir: str
+    """Where the logs of Ray's own processes are kept after the end."""
+    host: str = LOOPBACK
+    """Address that the node is reached at; loopback binds to nothing else."""
+    name: str = ""
+    """What people call the node."""
+    index: int = 0
+    """0 is the head."""
+    num_cpus: int = 1
+    object_store_bytes: int = MIN_OBJECT_STORE_BYTES
+    port: int = 0
+    """Of the head. 0: any."""
+    first_port: int = 0
+    last_port: int = 0
+    """Range for all other ports, both included. 0: any."""
+
+    def write(self, path: Path) -> None:
+        """Write the settings for a keeper."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> NodeSettings:
+        """Read what `write` wrote."""
+        return cls(**json.loads(path.read_bytes()))
+
+
+def node_resource(index: int) -> str:
+    """Return the resource that only a certain node has; a role asks for a little of it to live there."""
+    return f"strop_node_{index}"
+
+
+def start_args(settings: NodeSettings, address: str | None, ports: Mapping[str, int]) -> list[str]:
+    """Return the command that starts a node: a head if `address` is None. `ports`: see `choose_ports`."""
+    args = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block"]
+    if address is None:
+        args += ["--head", f"--port={settings.port}", "--include-dashboard=false", "--no-monitor"]
+    else:
+        args += [f"--address={address}"]
+    args += [
+        f"--node-ip-address={settings.host}",
+        f"--node-name={settings.name or settings.index}",
+        f"--temp-dir={settings.temp_dir}",
+        f"--object-store-memory={settings.object_store_bytes}",
+        f"--num-cpus={settings.num_cpus}",
+        # Devices are the allocator's business: each role sets what it sees before torch is imported.
+        "--num-gpus=0",
+        "--resources=" + json.dumps({node_resource(settings.index): 1}),
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+    ]
+    return args + [f"--{name}={port}" for name, port in ports.items()]
+
+
+def choose_ports(settings: NodeSettings) -> dict[str, int]:
+    """Return an option and a port for each of Ray's processes; workers share what is left of a range.
+
+    Raises: CheckRefused if the range has too few free ports, or the head's port is taken.
+    """
+    if settings.index == 0 and settings.port:
+        hold_port(settings.host, settings.port).close()
+    if not settings.first_port:
+        # 0 lets every process bind what the kernel picks; Ray's own default is a fixed range for workers.
+        return {"min-worker-port": 0, "max-worker-port": 0}
+    chosen: dict[str, int] = {}
+    taken: list[int] = []
+    port = settings.first_port
+    while len(chosen) < len(_HELD_PORTS) and port <= settings.last_port:
+        try:
+            hold_port(settings.host, port).close()
+        except CheckRefused:
+            taken.append(port)
+        else:
+            chosen[_HELD_PORTS[len(chosen)]] = port
+        port += 1
+    if len(chosen) < len(_HELD_PORTS) or port > settings.last_port:
+        raise CheckRefused(
+            explain_refusal(
+                f"ports {settings.first_port} to {settings.last_port} of {settings.host} have"
+                f" {len(chosen)} free ones ({len(taken)} are taken: {', '.join(map(str, taken)) or 'none'})",
+                allowed=f"a range with {len(_HELD_PORTS)} free ports for Ray and one for each of its workers",
+                next_step="widen ray.ports, or leave it out so that free ones are picked",
+            )
+        )
+    return chosen | {"min-worker-port": port, "max-worker-port": settings.last_port}
+
+
+def ray_environment(environ: Mapping[str, str], *, host: str, token_path: Path) -> dict[str, str]:
+    """Return the environment of a node and of all its workers: that of this role, and Ray's switches.
+
+    Workers inherit it byte by byte from the node's processes; nothing passes through a command line.
+    """
+    kept = {name: value for name, value in environ.items() if not _OWN_VARIABLES.fullmatch(name)}
+    return kept | ray_variables(host=host, token_path=token_path)
+
+
+def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
+    """Return Ray's switches, for a node and for whoever connects to it."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        TOKEN_PATH: str(token_path),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if host == LOOPBACK else "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # An order to end is obeyed at once: what is worth saving, the loop has saved.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        # Workers in advance cost a second of CPU each, and ours are few and known.
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        # A node that fell silent is given up after five failed checks, 5 to 20 s; Ray's own limit is longer.
+        "RAY_health_check_initial_delay_ms": "5000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "3000",
+        "RAY_health_check_failure_threshold": "5",
+        "RAY_enable_metrics_collection": "0",
+    }
+
+
+def check_object_store(num_bytes: int) -> None:
+    """Refuse an object store that shared memory has no room for: Ray would put it on a disk, without a word.
+
+    Raises: CheckRefused, ConfigError.
+    """
+    if num_bytes < MIN_OBJECT_STORE_BYTES:
+        raise ConfigError(
+            explain_refusal(
+                f"ray.object_store_bytes is {num_bytes}",
+                allowed=f"at least {MIN_OBJECT_STORE_BYTES}, which is Ray's own limit",
+                next_step="raise it, or leave it out",
+            )
+        )
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if num_bytes > free:
+        raise CheckRefused(
+            explain_refusal(
+                f"ray.object_store_bytes is {num_bytes} and {SHARED_MEMORY} has {free} free",
+                allowed="an object store that fits into shared memory",
+                next_step="lower ray.object_store_bytes, or give the container more shared memory",
+            )
+        )
+
+
+def require_ray() -> None:
+    """Raise ConfigError if Ray is missing here, CheckRefused if it is another release than this strop's."""
+    # Not imported: Ray reads its switches from the environment when it is, and they are not set yet.
+    try:
+        found = version("ray")
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            explain_refusal(
+                "placement.kind is ray, and Ray is not installed here",
+                allowed=f"ray=={RAY_VERSION}, which the extra 'ray' brings",
+                next_step="pip install 'strop[ray]'",
+            )
+        ) from error
+    require_same_version("this machine", found)
+
+
+def require_same_version(where: str, found: str) -> None:
+    """Raise CheckRefused if a node has another release of Ray."""
+    if found != RAY_VERSION:
+        raise CheckRefused(
+            explain_refusal(
+                f"{where} has Ray {found}",
+                allowed=f"Ray {RAY_VERSION} on every node",
+                next_step=f"pip install ray=={RAY_VERSION} there",
+            )
+        )
+
+
+def describe_here() -> dict[str, Any]:
+    """Return what a head says of itself to nodes that want to join: versions must be equal."""
+    return {"ray": RAY_VERSION, "python": ".".join(map(str, sys.version_info[:3])), "pid": os.getpid()}

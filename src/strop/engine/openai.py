@@ -1,0 +1,230 @@
+"""Any server that speaks OpenAI's completions, as an engine for evaluation. Never for training.
+
+Prompts go as token ids, so the server's own template and tokenizer play no part. Replies are taken by their
+token ids where the server names them (vLLM does); elsewhere the text is encoded again, and refused where the
+number of ids is not the number of log-probabilities. What weights it serves is the server's word alone, and
+so is the temperature that its log-probabilities are at: that is enough to judge texts, and to choose among
+given replies, and not to train on.
+
+The key of a server that wants one is read from `STROP_ENGINE_KEY`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strop.engine.contract import (
+    DEFAULT_MAX_ROWS,
+    Completion,
+    GenerationRequest,
+    ReplyScore,
+    WeightReceipt,
+    WeightUpdate,
+)
+from strop.engine.requests import closed
+from strop.engine.stops import StopStrings
+from strop.engine.wire import require_server_part
+from strop.errors import ConfigError, EngineError, explain_refusal
+from strop.rollout import FinishReason, IntArray
+from strop.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import httpx
+
+KEY_VARIABLE = "STROP_ENGINE_KEY"
+_MAX_SEED = 2**63
+_REPLY_LIMIT_S = 3600.0
+_SHOWN_CHARACTERS = 300
+
+
+class OpenAiEngine:
+    """Generates and scores by a server. One instance serves one event loop. `version` is a label.
+
+    Raises: ConfigError if httpx is not installed.
+    """
+
+    def __init__(
+        self, url: str, tokenizer: Tokenizer, *, model: str, version: int = 0, max_rows: int | None = None
+    ) -> None:
+        """`url` ends before `/completions`; `model` is preferred among the models that the server has."""
+        require_server_part("httpx")
+        import httpx
+
+        key = os.environ.get(KEY_VARIABLE)
+        self._url = url
+        self._tokenizer = tokenizer
+        self._model = model
+        self._version = version
+        self._is_vllm = False
+        self._found: asyncio.Task[None] | None = None
+        self._places = asyncio.Semaphore(max_rows or DEFAULT_MAX_ROWS)
+        self._is_closed = False
+        self._client = httpx.AsyncClient(
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(_REPLY_LIMIT_S, connect=30.0),
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one reply. See `Engine.generate`.
+
+        Raises: EngineError also for top-k, which only vLLM's servers take.
+        """
+        await self._find_model()
+        sampling = request.sampling
+        call: dict[str, Any] = {
+            "model": self._model,
+            "prompt": request.prompt_ids.tolist(),
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": request.seed % _MAX_SEED,
+            "logprobs": 1,
+        }
+        if request.stop_strings:
+            call["stop"] = list(request.stop_strings)
+        if self._is_vllm:
+            call |= {"stop_token_ids": sorted(request.stop_token_ids), "return_token_ids": True}
+            call |= {"top_k": sampling.top_k or 0}
+        elif sampling.top_k is not None:
+            raise self._unusable(f"sampling.top_k={sampling.top_k} is no setting of its completions")
+        return self._read_reply(request, await self._ask("completions", call))
+
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
+        """Return the log-probability of each reply token. See `Engine.score`.
+
+        Raises: EngineError also for a temperature other than 1, and from a server that does not echo.
+        """
+        if temperature not in (0.0, 1.0):
+            raise self._unusable(f"a reply is to be scored at temperature {temperature:g}, not 1")
+        await self._find_model()
+        token_ids = [*prompt_ids.tolist(), *reply_ids.tolist()]
+        call = {"model": self._model, "prompt": token_ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+        choice = await self._ask("completions", {**call, "temperature": 0.0})
+        values = ((choice.get("logprobs") or {}).get("token_logprobs") or [])[len(prompt_ids) :]
+        values = values[: len(reply_ids)]
+        if len(values) != len(reply_ids) or None in values:
+            raise self._unusable("it gives no log-probabilities of a text that it is given (echo)")
+        return ReplyScore(logprobs=np.array(values, np.float32), policy_version=self._version)
+
+    async def update(self, update: WeightUpdate) -> WeightReceipt:
+        """Refuse: nobody gives weights to a server of somebody else's. Raises: EngineError."""
+        raise self._unusable(f"weight update {update.version} was published to it")
+
+    async def close(self) -> None:
+        """Drop every connection."""
+        self._is_closed = True
+        if self._found is not None:
+            self._found.cancel()
+            await asyncio.gather(self._found, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _find_model(self) -> None:
+        """Ask once what the server has, and choose."""
+        if self._is_closed:
+            raise closed()
+        if self._found is None:
+            self._found = asyncio.create_task(self._choose_model())
+        await asyncio.shield(self._found)
+
+    async def _choose_model(self) -> None:
+        answer = await self._exchange("models", None)
+        listed = {str(entry["id"]): entry for entry in answer.get("data", []) if "id" in entry}
+        chosen = self._model if self._model in listed else next(iter(listed), None)
+        if chosen is None or (len(listed) > 1 and chosen != self._model):
+            raise ConfigError(
+                explain_refusal(
+                    f"the server at {self._url} has no model {self._model}",
+                    allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
+                    next_step="name it behind the # of the address",
+                )
+            )
+        self._model = chosen
+        self._is_vllm = listed[chosen].get("owned_by") == "vllm"
+
+    async def _ask(self, path: str, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the first choice that the server answers with."""
+        async with self._places:
+            answer = await self._exchange(path, call)
+        choices = answer.get("choices") or []
+        if not choices or not isinstance(choices[0], dict):
+            raise self._unusable("its answer has no choices")
+        choice: dict[str, Any] = choices[0]
+        return choice
+
+    async def _exchange(self, path: str, call: dict[str, Any] | None) -> dict[str, Any]:
+        import httpx
+
+        try:
+            response = await self._request(path, call)
+        except httpx.HTTPError as error:
+            raise self._unusable(f"it did not answer /{path} ({error!r})") from error
+        text = response.text[:_SHOWN_CHARACTERS]
+        if not response.is_success:
+            raise self._unusable(f"it answered /{path} with status {response.status_code}: {text}")
+        try:
+            answer = response.json()
+        except ValueError as error:
+            raise self._unusable(f"it answered /{path} with no JSON: {text}") from error
+        if not isinstance(answer, dict):
+            raise self._unusable(f"it answered /{path} with no object: {text}")
+        return answer
+
+    async def _request(self, path: str, call: dict[str, Any] | None) -> httpx.Response:
+        address = f"{self._url.rstrip('/')}/{path}"
+        return await (self._client.get(address) if call is None else self._client.post(address, json=call))
+
+    def _read_reply(self, request: GenerationRequest, choice: dict[str, Any]) -> Completion:
+        """Return a reply by strop's own rules of stops and texts."""
+        values = (choice.get("logprobs") or {}).get("token_logprobs")
+        token_ids = choice.get("token_ids")
+        if token_ids is None:
+            token_ids = self._tokenizer.encode(str(choice.get("text", ""))).tolist()
+        if not values or None in values or len(values) != len(token_ids):
+            raise self._unusable(
+                f"it gave {len(values or ())} log-probabilities and {len(token_ids)} token ids of a reply"
+            )
+        finish = self._read_finish(request, choice, token_ids)
+        spoken = (
+            token_ids[:-1] if finish is FinishReason.EOS and self._is_stop(request, token_ids) else token_ids
+        )
+        text = self._tokenizer.decode(spoken)
+        if request.stop_strings:
+            text = StopStrings(self._tokenizer, request.stop_strings).cut(text)
+        return Completion(
+            token_ids=np.array(token_ids, np.int32),
+            logprobs=np.minimum(np.array(values, np.float32), np.float32(0.0)),
+            text=text,
+            finish_reason=finish,
+            policy_version=self._version,
+        )
+
+    def _read_finish(
+        self, request: GenerationRequest, choice: dict[str, Any], token_ids: list[int]
+    ) -> FinishReason:
+        match choice.get("finish_reason"):
+            case "length":
+                return FinishReason.LENGTH
+            case "stop" if request.stop_strings and not self._is_stop(request, token_ids):
+                return FinishReason.STOP_STRING
+            case "stop":
+                return FinishReason.EOS
+        return FinishReason.ABORT
+
+    @staticmethod
+    def _is_stop(request: GenerationRequest, token_ids: list[int]) -> bool:
+        return token_ids[-1] in request.stop_token_ids
+
+    def _unusable(self, what: str) -> EngineError:
+        return EngineError(
+            explain_refusal(
+                f"the server at {self._url} cannot be used so: {what}",
+                allowed="a server of OpenAI's /models and /completions that takes token ids and gives"
+                " log-probabilities, for evaluation",
+                next_step="read the server's log, or evaluate the model's own files",
+            )
+        )

@@ -1,0 +1,470 @@
+"""Several engines as one: each request goes to the least loaded replica, and to another if that one is lost.
+
+Load is counted in tokens that may still be fed or sampled (prompt and reply limit). Requests of one prompt
+that are asked together go to one replica, which prefills the prompt once, as long as that replica is not
+far ahead of the others. A replica takes a bounded number of requests; the others wait in the order they
+came, and each place that becomes free wakes one waiter (a group that stands together is let in together).
+
+A replica that is lost, hangs, fails where another succeeds, or answers under a version that it must not
+have any more, is taken out with a named event, and its requests go to another replica once: they carry
+their seeds, so nothing is lost. A weight update goes to all at once. A replica is closed from the moment
+the update is sent until it has acknowledged version and digest, whatever the mode: what becomes of the
+replies under way is the engine's part. One that does not acknowledge is out. Replicas that are out are
+sent later updates too, and serve again once they have acknowledged one.
+
+Left out: priorities among requests, and prefixes shared by different prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from strop.engine.admission import Admission, Ticket
+from strop.engine.contract import (
+    Completion,
+    Engine,
+    GenerationRequest,
+    ReplyScore,
+    WeightReceipt,
+    WeightUpdate,
+)
+from strop.engine.requests import closed
+from strop.errors import ConfigError, EngineError, EngineLost, StropError, WeightMismatch, explain_refusal
+from strop.rollout import IntArray
+
+_CLOSE_LIMIT_S = 10.0
+
+Answer = TypeVar("Answer", Completion, ReplyScore)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterLimits:
+    """Bounds of a router."""
+
+    max_running: int = 256
+    """Requests that a replica is given at the same time; the others wait at the router."""
+    max_group_lead: int = 16
+    """A group stays together while its replica is at most so many of its requests ahead of the least
+    loaded one. A group that waited together may exceed `max_running` by as many."""
+    reply_limit_s: float = 3600.0
+    """A request takes no longer. Beyond it the replica counts as hung."""
+    update_limit_s: float = 600.0
+    """A replica acknowledges an update within this time, replies that it ends first included."""
+    max_failures_in_a_row: int = 3
+    """Failed requests of one replica, each of which another replica answered, before it is taken out."""
+
+
+class ReplicaCause(StrEnum):
+    """Why a replica left or came back."""
+
+    LOST = "replica_lost"
+    """It died or fell silent."""
+    HUNG = "replica_hung"
+    """It runs, and a request or an update took longer than its limit."""
+    FAILING = "replica_failing"
+    """It failed several requests that another replica answered."""
+    STALE = "replica_stale"
+    """It answered under another version than the one that it had acknowledged."""
+    UNPROVEN = "replica_unproven"
+    """It did not acknowledge the version and digest of an update."""
+    CANARY = "weight_canary"
+    """It acknowledged an update, and does not compute with its weights."""
+    JOINED = "replica_joined"
+    """It was added, and serves after the next update."""
+    BACK = "replica_back"
+    """It acknowledged an update and serves again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaEvent:
+    """A replica was taken out, or came back."""
+
+    replica: str
+    cause: ReplicaCause
+    detail: str
+    """The sentence for a person."""
+    num_moved: int = 0
+    """Requests under way that go to other replicas."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterLoad:
+    """What a router has to do right now."""
+
+    num_running: int
+    num_waiting: int
+    num_serving: int
+    """Replicas that may be given requests, or are being updated."""
+    longest_wait_s: float
+    """The longest time that any request has waited for a place since the router was built."""
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """One engine and what it has been given."""
+
+    index: int
+    name: str
+    engine: Engine
+    is_out: bool = False
+    out_because: str = ""
+    version: int | None = None
+    """The last acknowledged one; None before the first update."""
+    num_failures: int = 0
+    """In a row."""
+    patiences: dict[asyncio.Timeout, float] = field(default_factory=dict)
+    """When each request under way was sent, in order. All expire when the replica is taken out."""
+    watch: asyncio.TimerHandle | None = None
+    """The next look at the oldest of them."""
+
+
+class Router:
+    """An `Engine` over several engines. One instance serves one event loop at a time.
+
+    Raises: ConfigError if there is no replica.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, Engine],
+        *,
+        limits: RouterLimits | None = None,
+        on_event: Callable[[ReplicaEvent], None] | None = None,
+    ) -> None:
+        if not replicas:
+            raise ConfigError(
+                explain_refusal(
+                    "a router over 0 engines",
+                    allowed="one engine or more",
+                    next_step="set placement.engines to 1 or more",
+                )
+            )
+        self._limits = limits or RouterLimits()
+        self._on_event = on_event or (lambda event: None)
+        self._replicas = [_Replica(index, *item) for index, item in enumerate(replicas.items())]
+        self._admission = Admission(
+            len(replicas),
+            max_running=self._limits.max_running,
+            max_group_lead=self._limits.max_group_lead,
+        )
+        self._num_serving = len(replicas)
+        self._arrivals = itertools.count()
+        self._update_lock = asyncio.Lock()
+        self._returning: set[asyncio.Task[bool]] = set()
+        self._is_closed = False
+
+    @property
+    def load(self) -> RouterLoad:
+        """What runs and what waits."""
+        return RouterLoad(
+            num_running=self._admission.num_running,
+            num_waiting=self._admission.num_waiting,
+            num_serving=self._num_serving,
+            longest_wait_s=self._admission.longest_wait_s,
+        )
+
+    def add(self, name: str, engine: Engine) -> None:
+        """Take in one more engine, or another one under a lost one's name; it serves after the next update.
+
+        Raises: ConfigError if an engine of this name serves.
+        """
+        known = next((replica for replica in self._replicas if replica.name == name), None)
+        if known is None:
+            known = _Replica(self._admission.add(), name, engine, is_out=True)
+            self._replicas.append(known)
+        elif not known.is_out:
+            raise ConfigError(
+                explain_refusal(
+                    f"a second engine named {name}, while the first one serves",
+                    allowed="a new name, or that of an engine that is out",
+                    next_step="choose another name",
+                )
+            )
+        known.engine, known.version = engine, None
+        known.out_because = "has not acknowledged an update yet"
+        self._tell(known, ReplicaCause.JOINED, "serves once it has acknowledged an update")
+
+    # The next two return what `_route` does instead of waiting for it: a hundred thousand frames less.
+    def generate(self, request: GenerationRequest) -> Coroutine[Any, Any, Completion]:
+        """Sample one reply. See `Engine.generate`.
+
+        Raises: EngineError also if two replicas in turn did not answer, or none is left.
+        """
+        cost = len(request.prompt_ids) + request.max_tokens
+        return self._route(request.prompt_ids, cost, lambda engine: engine.generate(request))
+
+    def score(
+        self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float
+    ) -> Coroutine[Any, Any, ReplyScore]:
+        """Return the log-probability of each reply token. See `Engine.score` and `generate`."""
+        cost = len(prompt_ids) + len(reply_ids)
+        return self._route(prompt_ids, cost, lambda engine: engine.score(prompt_ids, reply_ids, temperature))
+
+    async def update(self, update: WeightUpdate) -> WeightReceipt:
+        """Serve new weights on every replica. See `Engine.update`. Updates are applied one at a time.
+
+        Returns once each replica that served has acknowledged or is out; the others are not waited for.
+        Raises: WeightMismatch if none acknowledged the version and digest; then none serves.
+        """
+        async with self._update_lock:
+            self._require_open()
+            await self._end_returns()
+            serving = [replica for replica in self._replicas if not replica.is_out]
+            absent = [replica for replica in self._replicas if replica.is_out]
+            # All are closed before the first is told: none may take a request in between.
+            for replica in serving:
+                self._admission.set_open(replica.index, False)
+            returning = [asyncio.create_task(self._update_one(replica, update)) for replica in absent]
+            self._returning.update(returning)
+            has_acknowledged = await asyncio.gather(*(self._update_one(one, update) for one in serving))
+            if not any(has_acknowledged) and not any(await asyncio.gather(*returning)):
+                raise WeightMismatch(
+                    explain_refusal(
+                        f"no engine acknowledged version {update.version} with digest {update.digest}:"
+                        f" {self._list_causes()}",
+                        allowed="at least one engine that serves what was published",
+                        next_step="read the engines' logs and start the run again; it resumes",
+                    )
+                )
+        return WeightReceipt(version=update.version, digest=update.digest)
+
+    async def score_each(
+        self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float
+    ) -> dict[str, ReplyScore]:
+        """Return what each replica that serves scores, by its name; one that cannot score is out.
+
+        Raises: EngineError if none is left.
+        """
+        self._require_open()
+        serving = [replica for replica in self._replicas if not replica.is_out]
+
+        async def ask(replica: _Replica) -> ReplyScore | None:
+            try:
+                return await self._ask(replica, lambda one: one.score(prompt_ids, reply_ids, temperature))
+            except WeightMismatch:
+                raise
+            except EngineError as error:
+                if not replica.is_out:
+                    self._take_out(replica, ReplicaCause.UNPROVEN, str(error))
+                return None
+
+        scores = await asyncio.gather(*(ask(replica) for replica in serving))
+        found = {one.name: score for one, score in zip(serving, scores, strict=True) if score is not None}
+        if not found:
+            raise self._none_left()
+        return found
+
+    def report_to(self, on_event: Callable[[ReplicaEvent], None]) -> None:
+        """Tell from now on which replicas leave and come back."""
+        self._on_event = on_event
+
+    def condemn(self, name: str, detail: str, cause: ReplicaCause = ReplicaCause.CANARY) -> None:
+        """Take a replica out that was lost or has other weights, until it acknowledges later ones."""
+        for replica in self._replicas:
+            if replica.name == name:
+                self._take_out(replica, cause, detail)
+
+    def serves(self, name: str) -> bool:
+        """Whether a replica of this name may be asked."""
+        return any(replica.name == name and not replica.is_out for replica in self._replicas)
+
+    async def close(self) -> None:
+        """Close every engine; waiting requests get an EngineError, and later ones too."""
+        self._is_closed = True
+        await self._end_returns()
+        for replica in self._replicas:
+            self._take_out(replica, None, "closed")
+
+        async def close_one(replica: _Replica) -> None:
+            async with asyncio.timeout(_CLOSE_LIMIT_S):
+                await replica.engine.close()
+
+        # One that cannot be closed any more must not keep the others open.
+        await asyncio.gather(*(close_one(replica) for replica in self._replicas), return_exceptions=True)
+
+    async def _route(
+        self, prompt_ids: IntArray, cost_tokens: int, ask: Callable[[Engine], Awaitable[Answer]]
+    ) -> Answer:
+        """Have a request answered by one replica, or by a second one where the first did not."""
+        self._require_open()
+        ticket = Ticket(
+            arrival=next(self._arrivals),
+            # Hashed, so that long prompts are not held twice.
+            key=hash(prompt_ids.tobytes()),
+            cost_tokens=cost_tokens,
+            arrived_at=asyncio.get_running_loop().time(),
+        )
+        first: _Replica | None = None
+        failures: list[str] = []
+        while True:
+            if not self._num_serving:
+                raise self._none_left()
+            replica = self._replicas[await self._admission.enter(ticket)]
+            try:
+                answer = await self._ask(replica, ask)
+            except WeightMismatch:
+                raise
+            except EngineError as error:
+                failures.append(f"{replica.name}: {error}")
+                if first is not None:
+                    raise _failed_twice(failures) from error
+                if not replica.is_out and self._num_serving == 1:
+                    raise
+                first, ticket.avoid = replica, replica.index
+                continue
+            finally:
+                self._admission.leave(replica.index, ticket)
+            replica.num_failures = 0
+            if first is not None and first is not replica and not first.is_out:
+                self._blame(first, failures[0])
+            return answer
+
+    async def _ask(self, replica: _Replica, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
+        """Ask one replica, until it answers, fails, or is found to be out."""
+        admitted_version = replica.version
+        patience = asyncio.timeout(None)
+        try:
+            async with patience:
+                replica.patiences[patience] = asyncio.get_running_loop().time()
+                if replica.watch is None:
+                    self._watch(replica)
+                try:
+                    answer = await ask(replica.engine)
+                finally:
+                    replica.patiences.pop(patience, None)
+        except EngineLost as error:
+            self._take_out(replica, ReplicaCause.LOST, str(error))
+            raise
+        except TimeoutError as error:
+            if not patience.expired():
+                raise
+            raise EngineError(replica.out_because) from error
+        if admitted_version is not None and answer.policy_version not in (admitted_version, replica.version):
+            detail = (
+                f"a reply of version {answer.policy_version} came where {replica.version} was acknowledged"
+            )
+            self._take_out(replica, ReplicaCause.STALE, detail)
+            raise EngineError(detail)
+        return answer
+
+    def _watch(self, replica: _Replica) -> None:
+        """Take a replica out whose oldest request takes too long, or look again when it could.
+
+        One timer for all of them: a timer for each request would cost more than sending it.
+        """
+        replica.watch = None
+        oldest = next(iter(replica.patiences.values()), None)
+        if oldest is None:
+            return
+        loop = asyncio.get_running_loop()
+        due = oldest + self._limits.reply_limit_s
+        if due > loop.time():
+            replica.watch = loop.call_at(due, self._watch, replica)
+            return
+        detail = f"a request was not answered within {self._limits.reply_limit_s:g} s"
+        self._take_out(replica, ReplicaCause.HUNG, detail)
+
+    async def _update_one(self, replica: _Replica, update: WeightUpdate) -> bool:
+        """Update one replica; put it in service if it acknowledges, and out of it otherwise."""
+        engine = replica.engine
+        try:
+            async with asyncio.timeout(self._limits.update_limit_s):
+                receipt = await engine.update(update)
+        except TimeoutError:
+            detail = f"version {update.version} was not acknowledged within {self._limits.update_limit_s:g} s"
+            self._take_out(replica, ReplicaCause.HUNG, detail)
+        except EngineLost as error:
+            self._take_out(replica, ReplicaCause.LOST, str(error))
+        except StropError as error:
+            self._take_out(replica, ReplicaCause.UNPROVEN, str(error))
+        except asyncio.CancelledError:
+            self._take_out(replica, ReplicaCause.UNPROVEN, f"the update to {update.version} was interrupted")
+            raise
+        else:
+            if replica.engine is not engine:
+                return False  # Another one has taken its name, and has acknowledged nothing.
+            if (receipt.version, receipt.digest) == (update.version, update.digest):
+                self._put_in(replica, update.version)
+                return True
+            detail = f"acknowledged version {receipt.version} with digest {receipt.digest}"
+            detail += f" instead of version {update.version} with digest {update.digest}"
+            self._take_out(replica, ReplicaCause.UNPROVEN, detail)
+        return False
+
+    def _put_in(self, replica: _Replica, version: int) -> None:
+        """Open a replica that serves a version."""
+        was_out = replica.is_out
+        self._num_serving += was_out
+        replica.is_out, replica.out_because = False, ""
+        replica.version, replica.num_failures = version, 0
+        if was_out:
+            detail = f"serves version {version}"
+            self._tell(replica, ReplicaCause.BACK, detail)
+        self._admission.set_open(replica.index, True)
+
+    def _take_out(self, replica: _Replica, cause: ReplicaCause | None, detail: str) -> None:
+        """Close a replica, and send away what it has been given. A replica leaves once, with one event."""
+        was_out = replica.is_out
+        self._num_serving -= not was_out
+        replica.is_out = True
+        replica.out_because = detail if cause is None else f"{cause}: {detail}"
+        self._admission.set_open(replica.index, False)
+        now = asyncio.get_running_loop().time() if replica.patiences else 0.0
+        for patience in replica.patiences:
+            if not patience.expired():
+                patience.reschedule(now)
+        num_moved, replica.patiences = len(replica.patiences), {}
+        if cause is not None and not was_out:
+            self._tell(replica, cause, detail, num_moved)
+        if not self._num_serving:
+            self._admission.refuse(self._none_left())
+
+    def _tell(self, replica: _Replica, cause: ReplicaCause, detail: str, num_moved: int = 0) -> None:
+        self._on_event(ReplicaEvent(replica=replica.name, cause=cause, detail=detail, num_moved=num_moved))
+
+    def _blame(self, replica: _Replica, failure: str) -> None:
+        """Count a failure against the replica alone: another one answered the same request."""
+        replica.num_failures += 1
+        if replica.num_failures >= self._limits.max_failures_in_a_row:
+            detail = f"failed {replica.num_failures} requests that others answered; the last: {failure}"
+            self._take_out(replica, ReplicaCause.FAILING, detail)
+
+    async def _end_returns(self) -> None:
+        """Stop waiting for replicas that are out: what they would acknowledge is not the newest any more."""
+        tasks, self._returning = self._returning, set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise self._none_left()
+
+    def _none_left(self) -> EngineError:
+        if self._is_closed:
+            return closed()
+        return EngineError(
+            explain_refusal(
+                f"none of {len(self._replicas)} engines is left: {self._list_causes()}",
+                allowed="at least one engine that answers",
+                next_step="read the engines' logs, mend the cause and start the run again; it resumes",
+            )
+        )
+
+    def _list_causes(self) -> str:
+        return "; ".join(f"{one.name}: {one.out_because}" for one in self._replicas if one.is_out)
+
+
+def _failed_twice(failures: Sequence[str]) -> EngineError:
+    return EngineError(
+        explain_refusal(
+            f"two engines in turn did not answer a request: {'; '.join(failures)}",
+            allowed="an answer from the first or the second",
+            next_step="read the engines' logs; the rollout is masked",
+        )
+    )

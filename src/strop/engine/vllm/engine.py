@@ -1,0 +1,389 @@
+"""vLLM as an `Engine`: token ids in, token ids out, and weights that are proven.
+
+Stops, budgets and versions are strop's own words, so that a reply ends here where it ends in the engine of
+the policy's own process. Equal requests get equal replies as far as vLLM's kernels give equal bits: another
+batch may round otherwise, and on rare occasions a token differs.
+
+An update closes a gate: what is asked meanwhile waits, and is served under the new weights. A prefix cache
+never spans two versions: the version is part of its key, it is emptied at each update, and a canary proves
+it. Weights that were refused before loading leave the old ones; an update that fails later leaves an engine
+that serves nothing until another update has been proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from strop.engine.contract import (
+    Completion,
+    GenerationRequest,
+    ReplyScore,
+    UpdateMode,
+    WeightReceipt,
+    WeightTransport,
+    WeightUpdate,
+)
+from strop.engine.fetching import memory_dir
+from strop.engine.requests import check_ids, check_room, closed
+from strop.engine.stops import StopStrings
+from strop.engine.vllm.core import Adapter, Core, Piece
+from strop.engine.vllm.limits import EngineLimits
+from strop.errors import EngineError, WeightMismatch, explain_refusal
+from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
+from strop.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class _Reply:
+    """A reply while it grows."""
+
+    request: GenerationRequest
+    stops: StopStrings | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+    segments: list[VersionSegment] = field(default_factory=list)
+
+    def take(self, piece: Piece, version: int) -> None:
+        """Add tokens, up to the one that ends the reply. `version` is what is served now."""
+        if piece.segments and not self.token_ids:
+            self.segments = list(piece.segments)  # The whole reply in one piece.
+        elif not self.segments or self.segments[-1].version != version:
+            self.segments.append(VersionSegment(start=len(self.token_ids), version=version))
+        for token_id, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
+            self.token_ids.append(token_id)
+            self.logprobs.append(logprob)
+            if token_id in self.request.stop_token_ids:
+                self.finish = FinishReason.EOS
+            elif self.stops is not None and self.stops.is_completed(np.array(self.token_ids, np.int32)):
+                self.finish = FinishReason.STOP_STRING
+            elif len(self.token_ids) == self.request.max_tokens:
+                self.finish = FinishReason.LENGTH
+            if self.finish is not None:
+                return
+        if piece.finish is not None:
+            self.finish = FinishReason.ABORT
+
+    def complete(self, tokenizer: Tokenizer, version: int) -> Completion:
+        """Return the reply; `version` is what it was asked of, for a reply without tokens."""
+        finish = self.finish or FinishReason.ABORT
+        logprobs = np.array(self.logprobs, np.float32)
+        if not bool(np.isfinite(logprobs).all()):
+            raise EngineError(
+                explain_refusal(
+                    "vLLM gave a log-probability that is not finite",
+                    allowed="finite log-probabilities of every sampled token",
+                    next_step="check the weights; the run resumes from its last checkpoint",
+                )
+            )
+        is_eos = finish is FinishReason.EOS
+        text = tokenizer.decode(np.array(self.token_ids[: -1 if is_eos else None], np.int32))
+        # One that begins behind the end, where weights changed between the last token and its delivery.
+        segments = tuple(part for part in self.segments if part.start < len(self.token_ids))
+        return Completion(
+            token_ids=np.array(self.token_ids, np.int32),
+            # Rounding may lift the log of a certain token above 0 by one place.
+            logprobs=np.minimum(logprobs, np.float32(0.0)),
+            text=text if self.stops is None else self.stops.cut(text),
+            finish_reason=finish,
+            policy_version=segments[0].version if segments else version,
+            segments=segments if len(segments) > 1 else (),
+        )
+
+
+class VllmEngine:
+    """Generates with vLLM. One instance serves one event loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        tokenizer: Tokenizer,
+        *,
+        limits: EngineLimits,
+        version: int = 0,
+        digest: str = "",
+        fetch: Callable[[str, Path], None] | None = None,
+    ) -> None:
+        """`digest` is that of the weights that vLLM loaded; `fetch` brings an object of a store to a path."""
+        self._core = core
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._fetch = fetch
+        self._version = version
+        self._digest = digest
+        self._adapter: Adapter | None = None
+        self._num_adapters = 0
+        self._canary: list[float] = []
+        self._update_lock = asyncio.Lock()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._replies = _Counter()
+        self._scores = _Counter()
+        self._num_restarts = 0
+        self._flaw: str | None = None
+        self._is_closed = False
+
+    @property
+    def version(self) -> int:
+        """Version of the weights served."""
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one reply. See `Engine.generate`."""
+        self._require_open()
+        check_room(len(request.prompt_ids), request.max_tokens, "asks for", self._limits.max_positions)
+        check_ids(request.prompt_ids, self._limits.vocab_size)
+        while True:
+            await self._pass_gate()
+            num_restarts = self._num_restarts
+            with self._replies.counting():
+                completion = await self._sample(request)
+            if completion.finish_reason is not FinishReason.ABORT or num_restarts == self._num_restarts:
+                self._require_sound()
+                return completion
+
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
+        """Return the log-probability of each reply token. See `Engine.score`.
+
+        Raises: EngineError also for a temperature other than 1: vLLM's values of given tokens are at 1.
+        """
+        self._require_open()
+        # vLLM samples one token behind what it scores.
+        check_room(len(prompt_ids), len(reply_ids), "has a reply of", self._limits.max_positions - 1)
+        check_ids(np.concatenate([prompt_ids, reply_ids]), self._limits.vocab_size)
+        if temperature not in (0.0, 1.0):
+            raise EngineError(
+                explain_refusal(
+                    f"a reply is to be scored at temperature {temperature:g} by vLLM",
+                    allowed="temperature 1, or 0, which counts as 1",
+                    next_step="score with the policy, or with engine.kind = native",
+                )
+            )
+        await self._pass_gate()
+        with self._scores.counting():
+            version = self._version
+            logprobs = await self._core.score(prompt_ids, reply_ids, adapter=self._adapter)
+        return ReplyScore(logprobs=np.array(logprobs, np.float32), policy_version=version)
+
+    async def update(self, update: WeightUpdate) -> WeightReceipt:
+        """Serve new weights. See `Engine.update`. Updates are applied one at a time.
+
+        Raises: WeightMismatch also if vLLM's own tensors are not the published ones after loading, or if it
+            used keys and values again that are of other weights (`weight_canary`).
+        """
+        if self._is_closed:
+            raise closed()
+        with tempfile.TemporaryDirectory(prefix="strop-weights-", dir=memory_dir()) as folder:
+            async with self._update_lock:
+                path = await self._find_file(update, Path(folder))
+                await self._apply(update, path)
+        return WeightReceipt(version=update.version, digest=update.digest)
+
+    async def close(self) -> None:
+        """End vLLM's processes; waiting requests get an EngineError, and later ones too."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._gate.set()
+            await asyncio.to_thread(self._core.close)
+
+    async def _apply(self, update: WeightUpdate, path: str) -> None:
+        self._gate.clear()
+        try:
+            await self._stop_running(update.mode)
+            swap = self._swap_adapter if update.is_adapter else self._swap_weights
+            await swap(update, path)
+            await self._core.resume()
+            await self._ask_canary(update)
+        finally:
+            await self._core.resume()
+            self._gate.set()
+
+    async def _sample(self, request: GenerationRequest) -> Completion:
+        stops = StopStrings(self._tokenizer, request.stop_strings) if request.stop_strings else None
+        reply = _Reply(request, stops)
+        adapter, version = self._adapter, self._version
+        pieces = self._core.sample(
+            request, salt=_salt(version, self._digest), adapter=adapter, is_whole=stops is None
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                # An adapter stays with the replies that began with it.
+                reply.take(piece, self._version if adapter is None else version)
+                if reply.finish is not None:
+                    break
+        return reply.complete(self._tokenizer, version)
+
+    async def _find_file(self, update: WeightUpdate, folder: Path) -> str:
+        """Return the path of what an update names; `folder` takes what has to be fetched."""
+        is_readable = update.transport in (WeightTransport.FILE, WeightTransport.BROADCAST)
+        if is_readable and update.path is not None:
+            return update.path
+        if update.transport is WeightTransport.STORE and update.path is not None and self._fetch is not None:
+            target = folder / update.path.rpartition("/")[2]
+            await asyncio.to_thread(self._fetch, update.path, target)
+            return str(target)
+        raise _mismatch(
+            f"weight update {update.version} is by {update.transport} and names {update.path}",
+            allowed="an absolute path to a safetensors file, a sender's address, or an object's URI",
+            next_step="publish it again",
+        )
+
+    async def _stop_running(self, mode: UpdateMode) -> None:
+        """Have nothing run, as the mode says. What is asked from now on waits at the gate."""
+        await self._scores.none_left()
+        if mode is UpdateMode.CONTINUE:
+            await self._core.pause("keep")
+            return
+        if mode is UpdateMode.RESTART:
+            self._num_restarts += 1
+            await self._core.pause("abort")
+        await self._replies.none_left()
+
+    async def _swap_weights(self, update: WeightUpdate, path: str) -> None:
+        """Have every worker load the file and prove it.
+
+        Raises: WeightMismatch.
+        """
+        # Until proven: what happens in between leaves vLLM with the weights of no version.
+        earlier_flaw, self._flaw = self._flaw, f"weight update {update.version} did not end"
+        answers = await self._core.load_weights(path, update.digest)
+        refusals = [answer["refusal"] for answer in answers if answer["refusal"]]
+        flaws = [answer["flaw"] for answer in answers if answer["flaw"]]
+        if refusals and len(refusals) == len(answers):
+            self._flaw = earlier_flaw
+            raise WeightMismatch(refusals[0])
+        if refusals or flaws:
+            self._flaw = (flaws + refusals)[0]
+            raise _unproven(update, self._flaw)
+        await self._forget_adapter()
+        await self._take(update)
+
+    async def _swap_adapter(self, update: WeightUpdate, path: str) -> None:
+        """Load an adapter beside the old one, and use it from now on.
+
+        Raises: WeightMismatch if its file does not have the promised digest; EngineError if vLLM refuses it.
+        """
+        from strop.engine.vllm.weights import find_adapter_flaw
+
+        flaw = await asyncio.to_thread(find_adapter_flaw, path, update.digest)
+        if flaw is not None:
+            raise _mismatch(
+                flaw,
+                allowed="exactly the adapter that the policy published",
+                next_step="the engine keeps its old adapter; start the run again to publish anew",
+            )
+        self._num_adapters += 1
+        adapter = Adapter(adapter_id=self._num_adapters, path=path, version=update.version)
+        await self._core.load_adapter(adapter)
+        if update.mode is not UpdateMode.CONTINUE:  # Replies under way go on under their own.
+            await self._forget_adapter()
+        self._adapter = adapter
+        await self._take(update)
+
+    async def _forget_adapter(self) -> None:
+        if self._adapter is not None:
+            await self._core.drop_adapter(self._adapter)
+            self._adapter = None
+
+    async def _take(self, update: WeightUpdate) -> None:
+        """Serve what was loaded; nothing computed before is used again."""
+        await self._core.drop_cached()
+        await self._core.name_version(update.version)
+        self._version, self._digest = update.version, update.digest
+        self._flaw = f"the canary of weight update {update.version} was not heard"
+
+    async def _ask_canary(self, update: WeightUpdate) -> None:
+        """Ask a fixed prompt for the first time under these weights, and look where its keys came from.
+
+        Raises: WeightMismatch if they came from a cache, so from other weights.
+        """
+        found = await self._hear_canary(self._adapter)
+        if found.num_cached_tokens:
+            self._flaw = (
+                f"weight_canary: {found.num_cached_tokens} keys and values of other weights were used"
+            )
+            raise _unproven(update, self._flaw)
+        self._flaw = None
+
+    async def _hear_canary(self, adapter: Adapter | None) -> Piece:
+        request = GenerationRequest(
+            prompt_ids=self._limits.canary_ids(),
+            seed=0,
+            sampling=Sampling(temperature=0.0),
+            max_tokens=1,
+            stop_token_ids=frozenset(),
+        )
+        pieces = self._core.sample(
+            request, salt=_salt(self._version, self._digest), adapter=adapter, is_whole=True
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                return piece
+        raise EngineError("vLLM did not answer the canary")
+
+    async def _pass_gate(self) -> None:
+        await self._gate.wait()
+        self._require_open()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise closed()
+        self._require_sound()
+
+    def _require_sound(self) -> None:
+        if self._flaw is not None and self._gate.is_set():
+            raise EngineError(
+                explain_refusal(
+                    f"the engine's weights are of no version: {self._flaw}",
+                    allowed="requests after an update that was proven",
+                    next_step="publish the weights again, or start the run again; it resumes",
+                )
+            )
+
+
+class _Counter:
+    """How many of something run now."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_zero = asyncio.Event()
+        self._is_zero.set()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count one more."""
+        self._count += 1
+        self._is_zero.clear()
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if not self._count:
+                self._is_zero.set()
+
+    async def none_left(self) -> None:
+        """Wait until none run."""
+        await self._is_zero.wait()
+
+
+def _salt(version: int, digest: str) -> str:
+    return f"{version}/{digest[:16]}"
+
+
+def _mismatch(given: str, *, allowed: str, next_step: str) -> WeightMismatch:
+    return WeightMismatch(explain_refusal(given, allowed=allowed, next_step=next_step))
+
+
+def _unproven(update: WeightUpdate, flaw: str) -> WeightMismatch:
+    return _mismatch(
+        f"weight update {update.version} ended with other weights than the published ones: {flaw}",
+        allowed="an engine whose live tensors are those of the update",
+        next_step="the engine serves nothing now; start the run again, it resumes at its last checkpoint",
+    )

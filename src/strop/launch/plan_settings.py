@@ -1,0 +1,111 @@
+"""Which values of a run take effect, and where each comes from: limits, the loss, the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strop.algorithm import Aggregation, build_algorithm
+from strop.hardware import Machine
+from strop.launch.planned import PlannedValue
+from strop.launch.roles import count_rows
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
+from strop.spec import ResolvedSpec
+from strop.spec.base import DEFAULT
+from strop.tasks import Task
+
+_NORMALIZERS = {
+    Aggregation.TOKEN_MEAN: "1 / scored tokens of the step",
+    Aggregation.SEQ_MEAN: "1 / ({rollouts} rollouts x scored tokens of the rollout)",
+    Aggregation.CONST: "1 / ({rollouts} rollouts x {limit} tokens of reply limit)",
+    Aggregation.GROUP_TOKEN_MEAN: "1 / ({prompts} groups x scored tokens of the group)",
+    Aggregation.SEQ_SUM: "1 / {rollouts} rollouts",
+}
+
+
+def list_limits(
+    resolved: ResolvedSpec, task: Task, size: ModelSize | None, machine: Machine
+) -> tuple[PlannedValue, ...]:
+    """Return the one limit that takes effect where several could (SMP-2), and what is derived."""
+    spec = resolved.spec
+    values = [
+        _effective(
+            resolved, "task.max_reply_tokens", task.limits.max_reply_tokens, f"the limit of task {task.name}"
+        ),
+        _effective(
+            resolved,
+            "train.micro_batch_tokens",
+            spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
+            "strop's own",
+        ),
+        _effective(
+            resolved, "engine.max_rows", spec.engine.max_rows or count_rows(spec), "rollouts of a step"
+        ),
+        _effective(
+            resolved,
+            "placement.threads",
+            spec.placement.threads or machine.num_physical_cores,
+            "cores of this machine",
+        ),
+    ]
+    if size is not None:
+        values.append(
+            PlannedValue(name="positions of the model", value=size.max_positions, origin="config.json")
+        )
+    return tuple(values)
+
+
+def _effective(resolved: ResolvedSpec, key: str, value: Any, derived_from: str) -> PlannedValue:
+    """Return a value whose setting may be none, with the origin of what takes effect."""
+    section, name = key.split(".")
+    is_given = getattr(getattr(resolved.spec, section), name) is not None
+    origin = resolved.origins.get(key, DEFAULT) if is_given else derived_from
+    return PlannedValue(name=key, value=value, origin=origin)
+
+
+def list_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
+    """Return what the loss is made of."""
+    train = resolved.spec.train
+    terms = with_origins(resolved, "train", {"terms": train.terms})
+    rl = _plan_algorithm(resolved, limit) if train.has_rl else ()
+    if not train.has_sft:
+        return (*terms, *rl)
+    weight = PlannedValue(
+        name="weight of a demonstrated token",
+        value="weight of its row / sum of weight x trained tokens over the step's rows",
+        origin="strop's own",
+    )
+    return (*terms, *rl, *with_origins(resolved, "sft", resolved.spec.sft.model_dump()), weight)
+
+
+def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
+    spec = resolved.spec
+    algorithm = build_algorithm(spec.algorithm, spec.reference)
+    own = f"{algorithm.name}'s own"
+    prompts = spec.train.prompts_per_step
+    normalizer = _NORMALIZERS[algorithm.aggregation].format(
+        rollouts=prompts * spec.train.rollouts_per_prompt, limit=limit, prompts=prompts
+    )
+    derived = [
+        PlannedValue(name="weight of a token", value=normalizer, origin=own),
+        PlannedValue(name="advantage", value=algorithm.advantage.__name__, origin=own),
+        *(
+            _effective(resolved, f"algorithm.{name}", getattr(algorithm, name), own)
+            for name in (
+                *("mode", "clip_low", "clip_high", "zero_variance", "filter_on", "overlong"),
+                "correction_cap",
+            )
+        ),
+    ]
+    shown = {value.name for value in derived}
+    plain = with_origins(resolved, "algorithm", spec.algorithm.model_dump())
+    sampling = with_origins(resolved, "sampling", spec.sampling.model_dump())
+    return (*(value for value in plain if value.name not in shown), *derived, *sampling)
+
+
+def with_origins(resolved: ResolvedSpec, section: str, values: dict[str, Any]) -> tuple[PlannedValue, ...]:
+    """Return the values of a section with what wrote each of them."""
+    keys = {f"{section}.{name}": value for name, value in values.items()}
+    return tuple(
+        PlannedValue(name=key, value=value, origin=resolved.origins.get(key, DEFAULT))
+        for key, value in keys.items()
+    )

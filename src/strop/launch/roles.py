@@ -1,0 +1,314 @@
+"""Which processes a run has, on which devices, and what each keeps in memory at its peak.
+
+A learner rank holds its share of masters, gradients, moments and copies (FSDP), and the activations of
+one micro-batch; an engine replica its weights and key-value cache. With everything in one process, the
+engine reads the learner's copies. The bytes of the program and its libraries are counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from strop.engine import DEFAULT_MAX_ROWS
+from strop.policy.footprint import (
+    COPY_BYTES,
+    DEFAULT_MICRO_BATCH_POSITIONS,
+    ModelSize,
+    activation_bytes,
+    cache_bytes,
+    count_trained,
+    frozen_bytes,
+    micro_batch_positions,
+    must_recompute,
+    packed_bytes,
+    rank_state_bytes,
+    terms_bytes,
+)
+from strop.spec import RunSpec
+from strop.spec.judge_tasks import MAX_ANSWER_TOKENS
+from strop.spec.task import role_judges
+
+PROGRAM_BYTES = 400_000_000
+"""Resident memory of a process that has imported torch and transformers, before it loads a model: 380 MB
+with torch 2.13 for processors."""
+WORKER_BYTES = 260_000_000
+"""Of one that has imported torch alone: a rollout worker."""
+LEARNER, ENGINE, WORKER = "learner", "engine", "rollout worker"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One part of a sum."""
+
+    name: str
+    amount: float
+    """In the unit of the sum: bytes or seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How many processes of each role there are, and whether they share devices."""
+
+    num_learners: int
+    num_engines: int
+    num_workers: int
+    is_shared: bool
+    """Learner and engine take turns on the same device, so neither hides the other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleMemory:
+    """What one process of a role keeps in memory at its peak."""
+
+    role: str
+    count: int
+    parts: tuple[Part, ...]
+    program_bytes: int
+    available_bytes: int | None
+    """Of the device that it has alone; None where it shares the machine's, or where that is unknown."""
+
+    @property
+    def needed_bytes(self) -> float:
+        """Bytes of one process, its program included where it is in the same memory."""
+        return sum(part.amount for part in self.parts) + self.program_bytes
+
+
+def read_layout(spec: RunSpec, *, is_processor: bool) -> Layout:
+    """Return the processes of a run. On a processor all roles share its cores."""
+    placement = spec.placement
+    is_inline = placement.kind == "inline"
+    return Layout(
+        num_learners=1 if is_inline else placement.learners or spec.job.gpu_roles.get("train", 1),
+        num_engines=1 if is_inline else placement.engines,
+        num_workers=0 if is_inline else placement.rollout_workers,
+        is_shared=is_inline or is_processor,
+    )
+
+
+def count_rows(spec: RunSpec, num_engines: int = 1) -> int:
+    """Return how many replies one engine decodes at once."""
+    wanted = -(-spec.train.prompts_per_step * spec.train.rollouts_per_prompt // num_engines)
+    return min(wanted, spec.engine.max_rows or DEFAULT_MAX_ROWS)
+
+
+def split_memory(
+    spec: RunSpec,
+    size: ModelSize,
+    max_reply_tokens: int,
+    max_prompt_tokens: int | None = None,
+    *,
+    imitated_positions: int = 0,
+    frozen: Mapping[str, ModelSize] = MappingProxyType({}),
+) -> tuple[Part, ...]:
+    """Return what a run keeps in this machine's memory, in bytes, programs and libraries left out.
+
+    `max_prompt_tokens` None: unknown; a micro-batch is then taken to be full. `imitated_positions` are
+    those of the largest micro-batch of demonstrations, `frozen` the sizes of the reference and the
+    teacher by role, and of the run's own judges by name; one that is not given counts like the policy.
+    """
+    roles = list_roles(
+        spec,
+        size,
+        read_layout(spec, is_processor=True),
+        max_reply_tokens,
+        max_prompt_tokens,
+        imitated_positions=imitated_positions,
+        frozen=frozen,
+    )
+    return tuple(
+        Part(
+            name=part.name if role.count == 1 else f"{part.name} of {role.count}",
+            amount=role.count * part.amount,
+        )
+        for role in roles
+        for part in role.parts
+    )
+
+
+def list_roles(
+    spec: RunSpec,
+    size: ModelSize,
+    layout: Layout,
+    max_reply_tokens: int,
+    max_prompt_tokens: int | None = None,
+    *,
+    imitated_positions: int = 0,
+    device_bytes: int | None = None,
+    frozen: Mapping[str, ModelSize] = MappingProxyType({}),
+) -> tuple[RoleMemory, ...]:
+    """Return the memory of one process of each role. See `split_memory` for the arguments.
+
+    `device_bytes`: memory of the device of a learner or engine; None where it is the machine's.
+    """
+    positions = micro_batch(spec, layout, max_reply_tokens, max_prompt_tokens)
+    rows = count_rows(spec, layout.num_engines)
+    num_slots = max_reply_tokens + positions // (rows * layout.num_engines)
+    positions = max(positions if spec.train.has_rl else 0, imitated_positions)
+    is_inline = spec.placement.kind == "inline"
+    sizes = frozen_sizes(spec, size, frozen)
+    learner = _learner_parts(spec, size, layout, positions, device_bytes, sizes)
+    is_on_device = device_bytes is not None
+    engine = _engine_parts(spec, size, rows, num_slots, is_on_device=is_on_device)
+    # On a device of one's own, the program's memory is the host's.
+    program = 0 if is_on_device else PROGRAM_BYTES
+    judges = _list_judges(spec, size, frozen, max_reply_tokens, device_bytes)
+    if is_inline:
+        together = RoleMemory(
+            role=f"{LEARNER} and {ENGINE}",
+            count=1,
+            parts=(*learner, *engine),
+            program_bytes=program,
+            available_bytes=device_bytes,
+        )
+        return (together, *judges)
+    roles = [(LEARNER, layout.num_learners, learner), (ENGINE, layout.num_engines, engine)]
+    found = [
+        RoleMemory(role=role, count=count, parts=parts, program_bytes=program, available_bytes=device_bytes)
+        for role, count, parts in roles
+    ]
+    if layout.num_workers:
+        found.append(
+            RoleMemory(
+                role=WORKER,
+                count=layout.num_workers,
+                parts=(),
+                program_bytes=WORKER_BYTES,
+                available_bytes=None,
+            )
+        )
+    return (*found, *judges)
+
+
+def _list_judges(
+    spec: RunSpec,
+    size: ModelSize,
+    known: Mapping[str, ModelSize],
+    max_reply_tokens: int,
+    device_bytes: int | None,
+) -> list[RoleMemory]:
+    """Return the processes of the judges that the run starts: engines, busy with all that they may be asked.
+
+    A question is taken to be as long as the reply in it and the judge's answer twice.
+    """
+    found = []
+    for judge in role_judges(spec.task):
+        own, rows = known.get(judge.judge_model, size), judge.judge_concurrency
+        parts = _engine_parts(
+            spec.model_copy(update={"placement": spec.placement.model_copy(update={"kind": "process"})}),
+            own,
+            rows,
+            max_reply_tokens + 2 * MAX_ANSWER_TOKENS,
+            is_on_device=device_bytes is not None,
+        )
+        found.append(
+            RoleMemory(
+                role=f"judge {judge.judge_model}",
+                count=1,
+                parts=tuple(replace(part, name=f"judge: {part.name}") for part in parts),
+                program_bytes=0 if device_bytes is not None else PROGRAM_BYTES,
+                available_bytes=device_bytes,
+            )
+        )
+    return found
+
+
+def frozen_sizes(spec: RunSpec, size: ModelSize, known: Mapping[str, ModelSize]) -> dict[str, ModelSize]:
+    """Return the sizes of a run's models that never learn, by role; else the policy's."""
+    return {role: known.get(role, size) for role in spec.frozen_models}
+
+
+def micro_batch(spec: RunSpec, layout: Layout, max_reply_tokens: int, max_prompt_tokens: int | None) -> int:
+    """Return the positions of the largest micro-batch of rollouts on one rank."""
+    budget = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    if max_prompt_tokens is None:
+        return budget
+    return micro_batch_positions(
+        budget=budget,
+        num_prompts=-(-spec.train.prompts_per_step // layout.num_learners),
+        num_rollouts=spec.train.rollouts_per_prompt,
+        prompt_tokens=max_prompt_tokens,
+        reply_tokens=max_reply_tokens,
+    )
+
+
+def recomputes(
+    spec: RunSpec,
+    size: ModelSize,
+    layout: Layout,
+    positions: int,
+    device_bytes: int | None,
+    frozen: Mapping[str, ModelSize] = MappingProxyType({}),
+) -> bool:
+    """Whether a learner rank computes activations again: as the run file says, else as memory asks."""
+    if spec.train.activation_checkpointing is not None:
+        return spec.train.activation_checkpointing
+    return must_recompute(
+        size,
+        spec.model.dtype,
+        num_positions=positions,
+        have_bytes=device_bytes,
+        num_ranks=layout.num_learners,
+        num_trained=count_trained(size, spec.lora),
+        frozen_bytes=sum(
+            frozen_bytes(one, spec.model.dtype, num_positions=positions, num_ranks=layout.num_learners)
+            for one in frozen.values()
+        ),
+    )
+
+
+def _learner_parts(
+    spec: RunSpec,
+    size: ModelSize,
+    layout: Layout,
+    positions: int,
+    device_bytes: int | None,
+    frozen: Mapping[str, ModelSize],
+) -> tuple[Part, ...]:
+    dtype, num_ranks = spec.model.dtype, layout.num_learners
+    adapters = count_trained(size, spec.lora)
+    trained = (size.num_params if adapters is None else adapters) / num_ranks
+    untrained = 0.0 if adapters is None else size.num_params * COPY_BYTES[dtype] / num_ranks
+    # In float32 the masters themselves are computed with; a rank of several gathers its copies.
+    has_copies = dtype != "float32" and num_ranks == 1
+    num_terms = spec.train.has_rl + spec.train.has_sft
+    kept = 16 * trained + untrained
+    gathered = rank_state_bytes(size, dtype, num_ranks, adapters) - kept if num_ranks > 1 else 0.0
+    is_recomputed = recomputes(spec, size, layout, positions, device_bytes, frozen)
+    again = ", computed again" if is_recomputed else ""
+    activations = activation_bytes(size, dtype, positions, is_recomputed=is_recomputed)
+    of = "" if num_ranks == 1 else f", 1 of {num_ranks} shards"
+    parts = [
+        ("frozen weights", untrained),
+        (f"weights (fp32 masters{of})", trained * 4),
+        ("compute copies", trained * COPY_BYTES[dtype] if has_copies else 0.0),
+        (f"gradients (fp32{of})", trained * 4),
+        ("sum of the terms' gradients (fp32)", terms_bytes(size, num_terms, adapters) / num_ranks),
+        (f"moments (fp32{of})", trained * 8),
+        ("gathered copies and gradients", gathered),
+        (f"activations ({positions} positions{again})", activations),
+        *(
+            (
+                f"{role} (frozen{of})",
+                frozen_bytes(
+                    one, dtype, num_positions=positions, beside_bytes=activations, num_ranks=num_ranks
+                ),
+            )
+            for role, one in frozen.items()
+        ),
+    ]
+    return tuple(Part(name=name, amount=float(amount)) for name, amount in parts if amount)
+
+
+def _engine_parts(
+    spec: RunSpec, size: ModelSize, rows: int, num_slots: int, *, is_on_device: bool
+) -> tuple[Part, ...]:
+    dtype = spec.model.dtype
+    weights = 0 if spec.placement.kind == "inline" else size.num_params * COPY_BYTES[dtype]
+    parts = [
+        (f"key-value cache ({rows} rows)", cache_bytes(size, dtype, rows, num_slots)),
+        ("weights packed for the processor", 0 if is_on_device else packed_bytes(size, dtype)),
+        ("weights of the engine's process", weights),
+    ]
+    return tuple(Part(name=name, amount=float(amount)) for name, amount in parts if amount)

@@ -1,0 +1,117 @@
+"""How fast the hardware of a plan is taken to be: this machine, or an accelerator by its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.hardware import Calibration, Machine
+from strop.hardware.accelerators import Accelerator, match_gpu
+from strop.hardware.efficiency import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
+from strop.spec import RunSpec
+
+# Where nothing is measured: half of what a core of a server with and without bf16 products reached.
+FAST_GFLOPS_PER_CORE = 100.0
+PLAIN_GFLOPS_PER_CORE = 50.0
+COPY_GB_PER_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """How fast one device is taken to be."""
+
+    device: str
+    """Its name, for people."""
+    gflops: float
+    """Billions of operations per second of a large product in the run's number format."""
+    copy_gb_per_s: float
+    link_gb_per_s: float
+    """To a device beside it, one direction."""
+    efficiency: Efficiency
+    memory_bytes: int | None
+    """Of the device; None where it is unknown or the machine's own."""
+    is_processor: bool
+    """All roles then share the cores of one machine."""
+    source: str
+    """Where the numbers are from: a measurement and its circumstances, a data sheet, or 'assumed'."""
+    is_measured: bool
+
+
+def choose_speeds(
+    spec: RunSpec,
+    machine: Machine,
+    calibration: Calibration | None,
+    efficiency: Efficiency | None = None,
+    accelerator: Accelerator | None = None,
+) -> Speeds:
+    """Return the speeds of the accelerator that is asked for, of this machine's GPU, or of its cores."""
+    if accelerator is None and machine.gpus:
+        accelerator = match_gpu(machine.gpus[0].name)
+    if accelerator is not None:
+        return _of_accelerator(spec, accelerator)
+    is_bf16 = spec.model.dtype == "bfloat16"
+    known = efficiency or CPU_EFFICIENCY
+    if calibration is None:
+        cores = spec.placement.threads or machine.num_physical_cores
+        gflops = FAST_GFLOPS_PER_CORE if is_bf16 and machine.has_fast_bf16 else PLAIN_GFLOPS_PER_CORE
+        source = f"assumed: {gflops:g} GFLOP/s for each of {cores} cores; `strop doctor` measures"
+        return _of_processor(machine, gflops * cores, COPY_GB_PER_S, known, source, is_measured=False)
+    return _of_processor(
+        machine,
+        calibration.gemm_bf16_gflops if is_bf16 else calibration.gemm_fp32_gflops,
+        calibration.copy_gb_per_s,
+        known,
+        f"measured by `strop doctor` with {calibration.num_threads} threads",
+        is_measured=True,
+    )
+
+
+def _of_processor(
+    machine: Machine,
+    gflops: float,
+    copy_gb_per_s: float,
+    efficiency: Efficiency,
+    source: str,
+    *,
+    is_measured: bool,
+) -> Speeds:
+    return Speeds(
+        device=machine.cpu_name or "this machine",
+        gflops=gflops,
+        copy_gb_per_s=copy_gb_per_s,
+        link_gb_per_s=copy_gb_per_s,
+        efficiency=efficiency,
+        memory_bytes=None,
+        is_processor=True,
+        source=source,
+        is_measured=is_measured,
+    )
+
+
+def _of_accelerator(spec: RunSpec, accelerator: Accelerator) -> Speeds:
+    tflops = accelerator.bf16_tflops if spec.model.dtype == "bfloat16" else accelerator.fp32_tflops
+    given = {
+        name: value
+        for name in ("learn_frac", "decode_frac")
+        if (value := getattr(accelerator, name)) is not None
+    }
+    known = GPU_EFFICIENCY
+    if given:
+        known = Efficiency(
+            learn_frac=accelerator.learn_frac or known.learn_frac,
+            decode_frac=accelerator.decode_frac or known.decode_frac,
+            decode_layer_s=known.decode_layer_s,
+            update_frac=known.update_frac,
+            cpu_name=None,
+            source=f"{' and '.join(given)} from {accelerator.source}; else {known.source}",
+        )
+    return Speeds(
+        device=accelerator.name,
+        gflops=1e3 * tflops,
+        copy_gb_per_s=accelerator.memory_gb_per_s,
+        link_gb_per_s=accelerator.link_gb_per_s,
+        efficiency=known,
+        memory_bytes=accelerator.memory_bytes,
+        is_processor=False,
+        source=f"peak by {accelerator.source}",
+        is_measured=False,
+    )

@@ -1,0 +1,154 @@
+"""Weights through process groups: the learner sends, engines receive, and no disk is between them.
+
+A publication is offered at a TCP store that the sender keeps: `tcp://host:port/name`. It says there what the
+tensors look like; each receiver draws a number and takes the tensors, in order of name, in a gloo group of
+its own with the sender. So a receiver that dies, or comes late, is nobody else's matter; the price is one
+copy through the sender's network for each receiver. What was received is proven by the caller, by its
+digest. Needs torch and nothing else.
+
+Not here: NCCL, encryption.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from strop.errors import StoreError, WeightMismatch, explain_refusal
+
+# Its stubs lack most of what is used here.
+distributed: Any = torch.distributed
+LIMIT_S = 300.0
+"""Both sides meet within this time, and each tensor arrives within it."""
+_POLL_S = 0.01
+_FAILURES = (RuntimeError, ValueError, OSError)
+"""What torch.distributed raises of lost members and addresses."""
+
+
+class WeightSender:
+    """Keeps the place where receivers come to; one for each learner."""
+
+    def __init__(self, host: str, *, limit_s: float = LIMIT_S) -> None:
+        """Bind a free port of `host`, an address of this machine that the receivers reach.
+
+        Raises: StoreError if it cannot be bound.
+        """
+        self._limit = timedelta(seconds=limit_s)
+        try:
+            self._store = distributed.TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, timeout=self._limit
+            )
+        except _FAILURES as error:
+            raise _failed(f"no place for receivers at {host}", error) from error
+        self._host = host
+
+    def address(self, name: str) -> str:
+        """Return what a `WeightUpdate` of this publication names as its path."""
+        return f"tcp://{self._host}:{self._store.port}/{name}"
+
+    def send(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        num_receivers: int,
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Send tensors to so many receivers, and return when all have them. A name is used once.
+
+        `is_over` says when no more of them will come.
+        Raises: StoreError if one did not come or was lost; the others have their tensors.
+        """
+        ordered = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
+        forms = [
+            [key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in ordered.items()
+        ]
+        self._store.set(f"{name}/forms", json.dumps(forms))
+        deadline = time.monotonic() + self._limit.total_seconds()
+        done: list[int] = []
+        failures: list[BaseException] = []
+        threads: list[threading.Thread] = []
+
+        def give(number: int) -> None:
+            try:
+                self._give(f"{name}/{number}", ordered)
+                done.append(number)
+            except _FAILURES as error:
+                failures.append(error)
+
+        while len(threads) < num_receivers + len(failures) and time.monotonic() < deadline and not is_over():
+            for number in range(len(threads), int(self._store.add(f"{name}/joined", 0))):
+                # Daemons: at the end of a run, nobody waits for a receiver that is lost.
+                threads.append(threading.Thread(target=give, args=(number,), daemon=True))
+                threads[-1].start()
+            time.sleep(_POLL_S)
+        for thread in threads:
+            thread.join()
+        if len(done) < num_receivers:
+            cause = failures[0] if failures else TimeoutError(f"{len(done)} came")
+            raise _failed(f"publication {name} did not reach {num_receivers} receivers", cause)
+
+    def _give(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send tensors to one receiver. Raises: what torch.distributed raises of a lost one."""
+        # A connection of its own: one that waits for a dead receiver would keep the others waiting.
+        store = distributed.TCPStore(self._host, self._store.port, is_master=False, timeout=self._limit)
+        group = _join(store, name, rank=0, limit=self._limit)
+        for tensor in tensors.values():
+            group.broadcast(_as_bytes(tensor), 0, self._limit).wait()
+        group.barrier().wait()
+
+
+def receive_tensors(address: str, *, limit_s: float = LIMIT_S) -> dict[str, torch.Tensor]:
+    """Take what a sender sends under an address.
+
+    Raises: WeightMismatch if the sender is not there, or is lost before everything came.
+    """
+    place, _, name = address.removeprefix("tcp://").rpartition("/")
+    host, _, port = place.rpartition(":")
+    limit = timedelta(seconds=limit_s)
+    try:
+        store = distributed.TCPStore(host, int(port), is_master=False, timeout=limit)
+        forms = json.loads(store.get(f"{name}/forms"))
+        number = store.add(f"{name}/joined", 1) - 1
+        group = _join(store, f"{name}/{number}", rank=1, limit=limit)
+        tensors: dict[str, torch.Tensor] = {}
+        for key, dtype, shape in forms:
+            tensors[key] = torch.empty(shape, dtype=getattr(torch, dtype))
+            group.broadcast(_as_bytes(tensors[key]), 0, limit).wait()
+        group.barrier().wait()
+    except _FAILURES as error:
+        raise WeightMismatch(
+            explain_refusal(
+                f"the weights at {address} did not come ({type(error).__name__}: {error})",
+                allowed="a learner that sends them and lives until all have them",
+                next_step="the engine keeps its old weights; start the run again to publish anew",
+            )
+        ) from error
+    return tensors
+
+
+def _join(store: Any, name: str, *, rank: int, limit: timedelta) -> Any:
+    """Meet the other side, sender 0 or receiver 1. Raises: RuntimeError if it does not come in time."""
+    return distributed.ProcessGroupGloo(distributed.PrefixStore(name, store), rank, 2, limit)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, sharing its memory: gloo knows fewer types than torch."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _failed(given: str, error: BaseException) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"{given} ({type(error).__name__}: {error})",
+            allowed="an address of this machine, and as many engines as were promised",
+            next_step="see that the engines run and reach this machine, then start the run again",
+        )
+    )

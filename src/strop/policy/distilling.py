@@ -1,0 +1,137 @@
+"""Distillation through the head: a teacher's and the policy's distributions, a few positions at a time.
+
+Like the head's other losses it never holds the logits of all positions; it holds a few tensors of a
+chunk's logits, because a divergence needs both distributions at once.
+
+Shapes: U scored positions, M scored tokens, D hidden width, V vocabulary; C rows of one chunk. The
+teacher's hidden width may be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from strop.errors import ConfigError, explain_refusal
+from strop.policy.gradients import add_into
+from strop.policy.head import HeadResult, head_chunks
+from strop.policy.language_model import LanguageModel
+from strop.policy.packing import PackedBatch, PackedGroup
+from strop.policy.shared_attention import build_shared_attention
+
+DISTILL_CHUNK_ROWS = 64
+"""Rows compared at once: 37 MiB for each of about six fp32 tensors of a vocabulary of 152,000."""
+
+
+class DistributionRule(Protocol):
+    """A divergence between two distributions over the vocabulary; picklable, like every loss."""
+
+    def __call__(
+        self, student_logp_C_V: torch.Tensor, teacher_logp_C_V: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return its value (C,) and its gradient on the student's logits (C, V), after the temperature."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DistillTerm:
+    """A term of a step's loss that compares whole distributions; weighed like `LossTerm`."""
+
+    name: str
+    groups: Sequence[PackedGroup]
+    temperature: float
+    divergence: DistributionRule
+    weight: float = 1.0
+    is_own_teacher: bool = False
+    """Whether the weights being trained are the teacher's too; else the learner must have been given one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TeacherRows:
+    """What a teacher thinks at the scored positions."""
+
+    hidden_U_D: torch.Tensor
+    head_weight: torch.Tensor
+
+    def logprobs(self, rows: slice, temperature: float) -> torch.Tensor:
+        """Return its distributions (nats) at some of the positions. Shapes: (C, V), fp32."""
+        return _logprobs(self.hidden_U_D[rows], self.head_weight, temperature)
+
+
+@torch.no_grad()
+def read_teacher(teacher: LanguageModel, groups: Sequence[PackedGroup]) -> TeacherRows:
+    """Run a teacher over a micro-batch. It reads its own prompts where groups have them.
+
+    The replies are the same ids, so its scored positions are the policy's, in the same order.
+    """
+    given = [
+        group if group.teacher_prompt_ids is None else replace(group, prompt_ids=group.teacher_prompt_ids)
+        for group in groups
+    ]
+    batch = PackedBatch.of_groups(given, teacher.device)
+    attention = build_shared_attention(batch.layout, teacher.device)
+    hidden = teacher.trunk(batch.token_ids_N, batch.position_ids_N, attention)
+    return TeacherRows(hidden_U_D=hidden[batch.scored_positions_U], head_weight=teacher.head_weight)
+
+
+def require_same_vocabulary(policy: LanguageModel, other: LanguageModel, role: str) -> None:
+    """Refuse a model whose distributions are over something else.
+
+    Raises: ConfigError with both sizes.
+    """
+    own, theirs = policy.shape.vocab_size, other.shape.vocab_size
+    if own != theirs:
+        raise ConfigError(
+            explain_refusal(
+                f"the {role} has a vocabulary of {theirs} tokens and the policy one of {own}",
+                allowed="a model of the same vocabulary: its distributions are compared token by token",
+                next_step=f"choose another {role}",
+            )
+        )
+
+
+@torch.no_grad()
+def distill_and_gradients(
+    hidden_U_D: torch.Tensor,
+    head_weight: torch.Tensor,
+    batch: PackedBatch,
+    term: DistillTerm,
+    teacher: TeacherRows,
+    *,
+    grad_weight: torch.Tensor | None,
+    chunk_rows: int | None = None,
+) -> HeadResult:
+    """Compute divergence and gradients of the scored positions; add the head's own into `grad_weight`.
+
+    A position weighs what the scored tokens that it predicts weigh together. The term's weight scales the
+    gradient and not the loss that is returned.
+
+    Shapes: hidden (U, D) without graph, head_weight (V, D), grad_weight (V, D) in fp32, or None where
+    the head is frozen.
+    """
+    num_rows, temperature = len(hidden_U_D), term.temperature
+    weight_U = torch.zeros(num_rows, device=hidden_U_D.device).index_add_(0, batch.row_M, batch.weight_M)
+    logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
+    grad_hidden = torch.empty_like(hidden_U_D)
+    loss = torch.zeros((), dtype=torch.float64, device=hidden_U_D.device)
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), chunk_rows or DISTILL_CHUNK_ROWS):
+        hidden = hidden_U_D[rows]
+        logp = _logprobs(hidden, head_weight, temperature)
+        logprob_M[tokens] = logp[batch.row_M[tokens] - rows.start, batch.target_M[tokens]]
+        value, grad = term.divergence(logp, teacher.logprobs(rows, temperature))
+        loss += (weight_U[rows] * value).sum(dtype=torch.float64)
+        grad_logits = grad.mul_((term.weight / temperature) * weight_U[rows, None]).to(hidden.dtype)
+        grad_hidden[rows] = grad_logits @ head_weight
+        if grad_weight is not None:
+            add_into(grad_weight, grad_logits.t() @ hidden)
+        # Else they would be held while the next chunk's are made.
+        del logp, grad, grad_logits
+    return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden)
+
+
+def _logprobs(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)

@@ -1,0 +1,144 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on linear layers: y = W x + (alpha / rank) B A x.
+
+W is frozen and has no gradient, no master and no moments. B starts at 0, so that the first step is the
+base model's. Parameters are named as in peft (`....q_proj.lora_A.weight`), and `write_adapter` writes the
+two files that peft and vLLM load. Without dropout, biases and embeddings; one adapter per model.
+
+Shapes: N positions, D inputs of a layer, O outputs, r rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.spec.lora import LoraSpec
+
+PEFT_PREFIX = "base_model.model."
+"""What peft puts before a parameter's name in its files."""
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+_PARTS = (".lora_A.weight", ".lora_B.weight")
+
+
+class AdaptedLinear(torch.nn.Linear):
+    """A frozen linear layer with an adapter. Made of a linear layer by `adapt_linears`, in place."""
+
+    lora_A: torch.nn.Linear
+    lora_B: torch.nn.Linear
+    scaling: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply, and add what the adapter says."""
+        return super().forward(input) + self.adapt(input)
+
+    def adapt(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the adapter adds. Shapes: (N, D) to (N, O)."""
+        change: torch.Tensor = self.lora_B(self.lora_A(x)) * self.scaling
+        return change
+
+
+def adapt_linears(module: Any, spec: LoraSpec, *, seed: int) -> None:
+    """Freeze a transformers model and give its target layers adapters, alike in every process.
+
+    Raises: ConfigError naming the targets that no linear layer is called by.
+    """
+    assert spec.rank is not None
+    module.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    found = set()
+    linears = [(name, part) for name, part in module.named_modules() if type(part) is torch.nn.Linear]
+    for path, linear in linears:
+        name = path.rpartition(".")[2]
+        if name in spec.target_names:
+            found.add(name)
+            _adapt(linear, spec.rank, spec.scaling, generator)
+    if found != set(spec.target_names):
+        names = sorted({path.rpartition(".")[2] for path, _ in linears})
+        raise ConfigError(
+            explain_refusal(
+                f"lora.targets={spec.targets!r}, but no layer is called"
+                f" {', '.join(sorted(set(spec.target_names) - found))}",
+                allowed=f"names of the model's linear layers: {', '.join(names)}",
+                next_step="leave out what the model does not have",
+            )
+        )
+
+
+def _adapt(linear: torch.nn.Linear, rank: int, scaling: float, generator: torch.Generator) -> None:
+    """Turn a linear layer into an adapted one."""
+    # As peft starts: uniform within 1 / sqrt(inputs), which is Kaiming's with a = sqrt(5).
+    bound = 1.0 / math.sqrt(linear.in_features)
+    first = (torch.rand(rank, linear.in_features, generator=generator) * 2.0 - 1.0) * bound
+    weight = linear.weight
+    made = []
+    for values in (first, torch.zeros(linear.out_features, rank)):
+        part = torch.nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
+        part.weight = torch.nn.Parameter(values.to(device=weight.device, dtype=weight.dtype))
+        made.append(part)
+    # In place: the layer keeps its name, its weight and everyone who holds it.
+    linear.__class__ = AdaptedLinear
+    linear.lora_A, linear.lora_B = made
+    linear.scaling = scaling  # type: ignore[assignment]
+
+
+def merge_adapters(tensors: Mapping[str, torch.Tensor], spec: LoraSpec) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain model that says what the adapted one says, up to rounding.
+
+    Products are added in fp32 and rounded once to the type of the weight.
+    """
+    merged = {name: tensor for name, tensor in tensors.items() if not name.endswith(_PARTS)}
+    for name in tensors:
+        if not name.endswith(_PARTS[0]):
+            continue
+        path = name.removesuffix(_PARTS[0])
+        first, second = (tensors[path + part].float() for part in _PARTS)
+        weight = tensors[f"{path}.weight"]
+        merged[f"{path}.weight"] = (weight.float() + spec.scaling * (second @ first)).to(weight.dtype)
+    return merged
+
+
+def name_for_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the adapters among a model's tensors under the names of peft's files."""
+    return {PEFT_PREFIX + name: tensor for name, tensor in tensors.items() if name.endswith(_PARTS)}
+
+
+def write_adapter(adapters: Mapping[str, torch.Tensor], spec: LoraSpec, target: Path) -> None:
+    """Write peft's two files into a directory, which is made where it is missing.
+
+    `adapters` are named as by `name_for_peft`. Raises: StoreError if a file cannot be written.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": spec.rank,
+        # An integer where it is one: vLLM compares ranks and alphas as numbers of that kind.
+        "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(spec.target_names),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    weights_name, config_name = ADAPTER_FILES
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        stored = {name: tensor.contiguous() for name, tensor in adapters.items()}
+        save_file(stored, target / weights_name, metadata={"format": "pt"})
+        (target / config_name).write_text(json.dumps(config, indent=2))
+    except (OSError, SafetensorError) as error:
+        raise StoreError(
+            explain_refusal(
+                f"the adapters could not be written to {target} ({error})",
+                allowed="a directory that can be written to",
+                next_step="free disk space or mend its permissions, and start the run again",
+            )
+        ) from error

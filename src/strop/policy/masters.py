@@ -1,0 +1,113 @@
+"""What an optimizer moves: fp32 masters with gradient buffers, and how a forward sees them.
+
+`LocalMasters` are those of one process; `sharded.masters` has those of one rank of many. Every tensor
+in `by_name` is a plain one: the part of a parameter that this rank moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from strop.policy.gradients import add_into
+from strop.policy.language_model import LanguageModel
+
+
+class Masters(Protocol):
+    """The trained weights of a model, as far as this rank moves them."""
+
+    by_name: dict[str, torch.Tensor]
+    """fp32, each with its gradient buffer in `grad`."""
+
+    def head_gradient(self) -> torch.Tensor | None:
+        """Return the fp32 buffer to which the gradient of the LM head is added, None where it is frozen.
+
+        Shapes: (V, D), the whole of it.
+        """
+        ...
+
+    def collect_gradients(self) -> None:
+        """See that every rank's gradients are summed in `grad`. Every rank must call it."""
+        ...
+
+    def refresh(self) -> None:
+        """Let the next forward read the masters as they are now."""
+        ...
+
+    def release(self) -> None:
+        """Give back what a forward without backward gathered."""
+        ...
+
+    def as_stored(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return a part of a tensor like a master, as a checkpoint takes it: knowing its place."""
+        ...
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Put a tensor like a master together. Every rank must call it."""
+        ...
+
+    def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the model, frozen ones too, whole and in the type computed with.
+
+        Every rank must take all of them.
+        """
+        ...
+
+
+class LocalMasters:
+    """All weights in this process. Compute copies are the module's parameters."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._copies = dict(model.trained_parameters())
+        self.by_name = {name: self._make_master(copy) for name, copy in self._copies.items()}
+        head = model.head_weight
+        self._head = next((name for name, copy in self._copies.items() if copy is head), None)
+
+    def head_gradient(self) -> torch.Tensor | None:
+        """Return the head's own buffer."""
+        return None if self._head is None else self.by_name[self._head].grad
+
+    def collect_gradients(self) -> None:
+        """Nothing to sum: backward added to the buffers."""
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the masters into the compute copies."""
+        for name, copy in self._copies.items():
+            if self.by_name[name] is not copy:
+                copy.copy_(self.by_name[name])
+
+    def release(self) -> None:
+        """Nothing was gathered."""
+
+    def as_stored(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: it is whole."""
+        return part
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: it is whole."""
+        return part
+
+    def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the module's parameters."""
+        yield from self._model.named_parameters()
+
+    def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
+        """Return the fp32 master of a compute copy, with a gradient buffer of its own."""
+        if copy.dtype == torch.float32:
+            copy.grad = torch.zeros_like(copy)
+            return copy
+        master = copy.detach().float()
+        grad = torch.zeros_like(master)
+        master.grad = grad
+
+        def add_in_fp32(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            add_into(grad, parameter.grad)
+            parameter.grad = None
+
+        copy.register_post_accumulate_grad_hook(add_in_fp32)  # type: ignore[no-untyped-call]
+        return master

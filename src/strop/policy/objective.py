@@ -1,0 +1,71 @@
+"""What a loss is asked and what it answers, and how much of a batch it must see at once.
+
+A loss is any function from scored tokens to their terms that can be pickled: learner ranks may live in other
+processes. So it is a function of a module or a frozen dataclass with `__call__`, never a closure.
+Importing this module loads no torch.
+
+Shapes: m scored tokens, in the order of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Scope(StrEnum):
+    """What must lie in one call for a loss to be exact."""
+
+    TOKEN = "token"
+    """Nothing but the token: the head asks chunk by chunk, in its only pass."""
+    REPLY = "reply"
+    """All scored tokens of a reply. No reply is ever split, so any micro-batch will do; the head makes one
+    more pass to know all log-probabilities first."""
+    GROUP = "group"
+    """All scored tokens of a packed group, as a preference pair is one. The group is then never split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredTokens:
+    """What is known about some scored tokens. Log-probabilities in nats; NaN where nobody gave one."""
+
+    logprob_M: Tensor
+    """Under the weights being trained. Constants: a loss returns its gradient in closed form."""
+    engine_logprob_M: Tensor
+    proximal_logprob_M: Tensor
+    reference_logprob_M: Tensor
+    teacher_logprob_M: Tensor
+    advantage_M: Tensor
+    reply_M: Tensor
+    """Index of the token's reply in the micro-batch."""
+    group_M: Tensor
+
+    def part(self, tokens: slice) -> ScoredTokens:
+        """Return a range of the tokens."""
+        return ScoredTokens(**{one.name: getattr(self, one.name)[tokens] for one in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenTerms:
+    """What a loss says about each token, before its aggregation weight. Shapes: all (m,)."""
+
+    loss_N: Tensor
+    """Correction times loss; nats times advantage units."""
+    grad_N: Tensor
+    """Derivative of the whole loss with respect to each log-probability, the correction included."""
+    correction_N: Tensor | None = None
+    """The off-policy correction; None where the loss has none."""
+    log_ratio_N: Tensor | None = None
+    """What it was computed from, proximal minus engine (nats)."""
+
+
+class TokenTermsFn(Protocol):
+    """A loss: closed form, without autograd, and picklable."""
+
+    def __call__(self, tokens: ScoredTokens, /) -> TokenTerms:
+        """Return loss and gradient of every token."""
+        ...

@@ -1,0 +1,71 @@
+"""The processes that share a learner's work, as far as one step must know about them.
+
+Everything that is not a gradient or a weight crosses ranks as a plain value, and every rank computes
+the same result from the same list of them; so all ranks report, refuse and go on alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from strop.errors import StropError
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of a learner, this one among them."""
+
+    index: int
+    num_ranks: int
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in order of rank. Every rank must call it."""
+        ...
+
+
+class SingleRank:
+    """One process that holds the whole learner."""
+
+    index = 0
+    num_ranks = 1
+
+    def gather(self, value: T) -> list[T]:
+        """Return the one value."""
+        return [value]
+
+
+def count_missing(ranks: Ranks, num_forwards: int) -> int:
+    """Return how many empty forwards this rank must add to its own. Every rank must call it.
+
+    Every forward is a meeting of all ranks, and so is its backward: all run as many as the busiest.
+    """
+    return max(ranks.gather(num_forwards)) - num_forwards
+
+
+def run_alike(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Let every rank do its part of a work, and return what each made of it.
+
+    Raises: on every rank, what the work raised on the first that failed.
+    """
+    given: T | StropError
+    try:
+        given = work()
+    except StropError as error:
+        given = error
+    made: list[T] = []
+    for value in ranks.gather(given):
+        if isinstance(value, StropError):
+            raise value
+        made.append(value)
+    return made
+
+
+def run_on_first(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Let the first rank do a work while the others wait, and return its result on all of them.
+
+    Raises: on every rank, what the work raised.
+    """
+    made = run_alike(ranks, lambda: [work()] if ranks.index == 0 else [])
+    return made[0][0]

@@ -1,0 +1,139 @@
+"""Weights spread over ranks by FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+A rank keeps a slice of the rows of every parameter: fp32 masters, moments and gradient buffers. A
+layer's forward gathers its compute copies and drops them again; its backward reduces gradients in fp32,
+by SUM: token weights were fixed for the whole batch, so nothing is averaged.
+
+The LM head works outside of autograd, in chunks. Embedding, last norm and head are FSDP's outermost
+group, which stays gathered from the start of a forward to the end of its backward, so the head reads it
+in between. Its gradient is added up in fp32 on each rank and reduced once per term of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from strop.policy.language_model import LanguageModel
+
+
+class _Trunk(torch.nn.Module):
+    """The outermost group: a forward of the trunk that also gathers the head."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run the trunk."""
+        return self.module.base_model(**inputs)
+
+
+class ShardedMasters:
+    """This rank's rows of a model's weights; masters are made of those that are trained."""
+
+    def __init__(self, model: LanguageModel, mesh: DeviceMesh) -> None:
+        """Shard a model in place; it must have been loaded without fused layers.
+
+        Every rank must have loaded the same weights.
+        """
+        assert model.fused is None, "fused layers read weights past FSDP's hooks"
+        self._model = model
+        self._mesh = mesh
+        self._dtype = model.dtype
+        head = model.head_weight
+        names = dict(model.trained_parameters())
+        self._head = next((name for name, copy in names.items() if copy is head), None)
+        # In fp32: its sum over micro-batches is reduced once.
+        self._head_total = None if self._head is None else _zeros(head, mesh.device_type)
+        trunk = _Trunk(model.module)
+        self._trunk = _shard(model, trunk, mesh)
+        model.route(trunk)
+        self._parameters: dict[str, DTensor] = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name in names and isinstance(parameter, DTensor)
+        }
+        self.by_name = {name: self._open(parameter) for name, parameter in self._parameters.items()}
+
+    def head_gradient(self) -> torch.Tensor | None:
+        """Return the buffer that is reduced by `collect_gradients`."""
+        return self._head_total
+
+    def collect_gradients(self) -> None:
+        """Reduce the gradient of the head; FSDP has reduced the others."""
+        if self._head is None or self._head_total is None:
+            return
+        total = DTensor.from_local(self._head_total, self._mesh, [Partial()], run_check=False)
+        grad = self.by_name[self._head].grad
+        assert grad is not None
+        grad.add_(total.redistribute(self._mesh, [Shard(0)]).to_local())
+        self._head_total.zero_()
+
+    def refresh(self) -> None:
+        """Nothing to copy: the next forward gathers the masters anew."""
+
+    def release(self) -> None:
+        """Drop the outermost group, which only a backward drops by itself."""
+        self._trunk.reshard()
+
+    def as_stored(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return a part as a DTensor."""
+        return self._placed(self._parameters[name], part)
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Gather all parts."""
+        return self._placed(self._parameters[name], part).full_tensor()
+
+    def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor, gathered in the type computed with."""
+        for name, parameter in self._model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            part = parameter.to_local().detach().to(self._dtype)
+            yield name, self._placed(parameter, part).full_tensor()
+
+    def _open(self, parameter: DTensor) -> torch.Tensor:
+        """Return the plain tensor that a parameter keeps here; FSDP adds to its gradient buffer."""
+        master = parameter.to_local().detach()
+        master.grad = torch.zeros_like(master)
+        parameter.grad = self._placed(parameter, master.grad)
+        return master
+
+    def _placed(self, like: DTensor, part: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            part, self._mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+def _zeros(like: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.zeros(like.shape, dtype=torch.float32, device=device)
+
+
+def _shard(model: LanguageModel, trunk: _Trunk, mesh: DeviceMesh) -> FSDPModule:
+    """Shard layer by layer, so that no more than one layer is whole in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+    for layer in model.module.base_model.layers:
+        _widen(layer)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    _widen(model.module)
+    # Not resharded after its forward: the head is read before the backward begins.
+    fully_shard(trunk, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for part in trunk.modules():
+        if isinstance(part, FSDPModule):
+            # Both: gloo knows plain sums only, and a factor alone asks for a scaled one.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    assert isinstance(trunk, FSDPModule)
+    return trunk
+
+
+def _widen(module: torch.nn.Module) -> None:
+    """Make masters of what is trained; frozen weights stay as they are."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.float()

@@ -1,0 +1,137 @@
+"""What a run was expected to take, kept beside what it took: `plan.json` in the run's directory.
+
+Written before the first step, from the plan; read by the loop, which names a stage that is slower than
+planned, and by the report. Numbers of stages are seconds of one step, under the names of the metrics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+
+from strop.errors import CorruptRecord, explain_refusal
+from strop.store.atomic import write_bytes_atomically
+
+PREDICTION_NAME = "plan.json"
+NUM_WARM_UP = 1
+"""Steps of a process that are no measure: caches fill, kernels are compiled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """The plan's numbers that a run can be held to."""
+
+    hardware: str
+    basis: str
+    """Where the speeds are from."""
+    is_measured: bool
+    """Whether they were measured on this machine."""
+    is_overlapped: bool
+    """Rollouts are sampled while the learner works: the loop waits for what is left of generating."""
+    seconds: Mapping[str, float]
+    """By stage: generate, verify, learn, sync."""
+    step_s: float
+    scored_tokens_per_s: float
+    num_reply_tokens: float
+    """Sampled in a step, and positions forwarded: what the seconds were worked out for."""
+    num_positions: float
+    memory_bytes: float
+    """Of the run's own process at its peak."""
+    bottleneck: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One number of the plan and its measured value."""
+
+    name: str
+    unit: str
+    """'s', 'bytes' or 'tokens/s'."""
+    planned: float
+    measured: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured by planned; None where nothing was planned."""
+        return self.measured / self.planned if self.planned else None
+
+
+def write_prediction(run_path: Path, prediction: Prediction) -> None:
+    """Write it into a run's directory. Raises: StoreError if the disk fails."""
+    content = json.dumps(asdict(prediction), indent=1).encode()
+    write_bytes_atomically(run_path / PREDICTION_NAME, content)
+
+
+def read_prediction(run_path: Path) -> Prediction | None:
+    """Return what was predicted for a run, or None where nobody did.
+
+    Raises: CorruptRecord if the file is no prediction.
+    """
+    path = run_path / PREDICTION_NAME
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return Prediction(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise CorruptRecord(
+            explain_refusal(
+                f"{path} is no prediction: {error}",
+                allowed=f"JSON with the keys {', '.join(field.name for field in fields(Prediction))}",
+                next_step="remove the file: the run goes on without it",
+            )
+        ) from error
+
+
+def compare_prediction(prediction: Prediction, metrics: Sequence[Mapping[str, float]]) -> list[Comparison]:
+    """Return planned and measured numbers of the steps behind the first one, medians of steps.
+
+    A number that was not measured is left out. Empty without such steps.
+    """
+    steps = metrics[NUM_WARM_UP:]
+    stages = dict(prediction.seconds)
+    if prediction.is_overlapped:
+        hidden_s = stages.pop("verify", 0.0) + stages.get("learn", 0.0) + stages.get("sync", 0.0)
+        stages["generate"] = max(prediction.step_s - hidden_s, 0.0)
+    names = {"generate": "wait for rollouts"} if prediction.is_overlapped else {}
+    wanted = [(f"seconds_{stage}", names.get(stage, stage), "s", value) for stage, value in stages.items()]
+    wanted += [
+        ("seconds_step", "step", "s", prediction.step_s),
+        ("scored_tokens_per_s", "scored tokens", "tokens/s", prediction.scored_tokens_per_s),
+    ]
+    found = []
+    for key, name, unit, planned in wanted:
+        values = [line[key] for line in steps if key in line]
+        if values:
+            found.append(Comparison(name=name, unit=unit, planned=planned, measured=median(values)))
+    peaks = [line["peak_memory_bytes"] for line in steps if "peak_memory_bytes" in line]
+    if peaks and prediction.memory_bytes:
+        peak = Comparison(
+            name="memory peak", unit="bytes", planned=prediction.memory_bytes, measured=max(peaks)
+        )
+        found.append(peak)
+    return found
+
+
+def scale_to_work(prediction: Prediction, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the planned seconds of each stage for the work of a step that had more of it than planned.
+
+    Replies get longer and shorter while a model learns, which is no fault of the machine. Less work than
+    planned does not lower the bound: part of every stage is overhead.
+    """
+    tokens = metrics.get("num_scored_tokens", 0.0)
+    scales = {
+        "generate": _excess(tokens, prediction.num_reply_tokens),
+        "verify": 1.0,
+        "learn": _excess(metrics.get("num_positions", 0.0), prediction.num_positions),
+        "sync": 1.0,
+    }
+    return {stage: scales.get(stage, 1.0) * planned for stage, planned in prediction.seconds.items()}
+
+
+def _excess(found: float, planned: float) -> float:
+    return max(found / planned, 1.0) if planned else 1.0

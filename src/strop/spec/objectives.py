@@ -1,0 +1,119 @@
+"""What must hold between the parts of a loss: the algorithm, the reference, the teacher, the pairs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.spec.base import SpecConflict
+
+if TYPE_CHECKING:
+    from strop.spec.run import RunSpec
+
+
+def require_exact_skipping(spec: RunSpec) -> None:
+    """Refuse to skip rollouts that have a gradient without advantage. Raises: SpecConflict."""
+    chosen = spec.algorithm
+    has_mask = chosen.name in ("dppo", "ipo_mask")
+    if has_mask and chosen.mode not in (None, "bypass"):
+        raise SpecConflict(
+            {"algorithm.name": chosen.name, "algorithm.mode": chosen.mode},
+            "its range bounds the difference to the engine's probability",
+            allowed="algorithm.mode = 'bypass'",
+            next_step="remove algorithm.mode",
+        )
+    is_taught = spec.train.terms != "distill" and spec.teacher.source != "none"
+    if chosen.zero_variance == "skip" and (has_mask or is_taught or spec.reference.kl_beta > 0.0):
+        raise SpecConflict(
+            {
+                "algorithm.zero_variance": chosen.zero_variance,
+                "algorithm.name": chosen.name,
+                "reference.kl_beta": spec.reference.kl_beta,
+                "teacher.source": spec.teacher.source,
+            },
+            "the loss has a gradient on tokens without advantage too, which skipping would leave out",
+            allowed="'keep', 'drop' or 'resample' beside a KL penalty, a teacher or a trust region",
+            next_step="remove algorithm.zero_variance",
+        )
+
+
+def require_short_sequences(spec: RunSpec) -> None:
+    """Refuse a product of ratios over replies that are too long for it. Raises: SpecConflict."""
+    chosen, reply = spec.algorithm, spec.task.max_reply_tokens
+    limit = chosen.max_sequence_tokens
+    is_of_sequence = chosen.correction in ("tis_seq", "mis_seq")
+    if is_of_sequence and limit is not None and reply is not None and reply > limit:
+        raise SpecConflict(
+            {
+                "algorithm.correction": chosen.correction,
+                "task.max_reply_tokens": reply,
+                "algorithm.max_sequence_tokens": limit,
+            },
+            "the ratio of a long reply is a product that says nothing",
+            allowed="a correction by token, or replies within algorithm.max_sequence_tokens",
+            next_step="set algorithm.correction to 'tis_token', or raise that limit knowingly",
+        )
+
+
+def require_teacher(spec: RunSpec) -> None:
+    """Refuse to distill without a teacher, and a teacher that has nothing to do. Raises: SpecConflict."""
+    teacher, terms = spec.teacher, spec.train.terms
+    if terms == "distill" and teacher.source == "none":
+        raise SpecConflict(
+            {"train.terms": terms, "teacher.source": teacher.source},
+            "there is nobody to learn from",
+            allowed="'model', 'initial' or 'current'",
+            next_step="set teacher.source, and teacher.model where it is 'model'",
+        )
+    if (teacher.source == "model") != (teacher.model is not None):
+        raise SpecConflict(
+            {"teacher.source": teacher.source, "teacher.model": teacher.model},
+            "only a teacher of its own has a model of its own",
+            allowed="teacher.source = 'model' together with teacher.model, or neither",
+            next_step="set both, or remove teacher.model",
+        )
+    is_same = teacher.source == "current" and teacher.context is None
+    if is_same:
+        raise SpecConflict(
+            {"teacher.source": teacher.source, "teacher.context": teacher.context},
+            "teacher and policy would be the same in every respect, and nothing would be learned",
+            allowed="a context that only the teacher reads, or another teacher",
+            next_step="set teacher.context, for example to 'The answer is {answer}.'",
+        )
+    needs_rows = terms == "distill" and teacher.student_frac < 1.0
+    if needs_rows and (spec.sft.source is None or teacher.context is not None):
+        raise SpecConflict(
+            {
+                "teacher.student_frac": teacher.student_frac,
+                "sft.source": spec.sft.source,
+                "teacher.context": teacher.context,
+            },
+            "the other steps need demonstrations, which have no context of a teacher",
+            allowed="sft.source and no teacher.context, or teacher.student_frac = 1",
+            next_step="set sft.source, or remove teacher.student_frac",
+        )
+    if terms in ("rl", "rl+sft") and teacher.source != "none" and teacher.form != "sampled":
+        raise SpecConflict(
+            {"train.terms": terms, "teacher.form": teacher.form},
+            "beside rewards a teacher is a part of the advantage of sampled tokens",
+            allowed="teacher.form = 'sampled', or train.terms = 'distill'",
+            next_step="set teacher.form to 'sampled'",
+        )
+
+
+def require_pairs(spec: RunSpec) -> None:
+    """Refuse to prefer without pairs, and pairs that nobody looks at. Raises: SpecConflict."""
+    terms, chosen = spec.train.terms, spec.dpo
+    if (terms == "dpo") != (chosen.source is not None):
+        raise SpecConflict(
+            {"train.terms": terms, "dpo.source": chosen.source},
+            "pairs and the loss on them belong together",
+            allowed="train.terms = 'dpo' with the folder of a run in dpo.source, or neither",
+            next_step="set both, or set dpo.source to none",
+        )
+    if chosen.label_noise_frac > 0.0 and chosen.loss != "cdpo":
+        raise SpecConflict(
+            {"dpo.loss": chosen.loss, "dpo.label_noise_frac": chosen.label_noise_frac},
+            "only 'cdpo' knows about wrong labels",
+            allowed="dpo.label_noise_frac = 0, or dpo.loss = 'cdpo'",
+            next_step="set dpo.loss to 'cdpo'",
+        )

@@ -1,0 +1,89 @@
+"""Ending a run that goes on for nothing: the cause on record, the last good checkpoint offered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from strop.errors import RunStopped, explain_refusal
+from strop.record import Event, EventKind, RunDir
+from strop.rollout import Group
+from strop.train.checkpoint import TrainerState
+from strop.train.tripwires import MAX_REFUSED_IN_A_ROW
+
+
+class Ending:
+    """Ends one run, as a tripwire does."""
+
+    def __init__(self, run_dir: RunDir, publish: Callable[[Event], None]) -> None:
+        self._run_dir = run_dir
+        self._publish = publish
+
+    def on_alarms(self, state: TrainerState, alarms: Sequence[Event], *, is_wanted: bool) -> None:
+        """End the run where updates keep failing, or on any alarm where that `is_wanted`.
+
+        Raises: RunStopped.
+        """
+        step, num_refused = state.step, state.num_refused_in_a_row
+        if num_refused >= MAX_REFUSED_IN_A_ROW:
+            self.now(
+                step,
+                f"step {step} is number {num_refused} in a row without an update",
+                f"fewer than {MAX_REFUSED_IN_A_ROW} steps in a row whose update is empty or not finite",
+            )
+        if alarms and is_wanted:
+            causes = ", ".join(alarm.cause for alarm in alarms)
+            self.now(
+                step,
+                f"step {step} raised {causes}",
+                "steps without alarm, as tripwires.on_alarm asks",
+                suspect_step=step - 1,
+            )
+
+    def where_all_failed(self, step: int, groups: Sequence[Group]) -> None:
+        """End the run where nothing could be scored: what breaks every rollout heals by no next step.
+
+        Raises: RunStopped.
+        """
+        outcomes = [r.outcome for group in groups for r in group.rollouts if not r.outcome.is_too_long]
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        kinds = {(failure.owner, failure.kind) for failure in failures}
+        if failures and len(failures) == len(outcomes) and len(kinds) == 1:
+            first = failures[0]
+            self.now(
+                step,
+                f"all {len(outcomes)} rollouts of step {step + 1} failed alike:"
+                f" {first.owner}, {first.kind}\n{first.detail}\n",
+                "steps in which some rollout can be scored",
+            )
+
+    def now(self, step: int, given: str, allowed: str, *, suspect_step: int | None = None) -> NoReturn:
+        """End the run.
+
+        `suspect_step` is the step whose weights gave the numbers that raised the alarm.
+        Raises: RunStopped.
+        """
+        self._publish(Event(kind=EventKind.STOP, step=step, cause="tripwire", detail=given))
+        where = self._offer_checkpoint(suspect_step)
+        raise RunStopped(
+            explain_refusal(
+                given,
+                allowed=allowed,
+                next_step=f"read {self._run_dir.path}/events.jsonl and mend the cause; {where}",
+            )
+        )
+
+    def _offer_checkpoint(self, suspect_step: int | None) -> str:
+        """Say where the run goes on: a checkpoint of suspect weights only together with one before it."""
+        steps = self._run_dir.checkpoint_steps()
+        if not steps:
+            return "no checkpoint yet"
+        name = self._run_dir.checkpoint_path(steps[-1]).name
+        if suspect_step is None or steps[-1] < suspect_step:
+            return f"the same command goes on from checkpoint {name}"
+        suspect = f"the same command goes on from checkpoint {name}, whose weights raised this alarm"
+        before = [step for step in steps if step < suspect_step]
+        if not before:
+            return f"{suspect}, and there is none before it"
+        good = self._run_dir.checkpoint_path(before[-1]).name
+        return f"{suspect}; remove {self._run_dir.checkpoint_path(steps[-1])} to go on from {good} before it"

@@ -1,0 +1,74 @@
+"""Making engines serve the learner's weights, and proving after each update that they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from strop.cluster import Roles
+from strop.engine import UpdateMode, WeightTransport, WeightUpdate
+from strop.engine.canary import Replicated, WeightCanary
+from strop.engine.router import ReplicaCause, ReplicaEvent
+from strop.errors import WeightMismatch, explain_refusal
+from strop.policy.scoring import pack_given
+from strop.record import Event, EventKind
+from strop.spec.run import RunSpec
+from strop.train.gate import CANARY, PARITY_TOLERANCE_NATS
+
+
+class Publishing:
+    """Publishes the weights of one run."""
+
+    def __init__(self, spec: RunSpec, roles: Roles, publish_event: Callable[[Event], None]) -> None:
+        self._roles = roles
+        self._mode = UpdateMode(spec.engine.update_mode)
+        self._publish_event = publish_event
+        token_ids = roles.tokenizer.encode(CANARY)
+        self._canary = WeightCanary(
+            token_ids[:1], token_ids[1:], tolerance_nats=PARITY_TOLERANCE_NATS[spec.model.dtype]
+        )
+        self._version: int | None = None
+        self.step = 0
+        """Steps behind the weights that the engine serves."""
+        if isinstance(roles.engine, Replicated):
+            roles.engine.report_to(self._note_replica)
+
+    async def publish(self, step: int) -> None:
+        """Have the engine serve what `step` steps have made; nothing is sent that it serves already.
+
+        Raises: WeightMismatch if no engine serves it; StoreError if it cannot be written.
+        """
+        if self._version != self._roles.learner.version:
+            update = replace(await self._roles.publisher.publish(), mode=self._mode)
+            await self._send(update)
+            # What shares the learner's tensors cannot serve others.
+            if update.transport is not WeightTransport.SHARED:
+                await self._prove(update)
+            self._version = update.version
+        self.step = step
+
+    async def _send(self, update: WeightUpdate) -> None:
+        receipt = await self._roles.engine.update(update)
+        if (receipt.version, receipt.digest) != (update.version, update.digest):
+            raise WeightMismatch(
+                explain_refusal(
+                    f"the engine serves version {receipt.version} ({receipt.digest[:12]}) after"
+                    f" version {update.version} ({update.digest[:12]}) was published",
+                    allowed="the published version and digest",
+                    next_step="read the engine's log and start the run again",
+                )
+            )
+
+    async def _prove(self, update: WeightUpdate) -> None:
+        """Have every replica score the canary as the learner does."""
+        given = pack_given(self._canary.prompt_ids, [self._canary.reply_ids])
+        (learner_T,) = await self._roles.learner.score([given], 1.0)
+        await self._canary.hear(self._roles.engine, update.version, learner_T)
+
+    def _note_replica(self, event: ReplicaEvent) -> None:
+        is_good = event.cause in (ReplicaCause.JOINED, ReplicaCause.BACK)
+        kind = EventKind.NOTICE if is_good else EventKind.TRIPWIRE
+        detail = f"{event.replica}: {event.detail}"
+        if event.num_moved:
+            detail += f"; {event.num_moved} requests go to other replicas"
+        self._publish_event(Event(kind=kind, step=self.step, cause=event.cause.value, detail=detail))

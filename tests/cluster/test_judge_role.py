@@ -1,0 +1,99 @@
+"""A judge that the run starts itself: found by a file, asked over HTTP, named when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+
+from strop.cluster import ModelSource
+from strop.cluster.judge_role import JudgeRoles
+from strop.engine.chat import CHAT_PATH
+from strop.errors import ConfigError, EngineError
+from strop.rollout import Failure, Split
+from strop.spec.run import RunSpec
+from strop.tasks.llm_judge import LlmJudge
+from strop.tasks.llm_judge.role import ROLES_VARIABLE, handover_path, read_handover
+from tests.fixtures.judged import judge_spec
+from tests.fixtures.tiny_run import tiny_spec
+
+DIGEST = "0123456789abcdef"
+
+
+def run_of(folder: Path, **settings: str) -> RunSpec:
+    given = {"judge_model": "org/judge", "judge_revision": DIGEST[:8], **settings}
+    return tiny_spec(task=judge_spec(folder, "role", **given).model_dump())
+
+
+def roles_of(spec: RunSpec, model_dir: Path, work_dir: Path, policy: str = "other") -> JudgeRoles:
+    source = ModelSource(path=model_dir, digest=DIGEST)
+    return JudgeRoles(spec, ModelSource(path=model_dir, digest=policy), {"org/judge": source}, work_dir)
+
+
+@pytest.mark.slow
+def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    spec = run_of(tmp_path)
+    judges = roles_of(spec, tiny_model_dir, tmp_path / "judges")
+    task = LlmJudge(spec.task)  # type: ignore[arg-type]
+    example = task.examples(Split.TRAIN)[0]
+
+    async def act() -> None:
+        await judges.start()
+        path = handover_path(tmp_path / "judges", "org/judge")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        url, key = read_handover("org/judge")
+        assert url.startswith("http://127.0.0.1:")
+        assert key not in " ".join(os.environ.values())
+        body = {"model": "org/judge", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+        address = url.removesuffix("/v1") + CHAT_PATH
+        async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+            assert (await client.post(address, json=body)).status_code == 401
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = (await client.post(address, json=body, headers=headers)).json()
+        assert isinstance(answer["choices"][0]["message"]["content"], str)
+        # Random weights give no verdict, and that is no score; nor is a prompt that they cannot read.
+        for reply in ("word-0", "word " * 500):
+            outcome = await asyncio.to_thread(task.verify, example, reply)
+            assert outcome.parts == {"judge": None}
+        (started,) = judges._started
+        assert started.process.pid is not None
+        os.kill(started.process.pid, signal.SIGKILL)
+        with pytest.raises(
+            EngineError, match=r"the judge org/judge is gone: its process \d+ ended with signal 9"
+        ):
+            await judges.guard(asyncio.sleep(30))
+        outcome = await asyncio.to_thread(task.verify, example, "word-7")
+        assert outcome.parts == {"judge": None}
+        assert isinstance(outcome.failure, Failure)
+        assert outcome.failure.kind == "judge_unreachable"
+        await judges.stop()
+        await judges.stop()
+        assert not path.exists()
+        assert ROLES_VARIABLE not in os.environ
+
+    asyncio.run(act())
+
+
+def test_what_passes_while_no_judge_dies_is_handed_on(tiny_model_dir: Path, tmp_path: Path) -> None:
+    judges = roles_of(run_of(tmp_path), tiny_model_dir, tmp_path / "judges")
+    assert asyncio.run(judges.guard(asyncio.sleep(0, "done"))) == "done"
+
+
+def test_a_judge_of_another_revision_and_the_policy_itself_are_refused(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"task.judge_revision=2026-11-01, and org/judge has .* {DIGEST}"):
+        roles_of(run_of(tmp_path, judge_revision="2026-11-01"), tiny_model_dir, tmp_path)
+    with pytest.raises(ConfigError, match="org/judge has the digest of the policy"):
+        roles_of(run_of(tmp_path), tiny_model_dir, tmp_path, policy=DIGEST)
+
+
+def test_a_role_is_asked_only_where_a_run_has_started_it(tmp_path: Path) -> None:
+    task = LlmJudge(run_of(tmp_path).task)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"task\.judge_url=role, and no run has started org/judge"):
+        task.require_ready()

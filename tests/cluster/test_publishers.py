@@ -1,0 +1,193 @@
+"""Where weights go is decided by where the roles are; what does not arrive whole changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.cluster.local_learner import LocalLearner
+from strop.cluster.publishers import (
+    BroadcastPublisher,
+    FilePublisher,
+    StorePublisher,
+    choose_transport,
+    has_memory_room,
+    open_memory_dir,
+    open_publisher,
+)
+from strop.engine.contract import WeightTransport, WeightUpdate
+from strop.engine.native import NativeEngine
+from strop.errors import ConfigError, WeightMismatch
+from strop.hardware.owned_dirs import clear_shared_memory
+from strop.policy.language_model import LanguageModel
+from strop.policy.learner import Learner
+from strop.policy.weights import weights_digest
+from strop.store.opening import open_record_store
+from strop.store.policy import URI_VARIABLE
+from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_run import tiny_spec
+
+
+def make_learner(model_dir: Path) -> Learner:
+    return Learner(LanguageModel.load(model_dir, dtype=torch.float32), tiny_spec().optimizer)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def change(learner: Learner, version: int) -> None:
+    """Make the weights those of another version."""
+    with torch.no_grad():
+        for _, parameter in learner.model.named_parameters():
+            parameter.mul_(1.5)
+    learner.version = version
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_apart", "expected"),
+    [
+        ("auto", False, "file"),
+        ("auto", True, "broadcast"),
+        ("file", True, "file"),
+        ("broadcast", False, "broadcast"),
+        ("store", True, "store"),
+    ],
+)
+def test_the_transport_follows_the_roles_unless_it_is_named(
+    asked: str, is_apart: bool, expected: str
+) -> None:
+    assert choose_transport(asked, is_apart=is_apart) == expected
+
+
+def test_a_spec_gets_its_publisher(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = LocalLearner(make_learner(tiny_model_dir))
+
+    def build(transport: str, *, is_apart: bool = False) -> object:
+        spec = tiny_spec(placement={"kind": "process"}, engine={"transport": transport})
+        return open_publisher(
+            spec, learner, tmp_path, lambda: None, run_name="run", host="127.0.0.1", is_apart=is_apart
+        )
+
+    monkeypatch.delenv(URI_VARIABLE, raising=False)
+    assert isinstance(build("auto"), FilePublisher)
+    assert isinstance(build("auto", is_apart=True), BroadcastPublisher)
+    with pytest.raises(ConfigError, match=r"engine\.transport is store, and there is no store"):
+        build("store")
+    monkeypatch.setenv(URI_VARIABLE, str(tmp_path / "store"))
+    assert isinstance(build("store"), StorePublisher)
+
+
+def test_memory_is_used_where_it_has_room_and_given_back(tiny_model_dir: Path) -> None:
+    assert has_memory_room(tiny_model_dir)
+    assert not has_memory_room(tiny_model_dir, reserved_bytes=1 << 60)
+    with open_memory_dir() as path:
+        assert path.parent == Path("/dev/shm")
+        assert oct(path.stat().st_mode & 0o777) == "0o700"
+        # Whose owner lives stays, whoever clears.
+        assert path not in clear_shared_memory()
+        assert path.is_dir()
+    assert not path.exists()
+    assert not path.with_name(f"{path.name}.lock").exists()
+
+
+def test_weights_go_through_a_store_and_only_what_is_needed_stays(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    learner, served = make_learner(tiny_model_dir), [0]
+    uri = str(tmp_path / "store" / "weights" / "run")
+    files = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: served[0])
+    publisher = StorePublisher(files, open_record_store(uri), uri)
+    engine = NativeEngine(
+        LanguageModel.load(tiny_model_dir, dtype=torch.float32), Tokenizer.load(tiny_model_dir)
+    )
+
+    async def act() -> None:
+        for version in (1, 2, 3):
+            change(learner, version)
+            update = await publisher.publish()
+            assert update.transport is WeightTransport.STORE
+            assert update.path == f"{uri}/v{version:06d}.safetensors"
+            assert (await engine.update(update)).digest == weights_digest(learner.model)
+            served[0] = version
+            assert names(tmp_path / "w") == []
+        # The served one and its successor: version 1 went when 3 came, as 2 was acknowledged then.
+        assert names(Path(uri)) == ["v000002.safetensors", "v000003.safetensors"]
+        await engine.close()
+
+    asyncio.run(act())
+    publisher.clear()
+    assert list(Path(uri).iterdir()) == []
+
+
+@pytest.mark.slow
+def test_weights_go_through_s3(tiny_model_dir: Path, tmp_path: Path, s3_root: str) -> None:
+    learner, uri = make_learner(tiny_model_dir), f"{s3_root}/weights/run"
+    store = open_record_store(uri)
+    publisher = StorePublisher(FilePublisher(LocalLearner(learner), tmp_path, lambda: None), store, uri)
+    engine = NativeEngine(
+        LanguageModel.load(tiny_model_dir, dtype=torch.float32), Tokenizer.load(tiny_model_dir)
+    )
+    change(learner, 1)
+
+    async def act() -> None:
+        receipt = await engine.update(await publisher.publish())
+        assert receipt.digest == weights_digest(learner.model)
+        await engine.close()
+
+    asyncio.run(act())
+    assert [stored.uri for stored in store.list(uri)] == [f"{uri}/v000001.safetensors"]
+    publisher.clear()
+    assert list(store.list(uri)) == []
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "promised", "message"),
+    [
+        (truncate, None, "cannot be read"),
+        (flip, None, "have digest"),
+        (Path.unlink, None, "did not come"),
+        (lambda path: None, "0" * 64, "not 0000"),
+    ],
+)
+def test_an_object_that_is_not_what_was_published_leaves_the_old_weights(
+    spoil: Callable[[Path], None],
+    promised: str | None,
+    message: str,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+) -> None:
+    learner, uri = make_learner(tiny_model_dir), str(tmp_path / "store")
+    files = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: None)
+    publisher = StorePublisher(files, open_record_store(uri), uri)
+    model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+    engine, before = NativeEngine(model, Tokenizer.load(tiny_model_dir)), weights_digest(model)
+    change(learner, 1)
+
+    async def act() -> WeightUpdate:
+        update = await publisher.publish()
+        assert update.path is not None
+        spoil(Path(update.path))
+        with pytest.raises(WeightMismatch, match=message):
+            await engine.update(replace(update, digest=promised or update.digest))
+        await engine.close()
+        return update
+
+    asyncio.run(act())
+    assert weights_digest(model) == before

@@ -1,0 +1,132 @@
+"""Of several engines all but the last may end; any other role that ends, ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.cluster.ray.deaths import DeathWatch, FollowedRole
+from strop.cluster.ray.runtime import JoinedNode
+from strop.cluster.ray.workers import RolloutWorkers
+from strop.errors import EngineLost
+from tests.fixtures.ray_traces import needs_ray
+
+pytestmark = needs_ray
+
+
+class Desk:
+    """A watch over roles that end when a test says so."""
+
+    def __init__(self, tmp_path: Path, *names: str) -> None:
+        self.nodes: list[JoinedNode] = []
+        self.lost: list[str] = []
+        self.watch = DeathWatch(lambda: self.nodes, lambda: None)
+        self.watch.start()
+        self.watch.report_to(lambda name, message: self.lost.append(name))
+        self.endings: dict[str, asyncio.Future[str]] = {}
+        for name in names:
+            self.endings[name] = asyncio.get_running_loop().create_future()
+            role = FollowedRole(
+                name=name,
+                node=int(name[-1]),
+                pid=1,
+                host="here",
+                log_path=tmp_path / "log",
+                is_replica=name.startswith("engine"),
+            )
+            self.watch.follow(role, self.endings[name])
+
+    async def end(self, name: str) -> None:
+        self.endings[name].set_result("signal 9")
+        await asyncio.sleep(0.05)
+
+    def run_is_over(self) -> str | None:
+        return self.watch.find("somebody else")
+
+
+def test_the_run_outlives_all_engines_but_the_last(tmp_path: Path) -> None:
+    async def act() -> None:
+        desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
+        await desk.end("engine-0")
+        assert desk.lost == ["engine-0"]
+        assert desk.run_is_over() is None
+        assert "engine-0 on node 0 (here), process 1, ended: signal 9" in (desk.watch.find("engine-0") or "")
+        assert desk.watch.find_end("engine-1") is None
+        await desk.end("engine-1")
+        assert desk.lost == ["engine-0"]
+        assert "role engine-1" in (desk.run_is_over() or "")
+        with pytest.raises(EngineLost, match="role engine-1"):
+            await desk.watch.guard(asyncio.sleep(60), 60.0)
+        desk.watch.stop()
+
+    asyncio.run(act())
+
+
+def test_any_other_role_ends_the_run(tmp_path: Path) -> None:
+    async def act() -> None:
+        desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
+        await desk.end("learner-0")
+        assert desk.lost == []
+        assert "role learner-0" in (desk.run_is_over() or "")
+        desk.watch.stop()
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("names", "is_over"),
+    [(("learner-0", "engine-0", "engine-1"), False), (("engine-0", "engine-1", "worker-1"), True)],
+)
+def test_a_lost_node_ends_the_run_if_more_than_replicas_were_on_it(
+    names: Sequence[str], is_over: bool, tmp_path: Path
+) -> None:
+    async def act() -> None:
+        desk = Desk(tmp_path, *names)
+        desk.nodes = [
+            JoinedNode(ray_id="b", name="1@other", address="10.0.0.2", is_alive=False, why="silent")
+        ]
+        await asyncio.sleep(1.3)
+        assert (desk.run_is_over() is not None) == is_over
+        assert desk.lost == ([] if is_over else ["engine-1"])
+        assert "node 1@other (10.0.0.2) was lost, and with it engine-1" in str(desk.watch.find("engine-1"))
+        desk.watch.stop()
+
+    asyncio.run(act())
+
+
+class Worker:
+    """An actor that answers with its own name."""
+
+    def __init__(self, name: str, out: set[str] | None = None) -> None:
+        self.name, self._out = name, out
+        self.run_group = self
+
+    def remote(self, plans: Sequence[Any]) -> Awaitable[bytes]:
+        async def answer() -> bytes:
+            await asyncio.sleep(0)
+            if self._out is not None:
+                self._out.add(self.name)
+            return pickle.dumps(self.name)
+
+        return answer()
+
+
+def test_a_group_whose_engine_leaves_meanwhile_is_attempted_by_another_worker(tmp_path: Path) -> None:
+    async def act() -> None:
+        desk = Desk(tmp_path, "learner-0")
+        out: set[str] = set()
+        actors = [Worker("a", out), Worker("b")]
+        workers = RolloutWorkers(actors, desk.watch, serves=lambda worker: actors[worker].name not in out)
+        found: list[object] = [await workers.run_group([]) for _ in range(2)]
+        assert found == ["b", "b"]
+        out.add("b")
+        with pytest.raises(EngineLost, match="none of 2 rollout workers has an engine that serves"):
+            await workers.run_group([])
+        desk.watch.stop()
+
+    asyncio.run(act())

@@ -1,0 +1,98 @@
+"""What roles on Ray check of themselves, and which nodes join, without Ray itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.cluster.ray.node import find_own_address, require_same_python
+from strop.cluster.ray.placement import count_roles, list_nodes
+from strop.cluster.ray.roles import prove_environment, require_environment
+from strop.cluster.ray.settings import RAY_VERSION, describe_here
+from strop.cluster.ray.workers import assign_engines
+from strop.errors import CheckRefused, ConfigError
+from tests.fixtures.tiny_run import tiny_spec
+
+VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
+
+
+def test_lau_4_a_role_without_a_promised_variable_is_refused_by_name() -> None:
+    proofs = prove_environment(["KEY", "OTHER"], "salt", {"KEY": VALUE, "OTHER": ""})
+    require_environment("engine-0", proofs, "salt", {"KEY": VALUE, "OTHER": "", "MORE": "1"})
+    with pytest.raises(CheckRefused, match="role engine-0 would start without KEY, OTHER"):
+        require_environment("engine-0", proofs, "salt", {})
+
+
+@pytest.mark.parametrize("changed", ["a", VALUE + " ", VALUE.replace("\n", "\\n"), "a,b"])
+def test_lau_4_one_changed_byte_is_noticed(changed: str) -> None:
+    proofs = prove_environment(["KEY"], "salt", {"KEY": VALUE})
+    with pytest.raises(CheckRefused, match="role worker-1 has another value of KEY than the run itself"):
+        require_environment("worker-1", proofs, "salt", {"KEY": changed})
+
+
+def test_what_proves_a_secret_does_not_tell_it() -> None:
+    proofs = prove_environment(["KEY"], "salt", {"KEY": VALUE})
+    assert VALUE not in json.dumps(proofs)
+    assert proofs != prove_environment(["KEY"], "pepper", {"KEY": VALUE})
+
+
+def test_the_run_itself_must_have_what_it_promises() -> None:
+    with pytest.raises(CheckRefused, match="the run itself would start without KEY"):
+        prove_environment(["KEY"], "salt", {})
+
+
+def test_counts_follow_the_gpus_of_all_nodes() -> None:
+    spec = tiny_spec(
+        placement={"kind": "ray", "engines": 4}, job={"nodes": 2, "train_gpus": 2, "infer_gpus": 2}
+    )
+    offers = list_nodes(spec, 2)
+    assert [(offer.num_train, offer.num_infer) for offer in offers] == [(2, 2), (2, 2)]
+    assert count_roles(spec, offers).learners == 4
+    # Without an agent there is one node, whatever a job would ask for.
+    assert len(list_nodes(spec, 1)) == 1
+    assert count_roles(tiny_spec(), list_nodes(tiny_spec(), 1)).learners == 1
+
+
+def test_one_gpu_serves_both_parts() -> None:
+    offers = list_nodes(tiny_spec(job={"single_gpu": True}), 1)
+    assert [(offer.num_train, offer.num_infer) for offer in offers] == [(1, 1)]
+
+
+def test_nodes_beside_the_main_part_join_where_the_run_file_says_so() -> None:
+    asked = tiny_spec(job={"cpu_nodes": 1, "cpu_command": "python -m strop.cluster.ray.node {run}"})
+    assert [offer.is_cpu for offer in list_nodes(asked, 3)] == [False, False, True]
+    other = tiny_spec(job={"cpu_nodes": 1, "cpu_command": "sandboxes --serve"})
+    assert [offer.is_cpu for offer in list_nodes(other, 3)] == [False, False]
+
+
+def test_workers_are_shared_out_evenly_among_engines() -> None:
+    assert assign_engines(4, 2) == [0, 1, 0, 1]
+    assert assign_engines(0, 2) == []
+    with pytest.raises(ConfigError, match=r"placement\.rollout_workers is 3 and placement\.engines is 2"):
+        assign_engines(3, 2)
+
+
+def test_a_node_with_another_ray_or_python_does_not_join() -> None:
+    here = describe_here()
+    require_same_python(here)
+    with pytest.raises(CheckRefused, match=r"the head of this Ray cluster has Ray 2\.1\.0"):
+        require_same_python(here | {"ray": "2.1.0"})
+    with pytest.raises(CheckRefused, match=r"the head runs Python 3\.7\.1 and this node"):
+        require_same_python(here | {"ray": RAY_VERSION, "python": "3.7.1"})
+
+
+def test_the_network_between_nodes_may_be_named() -> None:
+    with pytest.raises(CheckRefused, match="interface 'nothing' has no IPv4 address here"):
+        find_own_address({"GLOO_SOCKET_IFNAME": "nothing"})
+
+
+def test_importing_the_room_imports_neither_ray_nor_torch() -> None:
+    modules = ("settings", "temp_dirs", "keeper", "node", "runtime", "slots", "roles", "deaths")
+    code = "import sys\n" + "\n".join(f"import strop.cluster.ray.{name}" for name in modules)
+    code += "\nprint([name for name in ('ray', 'torch') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]", Path(__file__).name

@@ -1,0 +1,195 @@
+"""A run on Ray reaches what the run in one process reaches, and names whatever of it is killed.
+
+One runtime for both tests: two FSDP2 ranks, two engines, two rollout workers. The first trains; the second
+kills one engine after the other under the same roles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from strop.cluster import ModelSource, Roles
+from strop.cluster.build import build_placement
+from strop.cluster.frozen import with_frozen
+from strop.cluster.ray.placement import RayPlacement
+from strop.engine.contract import GenerationRequest, WeightTransport
+from strop.engine.router import ReplicaCause, ReplicaEvent, Router
+from strop.errors import EngineError, EngineLost
+from strop.record import RunDir
+from strop.rollout import Sampling
+from strop.spec import RunSpec
+from strop.train.loop import TrainInput, TrainLoop
+from tests.fixtures.ray_traces import files_of_nodes, is_alive, needs_ray
+from tests.fixtures.tiny_model import tiny_model
+from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, tiny_spec
+
+pytestmark = [pytest.mark.slow, needs_ray]
+
+NUM_STEPS = 2
+TOLERANCE = 1e-4
+"""Relative: sums over two ranks, and batches of other sizes in the engine, in float32."""
+
+
+def make_spec(**placement: object) -> RunSpec:
+    return tiny_spec(
+        train={"steps": NUM_STEPS}, placement=placement, engine={"max_rows": 7}, reference={"kl_beta": 0.05}
+    )
+
+
+@dataclass
+class Scene:
+    """The run's parts, as long as they live."""
+
+    loop: asyncio.AbstractEventLoop
+    placement: RayPlacement
+    roles: Roles
+    run_dir: RunDir
+    notes: Notes
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Scene]:
+    """Two learner ranks, two engines and two rollout workers, started and stopped once."""
+    before = files_of_nodes()
+    loop = asyncio.new_event_loop()
+    spec = make_spec(kind="ray", learners=2, engines=2, rollout_workers=2)
+    # As between nodes, where weights are sent.
+    spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"transport": "broadcast"})})
+    run_dir = new_run(tmp_path_factory.mktemp("runs"))
+    run_dir.begin_attempt()
+    source = ModelSource(path=model_dir, digest="unused")
+    placement = RayPlacement(spec, source, run_dir.path / "roles", make_task=SpellTask)
+    try:
+        started = loop.run_until_complete(placement.start())
+        # Spread over both ranks, as the policy is.
+        roles = loop.run_until_complete(with_frozen(started, spec, source, lambda uri: source))
+        yield Scene(loop=loop, placement=placement, roles=roles, run_dir=run_dir, notes=Notes())
+    finally:
+        pids = list(placement.role_pids.values())
+        loop.run_until_complete(placement.stop())
+        loop.run_until_complete(placement.stop())
+        run_dir.release()
+        loop.close()
+    assert len(pids) == 6
+    assert not [pid for pid in pids if is_alive(pid)]
+    # Sockets, weights in shared memory, the token: all gone. Logs stay, of roles and of Ray.
+    assert files_of_nodes() <= before
+    assert not [path for path in (run_dir.path / "roles").rglob("*") if path.suffix in {".token", ".key"}]
+    logs = {path.name for path in (run_dir.path / "latest" / "roles").iterdir()}
+    assert {"learner-0.log", "learner-1.log", "engine-0.log", "worker-0.log", "ray.log", "ray"} <= logs
+
+
+def read_metrics(run_dir: RunDir) -> list[Mapping[str, float]]:
+    return list(run_dir.metrics.read())
+
+
+def test_a_run_on_ray_follows_the_run_in_one_process(scene: Scene, model_dir: Path, tmp_path: Path) -> None:
+    here = Composition(make_spec(), model_dir, new_run(tmp_path))
+    here.run()
+    parts = TrainInput(
+        spec=make_spec(kind="ray", learners=2, engines=2, rollout_workers=2),
+        task=SpellTask(),
+        roles=scene.roles,
+        run_dir=scene.run_dir,
+        model_dir=model_dir,
+        observer=scene.notes,
+        evaluate=None,
+    )
+    scene.loop.run_until_complete(TrainLoop(parts).run())
+    assert scene.notes.causes("tripwire") == []
+    assert scene.roles.learner.version == NUM_STEPS
+    found, wanted = read_metrics(scene.run_dir), read_metrics(here.run_dir)
+    assert len(found) == len(wanted) == NUM_STEPS
+    for name in ("reward_mean", "loss", "grad_norm", "reply_tokens_mean", "entropy_nats"):
+        values = [[line[name] for line in lines if name in line] for lines in (found, wanted)]
+        np.testing.assert_allclose(values[0], values[1], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+    # Checkpoints are of two ranks; the exported weights are whole.
+    step_path = scene.run_dir.path / "checkpoints" / f"step-{NUM_STEPS:06d}"
+    assert (step_path / "COMPLETE").is_file() or list(step_path.rglob("*.safetensors"))
+
+
+async def ask_for_ever(roles: Roles) -> None:
+    """Ask a role that lives: its answers are worth nothing once another role of the run is gone."""
+    while True:
+        await roles.learner.score([], 1.0)
+        await asyncio.sleep(0.1)
+
+
+def find_engine(scene: Scene, name: str) -> int:
+    """Return the process id of an engine."""
+    log = (scene.run_dir.path / "latest" / "roles" / name / "engine.log").resolve()
+    return next(
+        int(entry)
+        for entry in filter(str.isdigit, os.listdir("/proc"))
+        if b"strop.engine.server" in read_command(int(entry))
+        and str(log.parent).encode() in read_command(int(entry))
+    )
+
+
+def test_prc_5_a_killed_engine_is_survived_and_the_last_one_ends_every_wait(scene: Scene) -> None:
+    pids = [find_engine(scene, f"engine-{index}") for index in range(2)]
+    request = GenerationRequest(
+        prompt_ids=np.arange(1, 5, dtype=np.int32),
+        seed=1,
+        sampling=Sampling(),
+        max_tokens=4,
+        stop_token_ids=frozenset(),
+    )
+    events: list[ReplicaEvent] = []
+
+    async def survive() -> None:
+        engine = scene.roles.engine
+        assert isinstance(engine, Router)
+        engine.report_to(events.append)
+        expected = await engine.generate(request)
+        os.kill(pids[0], signal.SIGKILL)
+        found = await engine.generate(request)
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        # New weights reach the other one, and the lost one is told by name.
+        update = await scene.roles.publisher.publish()
+        assert update.transport is WeightTransport.BROADCAST
+        await engine.update(update)
+        assert [(event.replica, event.cause) for event in events] == [("engine-0", ReplicaCause.LOST)]
+        assert "signal 9" in events[0].detail
+
+    async def end() -> str:
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(EngineLost) as caught:
+            await ask_for_ever(scene.roles)
+        with pytest.raises(EngineError):
+            await scene.roles.engine.generate(request)
+        return str(caught.value)
+
+    scene.loop.run_until_complete(survive())
+    started_at = time.monotonic()
+    message = scene.loop.run_until_complete(end())
+    assert time.monotonic() - started_at < 10.0
+    assert message.startswith("role engine-1 on node 0"), message
+    assert "signal 9" in message
+    assert f"process {pids[1]}" in message
+
+
+def test_a_spec_names_the_placement(tmp_path: Path) -> None:
+    source = ModelSource(path=tmp_path, digest="unused")
+    assert isinstance(build_placement(make_spec(kind="ray"), source, tmp_path), RayPlacement)
+
+
+def read_command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

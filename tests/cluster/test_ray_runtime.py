@@ -1,0 +1,260 @@
+"""Ray itself: started as told, with every byte of the environment, naming every death, leaving nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.cluster.ray.deaths import DeathWatch, FollowedRole
+from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart, prove_environment
+from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
+from strop.cluster.ray.settings import NodeSettings, node_resource
+from strop.cluster.ray.temp_dirs import choose_temp_dir
+from strop.errors import CheckRefused, EngineError, EngineLost
+from strop.hardware.ports import LOOPBACK, hold_port, read_listening_ports
+from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until
+
+pytestmark = [pytest.mark.slow, needs_ray]
+
+STORE_BYTES = 80 << 20
+SECRET = "a,b 'c' \"d\"\nnew\\n$HOME"
+OWNER = """
+import asyncio, os, sys
+from pathlib import Path
+from tests.cluster.test_ray_runtime import make_settings
+from strop.cluster.ray.runtime import RayHead
+
+async def act():
+    head = RayHead(make_settings(Path(sys.argv[1])), Path(sys.argv[1]))
+    head.launch()
+    await head.connect()
+    import ray
+    hold = ray.remote(num_cpus=0)(lambda: os.getpid())
+    print(head.keeper_pid, ray.get(hold.remote()), flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(act())
+"""
+
+
+def make_settings(work_dir: Path) -> NodeSettings:
+    return NodeSettings(
+        temp_dir=str(choose_temp_dir()),
+        shared_dir=str(choose_temp_dir(Path("/dev/shm"))),
+        token_path=str(work_dir / TOKEN_NAME),
+        log_path=str(work_dir / "ray.log"),
+        keep_logs_dir=str(work_dir / "ray"),
+        name="0@here",
+        num_cpus=2,
+        object_store_bytes=STORE_BYTES,
+    )
+
+
+class EchoRole(RayRole):
+    """A role without a model."""
+
+    computes = False
+
+    def begin(self) -> RoleFacts:
+        facts = super().begin()
+        sys.stdout.write("the last words of this role\n")
+        sys.stdout.flush()
+        return facts
+
+    def read(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def refuse(self) -> None:
+        raise EngineError("refused by the role")
+
+    def sleep(self) -> None:
+        time.sleep(60)
+
+
+@dataclass
+class Scene:
+    """A head that runs, and what it was started with."""
+
+    head: RayHead
+    settings: NodeSettings
+    work_dir: Path
+    loop: asyncio.AbstractEventLoop
+
+    def start_role(self, name: str, **start: Any) -> Any:
+        """Make an actor of a role."""
+        import ray
+
+        told = RoleStart(name=name, node=0, log_path=str(self.work_dir / f"{name}.log"), **start)
+        make = ray.remote(concurrency_groups={"watch": 1})
+        return make(EchoRole).options(num_cpus=0, resources={node_resource(0): 0.001}).remote(told)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """One runtime for all tests here; the job's secret is in the environment that it starts with."""
+    work_dir = tmp_path_factory.mktemp("ray")
+    loop = asyncio.new_event_loop()
+    before = files_of_nodes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JOB_SECRET", SECRET)
+        settings = make_settings(work_dir)
+        head = RayHead(settings, work_dir)
+        head.launch()
+        loop.run_until_complete(head.connect())
+        keeper = head.keeper_pid
+        assert keeper is not None
+        handler = signal.getsignal(signal.SIGTERM)
+        yield Scene(head=head, settings=settings, work_dir=work_dir, loop=loop)
+        mine = descendants(keeper) | {keeper}
+        assert len(mine) > 4
+        loop.run_until_complete(head.stop())
+        loop.run_until_complete(head.stop())
+    # Nothing is left the moment that `stop` returns: no process, no file, no token.
+    assert not [pid for pid in mine if is_alive(pid)]
+    assert files_of_nodes() <= before
+    assert not (work_dir / TOKEN_NAME).exists()
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert "RAY_AUTH_MODE" not in os.environ
+    assert (work_dir / "ray" / "raylet.out").stat().st_size > 0
+    loop.close()
+
+
+def test_everything_is_as_it_was_set(scene: Scene) -> None:
+    import ray
+
+    temp_dir = Path(scene.settings.temp_dir)
+    assert list(temp_dir.glob("session_2*/sockets/raylet"))
+    assert ray.cluster_resources()["object_store_memory"] == STORE_BYTES
+    assert not Path("/tmp/ray").exists()
+    assert oct((scene.work_dir / TOKEN_NAME).stat().st_mode & 0o777) == "0o600"
+    assert oct((scene.work_dir / "head.json").stat().st_mode & 0o777) == "0o600"
+    scene.loop.run_until_complete(scene.head.await_nodes([0], 10.0))
+
+
+def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -> None:
+    assert scene.head.keeper_pid is not None
+    mine = descendants(scene.head.keeper_pid)
+    ports = [port for port in read_listening_ports() if port.pid in mine]
+    assert len(ports) >= 3
+    assert {port.host.removeprefix("::ffff:") for port in ports} == {LOOPBACK}
+    # Of its dashboard, nothing: Ray's own default would be port 8265.
+    assert 8265 not in {port.port for port in ports}
+    code = (
+        "import os, sys; os.environ['RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'] = '0'\n"
+        "from ray._raylet import GcsClient\n"
+        "client = GcsClient(address=sys.argv[1], cluster_id=sys.argv[2])\n"
+        "print(client.internal_kv_keys(b'', None, timeout=5))"
+    )
+    import ray
+
+    context = ray.get_runtime_context()
+    asked = [sys.executable, "-c", code, str(context.gcs_address), "00" * 28]
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    found = subprocess.run(asked, env=bare, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode != 0
+    assert "InvalidAuthToken" in found.stderr, found.stderr
+
+
+def test_nodes_that_do_not_join_are_named(scene: Scene) -> None:
+    with pytest.raises(CheckRefused, match=r"node 1, 2 did not join the Ray cluster within 0 s.*all 3 nodes"):
+        scene.loop.run_until_complete(scene.head.await_nodes(range(3), 0.2))
+
+
+def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None:
+    async def act() -> None:
+        proofs = prove_environment(["JOB_SECRET"], "salt", os.environ)
+        role = scene.start_role("echo", proofs=proofs, salt="salt")
+        await role.begin.remote()
+        assert await role.read.remote("JOB_SECRET") == SECRET
+        lacking = scene.start_role("lacking", proofs=proofs | {"NOT_THERE": "x"}, salt="salt")
+        watch = DeathWatch(read_nodes, scene.head.find_death)
+        watch.start()
+        with pytest.raises(CheckRefused, match="role lacking would start without NOT_THERE"):
+            await watch.guard(lacking.begin.remote(), 60.0)
+        with pytest.raises(EngineError, match="refused by the role"):
+            await watch.guard(role.refuse.remote(), 60.0)
+        watch.stop()
+
+    scene.loop.run_until_complete(act())
+    # Neither value nor name of a secret is in a command line.
+    for pid in descendants(scene.head.keeper_pid or 0):
+        if is_alive(pid):
+            assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_prc_5_a_killed_role_is_named_with_its_last_words_while_another_is_asked(scene: Scene) -> None:
+    async def act() -> float:
+        watch = DeathWatch(read_nodes, scene.head.find_death)
+        watch.start()
+        asked, killed = scene.start_role("asked"), scene.start_role("killed")
+        for name, role in (("asked", asked), ("killed", killed)):
+            facts = await role.begin.remote()
+            followed = FollowedRole(
+                name=name, node=0, pid=facts.pid, host=facts.host, log_path=scene.work_dir / f"{name}.log"
+            )
+            watch.follow(followed, role.wait_for_end.options(concurrency_group="watch").remote())
+        call = asyncio.ensure_future(watch.guard(asked.sleep.remote(), 60.0))
+        await asyncio.sleep(0.2)
+        assert watch.find("killed") is None
+        os.kill(facts.pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        with pytest.raises(EngineLost) as caught:
+            await call
+        message = str(caught.value)
+        assert message.startswith(f"role killed on node 0 ({facts.host}), process {facts.pid}, ended:"), (
+            message
+        )
+        assert "the last words of this role" in message
+        assert watch.find("killed") == message
+        watch.stop()
+        return time.monotonic() - killed_at
+
+    assert scene.loop.run_until_complete(act()) < 5.0
+
+
+def test_a_full_object_store_goes_on_from_disk(scene: Scene) -> None:
+    """80 MiB of shared memory and 120 MiB in use: Ray writes what does not fit below its own directory."""
+    import numpy as np
+    import ray
+
+    parts = [ray.put(np.full(40 << 20, number, np.uint8)) for number in range(3)]
+    assert [int(ray.get(part)[-1]) for part in parts] == [0, 1, 2]
+
+
+def test_prc_4_a_killed_owner_takes_all_of_ray_along(tmp_path: Path) -> None:
+    before = files_of_nodes()
+    owner = subprocess.run(
+        [sys.executable, "-c", OWNER, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert owner.returncode == -signal.SIGKILL, owner.stderr
+    keeper = int(owner.stdout.split()[0])
+    left = descendants(keeper) | {keeper}
+    wait_until(lambda: not [pid for pid in left | descendants(keeper) if is_alive(pid)], 30.0)
+    assert files_of_nodes() <= before
+
+
+def test_a_head_whose_port_is_taken_says_by_whom(tmp_path: Path) -> None:
+    with hold_port() as taken:
+        head = RayHead(replace(make_settings(tmp_path), port=taken.port), tmp_path)
+
+        async def act() -> None:
+            head.launch()
+            try:
+                cause = rf"(?s)Ray did not start: its keeper ended with 76.*{taken.address} cannot be bound"
+                with pytest.raises(EngineError, match=cause):
+                    await head.connect()
+            finally:
+                await head.stop()
+
+        asyncio.run(act())
+    assert head.keeper_pid is None

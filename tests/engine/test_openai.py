@@ -1,0 +1,206 @@
+"""A server of OpenAI's completions as an engine: what it says is read by strop's rules, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from strop.engine import Completion, GenerationRequest, WeightTransport, WeightUpdate
+from strop.engine.openai import KEY_VARIABLE, OpenAiEngine
+from strop.errors import ConfigError, EngineError
+from strop.rollout import FinishReason, Sampling
+from strop.tokenizer import Tokenizer
+from tests.engine.requests import ask
+from tests.fixtures.engine_server import canned_server
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+VLLM = {"data": [{"id": "org/name", "owned_by": "vllm"}]}
+OTHER = {"data": [{"id": "org/name", "owned_by": "somebody"}]}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
+
+
+def choice(**said: Any) -> dict[str, Any]:
+    return {"choices": [{"finish_reason": "length", **said}]}
+
+
+def generate(
+    tokenizer: Tokenizer, request: GenerationRequest, answer: Any, models: Any = VLLM, status: int = 200
+) -> Completion:
+    """Ask a server that says one thing."""
+    body = answer if isinstance(answer, str) else json.dumps(answer)
+    answers: Mapping[str, tuple[int, str]] = {
+        "/v1/models": (200, json.dumps(models)),
+        "/v1/completions": (status, body),
+    }
+
+    async def act() -> Completion:
+        async with canned_server(answers) as url:
+            engine = OpenAiEngine(f"{url}/v1", tokenizer, model="org/name", version=3)
+            try:
+                return await engine.generate(request)
+            finally:
+                await engine.close()
+
+    return asyncio.run(act())
+
+
+def said(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
+    ids = tokenizer.encode(text).tolist()
+    return {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "text": text}
+
+
+def test_a_reply_is_read_by_its_token_ids(tokenizer: Tokenizer) -> None:
+    reply = generate(tokenizer, ask(tokenizer), choice(**said(tokenizer, " 3")))
+    assert reply.token_ids.tolist() == tokenizer.encode(" 3").tolist()
+    assert (reply.text, reply.finish_reason, reply.policy_version) == (" 3", FinishReason.LENGTH, 3)
+    assert reply.logprobs.tolist() == [-0.5] * len(reply.token_ids)
+
+
+def test_a_terminator_is_kept_and_not_read_aloud(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode(" 3").tolist(), tokenizer.eos_id]
+    answer = choice(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)}, finish_reason="stop")
+    reply = generate(tokenizer, ask(tokenizer), answer)
+    assert (reply.text, reply.finish_reason, len(reply.token_ids)) == (" 3", FinishReason.EOS, len(ids))
+
+
+def test_a_stop_string_is_cut_off(tokenizer: Tokenizer) -> None:
+    answer = choice(**said(tokenizer, "3 END") | {"finish_reason": "stop"})
+    reply = generate(tokenizer, ask(tokenizer, stop_strings=(" END",)), answer)
+    assert (reply.text, reply.finish_reason) == ("3", FinishReason.STOP_STRING)
+
+
+def test_without_token_ids_the_text_is_encoded_again(tokenizer: Tokenizer) -> None:
+    answer = said(tokenizer, " 3")
+    del answer["token_ids"]
+    reply = generate(tokenizer, ask(tokenizer), choice(**answer), models=OTHER)
+    assert reply.token_ids.tolist() == tokenizer.encode(" 3").tolist()
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "message"),
+    [
+        (choice(text=" 3"), 200, "0 log-probabilities and 2 token ids"),
+        (choice(text=" 3", logprobs={"token_logprobs": [-1.0]}), 200, "1 log-probabilities and 2 token ids"),
+        (choice(text=" 3", logprobs={"token_logprobs": [-1.0, None]}), 200, "2 log-probabilities and 2"),
+        ({"choices": []}, 200, "no choices"),
+        ({"error": "too long"}, 400, "status 400: .*too long"),
+        ("<html>", 200, "with no JSON: <html>"),
+        ("[]", 200, "with no object"),
+    ],
+)
+def test_log_4_what_is_missing_is_never_filled_in(
+    answer: Any, status: int, message: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        generate(tokenizer, ask(tokenizer), answer, models=OTHER, status=status)
+
+
+def test_a_server_that_is_not_there_is_told(tokenizer: Tokenizer) -> None:
+    engine = OpenAiEngine("http://127.0.0.1:9/v1", tokenizer, model="x")
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1 cannot be used so: it did not answer /models"):
+        asyncio.run(engine.generate(ask(tokenizer)))
+
+
+def test_the_model_is_chosen_or_refused(tokenizer: Tokenizer) -> None:
+    answer = choice(**said(tokenizer, " 3"))
+    one = {"data": [{"id": "whatever"}]}
+    assert generate(tokenizer, ask(tokenizer), answer, models=one).text == " 3"
+    two = {"data": [{"id": "b"}, {"id": "a"}]}
+    with pytest.raises(ConfigError, match=r"has no model org/name. Allowed: one of a, b"):
+        generate(tokenizer, ask(tokenizer), answer, models=two)
+    with pytest.raises(ConfigError, match="one of none"):
+        generate(tokenizer, ask(tokenizer), answer, models={})
+
+
+def test_top_k_goes_to_vllm_alone(tokenizer: Tokenizer) -> None:
+    request = ask(tokenizer, sampling=Sampling(top_k=5))
+    with pytest.raises(EngineError, match=r"sampling.top_k=5 is no setting"):
+        generate(tokenizer, request, choice(), models=OTHER)
+    assert generate(tokenizer, request, choice(**said(tokenizer, " 3"))).text == " 3"
+
+
+def watched(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> tuple[OpenAiEngine, list[httpx.Request]]:
+    """Return an engine whose messages are kept and answered in this process."""
+    seen: list[httpx.Request] = []
+
+    def speak(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json=VLLM if request.url.path == "/v1/models" else answer)
+
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    engine = OpenAiEngine("http://server/v1/", tokenizer, model="org/name")
+    monkeypatch.setattr(engine._client, "_transport", httpx.MockTransport(speak))
+    monkeypatch.setattr(engine._client, "_mounts", {})
+    return engine, seen
+
+
+def test_a_request_is_sent_as_it_was_asked(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = watched(tokenizer, monkeypatch, choice(**said(tokenizer, " 3")))
+    request = replace(ask(tokenizer, stop_strings=("!",)), seed=2**63 + 5)
+
+    async def act() -> None:
+        await asyncio.gather(engine.generate(request), engine.generate(request))
+
+    asyncio.run(act())
+    # The models are asked for once.
+    assert [str(message.url) for message in seen] == [
+        "http://server/v1/models",
+        *["http://server/v1/completions"] * 2,
+    ]
+    assert seen[1].headers["authorization"] == "Bearer secret"
+    assert json.loads(seen[1].content) == {
+        "model": "org/name",
+        "prompt": request.prompt_ids.tolist(),
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": 5,
+        "logprobs": 1,
+        "stop": ["!"],
+        "stop_token_ids": [tokenizer.eos_id],
+        "return_token_ids": True,
+        "top_k": 0,
+    }
+
+
+def test_given_replies_are_scored_by_echo(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Prompt of 2, reply of 3, and one token that the server samples behind them.
+    values = [None, -1.0, -2.0, -3.0, -4.0, -9.0]
+    engine, _ = watched(tokenizer, monkeypatch, choice(logprobs={"token_logprobs": values}))
+    prompt, reply = np.array([1, 2], np.int32), np.array([3, 4, 5], np.int32)
+
+    async def act() -> Any:
+        with pytest.raises(EngineError, match=r"scored at temperature 0.5, not 1"):
+            await engine.score(prompt, reply, 0.5)
+        with pytest.raises(EngineError, match="no log-probabilities of a text that it is given"):
+            await engine.score(prompt, np.array([3] * 7, np.int32), 1.0)
+        return await engine.score(prompt, reply, 1.0)
+
+    assert asyncio.run(act()).logprobs.tolist() == [-2.0, -3.0, -4.0]
+
+
+def test_it_is_never_trained_with(tokenizer: Tokenizer) -> None:
+    engine = OpenAiEngine("http://server/v1", tokenizer, model="x")
+
+    async def act() -> None:
+        with pytest.raises(EngineError, match="weight update 1 was published to it"):
+            await engine.update(WeightUpdate(version=1, digest="d", transport=WeightTransport.SHARED))
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(ask(tokenizer))
+
+    asyncio.run(act())

@@ -1,0 +1,102 @@
+"""Steps over tensors that never move, which GPUs replay as graphs, called here as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from strop.engine import Engine, WeightTransport, WeightUpdate
+from strop.engine.native import NativeEngine
+from strop.errors import EngineError
+from strop.policy.language_model import LanguageModel
+from strop.policy.weights import publish_weights
+from strop.rollout import Sampling
+from strop.tokenizer import Tokenizer
+from tests.engine.contract_suite import EngineContract, run
+from tests.engine.requests import ask, assert_same_bits, generate_all, mixed_requests
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> LanguageModel:
+    return LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_model_dir)
+
+
+class TestStaticEngine(EngineContract):
+    @pytest.fixture
+    def tokenizer(self, tiny_model_dir: Path) -> Tokenizer:
+        return Tokenizer.load(tiny_model_dir)
+
+    @pytest.fixture
+    def engine(self, tiny_model_dir: Path, tokenizer: Tokenizer) -> Engine:
+        model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+        return NativeEngine(model, tokenizer, max_rows=4, is_static=True)
+
+    @pytest.fixture
+    def broken_update(self, model: LanguageModel, tmp_path: Path) -> WeightUpdate:
+        path = tmp_path / "w.safetensors"
+        publish_weights(model, path)
+        return WeightUpdate(version=8, digest="0" * 64, transport=WeightTransport.FILE, path=str(path))
+
+
+@pytest.mark.parametrize("max_rows", [3, 16, 64])
+def test_static_steps_draw_the_same_tokens(model: LanguageModel, tokenizer: Tokenizer, max_rows: int) -> None:
+    """Groups, every kind of sampling, ragged lengths, stops; rows end and are admitted all the time."""
+    requests = mixed_requests(tokenizer)
+    expected = run(generate_all(NativeEngine(model, tokenizer, max_rows=max_rows), requests))
+    static = NativeEngine(model, tokenizer, max_rows=max_rows, is_static=True)
+    for ours, theirs in zip(run(generate_all(static, requests)), expected, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
+
+
+def test_weights_changed_in_place_are_those_of_the_next_token(
+    tiny_model_dir: Path, tokenizer: Tokenizer
+) -> None:
+    """What a graph relies on: after a change the same tensors hold the new weights, and are read again."""
+    model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+    engine = NativeEngine(model, tokenizer, is_static=True)
+    request = ask(tokenizer, sampling=Sampling(temperature=0.0))
+    before = run(engine.generate(request))
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.mul_(-0.5)
+    changed = run(engine.generate(request))
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+    assert changed.token_ids.tolist() != before.token_ids.tolist()
+    assert_same_bits([changed], [run(NativeEngine(model, tokenizer, is_static=True).generate(request))])
+
+
+def test_the_next_batch_of_other_lengths_finds_the_same_cache(
+    model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """A new cache would need new graphs."""
+    engine = NativeEngine(model, tokenizer, is_static=True)
+    run(generate_all(engine, [ask(tokenizer, seed=seed, max_tokens=5) for seed in range(4)]))
+    batch = engine._batch
+    run(generate_all(engine, [ask(tokenizer, "x", seed=seed, max_tokens=9) for seed in range(4)]))
+    assert engine._batch is batch
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_model_dir: Path, tokenizer: Tokenizer) -> None:
+    model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+    engine = NativeEngine(model, tokenizer, is_static=True)
+    request = ask(tokenizer, max_tokens=200)
+
+    async def act() -> None:
+        waiting = engine.generate(request)
+        with torch.no_grad():
+            model.head_weight.fill_(np.nan)
+        await waiting
+
+    with pytest.raises(EngineError, match=r"not finite\. Allowed: finite logits"):
+        run(act())

@@ -1,0 +1,398 @@
+"""What `VllmEngine` makes of vLLM's words, with a core that says them without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from strop.engine import GenerationRequest, UpdateMode, WeightTransport, WeightUpdate
+from strop.engine.vllm.core import Adapter, Piece
+from strop.engine.vllm.engine import VllmEngine
+from strop.engine.vllm.environment import VLLM, find_python
+from strop.engine.vllm.limits import EngineLimits, plan_limits
+from strop.errors import ConfigError, EngineError, WeightMismatch
+from strop.policy.footprint import ModelSize
+from strop.rollout import FinishReason, IntArray, VersionSegment
+from strop.tokenizer import Tokenizer
+from tests.engine.contract_suite import EngineContract
+from tests.engine.requests import ask
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+LIMITS = EngineLimits(max_positions=512, vocab_size=262)
+UPDATE = WeightUpdate(version=7, digest="d7", transport=WeightTransport.FILE, path="/w")
+
+
+class ScriptedCore:
+    """Says tokens of a text that depends on seed and version, one every turn of the loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.version = 0
+        self.salts: dict[str, int] = {}
+        self.said: list[str] = []
+        self.answers: list[dict[str, Any]] = [{"refusal": None, "flaw": None}]
+        self.is_aborting = False
+        self.keeps_cache = False
+        self.going = asyncio.Event()
+        self.going.set()
+        self.is_closed = False
+        self.has_begun = asyncio.Event()
+
+    def words(self, seed: int) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(f"reply {seed} of {self.version}. and so on, and on").tolist()
+        return ids
+
+    async def sample(
+        self, request: GenerationRequest, *, salt: str, adapter: Adapter | None, is_whole: bool
+    ) -> AsyncGenerator[Piece, None]:
+        prompt = str(request.prompt_ids.tolist())
+        key = f"{'' if self.keeps_cache else salt}{prompt}"
+        num_cached = self.salts.get(key, 0)
+        self.salts[key] = len(request.prompt_ids)
+        token_ids: list[int] = []
+        segments: list[VersionSegment] = []
+        while len(token_ids) < request.max_tokens:
+            await asyncio.sleep(0.001)
+            await self.going.wait()
+            if self.is_aborting:
+                kept = token_ids if is_whole else []
+                yield Piece(token_ids=kept, logprobs=[-1.0] * len(kept), finish="abort")
+                return
+            if not segments or segments[-1].version != self.version:
+                segments.append(VersionSegment(start=len(token_ids), version=self.version))
+            token_ids.append(self.words(request.seed)[len(token_ids) % 20])
+            if len(token_ids) == 5:
+                self.has_begun.set()
+            if not is_whole:
+                yield Piece(token_ids=token_ids[-1:], logprobs=[-1.0])
+        if is_whole:
+            yield Piece(
+                token_ids=token_ids,
+                logprobs=[-1.0] * len(token_ids),
+                finish="length",
+                segments=tuple(segments),
+                num_cached_tokens=num_cached,
+            )
+
+    async def score(
+        self, prompt_ids: IntArray, reply_ids: IntArray, *, adapter: Adapter | None
+    ) -> list[float]:
+        return [-1.0] * len(reply_ids)
+
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        self.said.append(mode)
+        self.is_aborting = mode == "abort"
+        if mode == "keep":
+            self.going.clear()
+
+    async def resume(self) -> None:
+        self.is_aborting = False
+        self.going.set()
+
+    async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
+        self.said.append(f"load {path}")
+        await asyncio.sleep(0.005)
+        return self.answers
+
+    async def drop_cached(self) -> None:
+        self.said.append("drop")
+        if not self.keeps_cache:
+            self.salts.clear()
+
+    async def name_version(self, version: int) -> None:
+        self.version = version
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        self.said.append(f"adapter {adapter.adapter_id}")
+
+    async def drop_adapter(self, adapter: Adapter) -> None:
+        self.said.append(f"no adapter {adapter.adapter_id}")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
+
+
+@pytest.fixture
+def core(tokenizer: Tokenizer) -> ScriptedCore:
+    return ScriptedCore(tokenizer)
+
+
+@pytest.fixture
+def engine(core: ScriptedCore, tokenizer: Tokenizer) -> VllmEngine:
+    return VllmEngine(core, tokenizer, limits=LIMITS, digest="d0")
+
+
+class TestVllmEngineOverACore(EngineContract):
+    @pytest.fixture
+    def tokenizer(self, tmp_path: Path) -> Tokenizer:
+        return Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
+
+    @pytest.fixture
+    def engine(self, tokenizer: Tokenizer) -> VllmEngine:
+        return VllmEngine(ScriptedCore(tokenizer), tokenizer, limits=LIMITS)
+
+    @pytest.fixture
+    def shared_update(self) -> WeightUpdate:
+        return UPDATE
+
+
+def test_a_reply_is_cut_where_strop_says(engine: VllmEngine, tokenizer: Tokenizer) -> None:
+    # "reply 11 of 0. and so on": the stop string's last character is the 14th.
+    completion = asyncio.run(engine.generate(ask(tokenizer, max_tokens=20, stop_strings=("of 0.", "zz"))))
+    assert completion.finish_reason is FinishReason.STOP_STRING
+    assert completion.text == "reply 11 "
+    assert tokenizer.decode(completion.token_ids) == "reply 11 of 0."
+    assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_a_stop_token_is_kept_and_its_text_is_not(engine: VllmEngine, tokenizer: Tokenizer) -> None:
+    stop = int(tokenizer.encode("p")[0])
+    request = replace(ask(tokenizer, max_tokens=20), stop_token_ids=frozenset({stop}))
+    completion = asyncio.run(engine.generate(request))
+    assert (completion.finish_reason, completion.text) == (FinishReason.EOS, "re")
+    assert completion.token_ids[-1] == stop
+
+
+@pytest.mark.parametrize(
+    ("mode", "said", "segments", "version"),
+    [
+        (UpdateMode.DRAIN, ["load /w", "drop"], (), 0),
+        (UpdateMode.RESTART, ["abort", "load /w", "drop"], (), 7),
+        (UpdateMode.CONTINUE, ["keep", "load /w", "drop"], (0, 7), 0),
+    ],
+)
+@pytest.mark.parametrize("stop_strings", [(), ("never",)])
+def test_replies_under_way_end_as_the_mode_says(
+    mode: UpdateMode,
+    said: list[str],
+    segments: tuple[int, ...],
+    version: int,
+    stop_strings: tuple[str, ...],
+    engine: VllmEngine,
+    core: ScriptedCore,
+    tokenizer: Tokenizer,
+) -> None:
+    request = ask(tokenizer, max_tokens=60, stop_strings=stop_strings)
+
+    async def act() -> Any:
+        under_way = asyncio.create_task(engine.generate(request))
+        await core.has_begun.wait()
+        update = asyncio.create_task(engine.update(replace(UPDATE, mode=mode)))
+        await asyncio.sleep(0.002)
+        # Asked while the gate is closed: served under the new weights.
+        return await under_way, await engine.generate(request), await update
+
+    reply, late, receipt = asyncio.run(act())
+    assert core.said == said
+    assert (receipt.version, receipt.digest) == (7, "d7")
+    assert (late.policy_version, late.segments) == (7, ())
+    assert reply.policy_version == version
+    assert tuple(part.version for part in reply.segments) == segments
+    assert len(reply.token_ids) == 60
+    if segments:
+        start = reply.segments[1].start
+        old, new = (VllmWords(core).at(seen, 60) for seen in (0, 7))
+        assert reply.token_ids.tolist() == old[:start] + new[start:]
+
+
+class VllmWords:
+    """What the core says under one version from start to end."""
+
+    def __init__(self, core: ScriptedCore) -> None:
+        self.core = core
+
+    def at(self, version: int, num_tokens: int) -> list[int]:
+        self.core.version = version
+        return [self.core.words(11)[index % 20] for index in range(num_tokens)]
+
+
+def test_refused_weights_leave_the_old_ones(
+    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+) -> None:
+    core.answers = [{"refusal": "digest x, not d7: it keeps its old weights", "flaw": None}]
+
+    async def act() -> Any:
+        with pytest.raises(WeightMismatch, match=r"digest x, not d7.* keeps its old weights"):
+            await engine.update(UPDATE)
+        return await engine.generate(ask(tokenizer))
+
+    assert asyncio.run(act()).policy_version == 0
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [{"refusal": None, "flaw": "q_proj is not live"}],
+        # One worker has taken them, the other has not: the engine's weights are of no version.
+        [{"refusal": None, "flaw": None}, {"refusal": "q_proj is not live", "flaw": None}],
+    ],
+)
+def test_smp_6_unproven_weights_are_served_to_nobody(
+    answers: list[dict[str, Any]], engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+) -> None:
+    """Incident: engines went on with weights that were not those of the policy."""
+    core.answers = answers
+
+    async def act() -> Any:
+        with pytest.raises(WeightMismatch, match=r"q_proj is not live.* serves nothing now"):
+            await engine.update(UPDATE)
+        with pytest.raises(EngineError, match="weights are of no version"):
+            await engine.generate(ask(tokenizer))
+        core.answers = [{"refusal": "late", "flaw": None}]
+        with pytest.raises(WeightMismatch, match="late"):
+            await engine.update(UPDATE)
+        # A refused update does not mend what an earlier one broke.
+        with pytest.raises(EngineError, match="weights are of no version"):
+            await engine.generate(ask(tokenizer))
+        core.answers = [{"refusal": None, "flaw": None}]
+        await engine.update(UPDATE)
+        return await engine.generate(ask(tokenizer))
+
+    assert asyncio.run(act()).policy_version == 7
+
+
+def test_smp_5_a_cache_that_outlives_an_update_is_found_by_the_canary(
+    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+) -> None:
+    """Incident: shared prefixes kept the keys and values of older weights."""
+    core.keeps_cache = True
+
+    async def act() -> None:
+        await engine.update(UPDATE)
+        with pytest.raises(WeightMismatch, match="weight_canary: 257 keys and values of other weights"):
+            await engine.update(replace(UPDATE, version=8, digest="d8"))
+        with pytest.raises(EngineError, match="weight_canary"):
+            await engine.generate(ask(tokenizer))
+
+    asyncio.run(act())
+
+
+def test_overlapping_updates_are_applied_one_after_the_other(engine: VllmEngine, core: ScriptedCore) -> None:
+    async def act() -> None:
+        await asyncio.gather(
+            *(engine.update(replace(UPDATE, version=v, digest=f"d{v}", path=f"/{v}")) for v in (7, 8))
+        )
+
+    asyncio.run(act())
+    assert core.said == ["load /7", "drop", "load /8", "drop"]
+    assert engine.version == 8
+
+
+def test_an_object_of_a_store_is_fetched_and_gone_afterwards(
+    core: ScriptedCore, tokenizer: Tokenizer
+) -> None:
+    def fetch(uri: str, target: Path) -> None:
+        target.write_text(uri)
+
+    engine = VllmEngine(core, tokenizer, limits=LIMITS, fetch=fetch)
+    update = replace(UPDATE, transport=WeightTransport.STORE, path="s3://b/run/v7.safetensors")
+    asyncio.run(engine.update(update))
+    path = Path(core.said[0].partition(" ")[2])
+    assert path.name == "v7.safetensors"
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "update",
+    [replace(UPDATE, transport=WeightTransport.SHARED), replace(UPDATE, path=None)],
+)
+def test_an_update_that_names_nothing_is_refused(update: WeightUpdate, engine: VllmEngine) -> None:
+    with pytest.raises(WeightMismatch, match="Allowed: an absolute path to a safetensors file"):
+        asyncio.run(engine.update(update))
+
+
+def test_log_4_a_value_that_is_not_finite_is_no_sample(
+    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def say_nan(*_: Any, **__: Any) -> AsyncGenerator[Piece, None]:
+        yield Piece(token_ids=[5], logprobs=[math.nan], finish="length")
+
+    monkeypatch.setattr(core, "sample", say_nan)
+    with pytest.raises(EngineError, match="log-probability that is not finite"):
+        asyncio.run(engine.generate(ask(tokenizer, max_tokens=1)))
+
+
+def test_what_vllm_ends_by_itself_is_no_sample(
+    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+) -> None:
+    core.is_aborting = True
+    completion = asyncio.run(engine.generate(ask(tokenizer)))
+    assert completion.finish_reason is FinishReason.ABORT
+    assert len(completion.token_ids) == 0
+
+
+# ---------------------------------------------------------------- limits and interpreter
+
+SIZE = ModelSize(
+    num_layers=2,
+    hidden_width=64,
+    mlp_width=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=32,
+    vocab_size=262,
+    max_positions=512,
+    is_tied=True,
+)
+
+
+def test_limits_are_the_model_own_or_less() -> None:
+    limits = plan_limits(SIZE, dtype="float32", max_model_tokens=None, kv_cache_bytes=None)
+    assert limits == LIMITS
+    limits = plan_limits(SIZE, dtype="float32", max_model_tokens=100, kv_cache_bytes=None)
+    assert limits.max_positions == 100
+    # The canary leaves room for what it samples.
+    assert len(limits.canary_ids()) == 99
+    assert len(LIMITS.canary_ids()) == 257
+    assert int(LIMITS.canary_ids().max()) < 262
+
+
+def test_more_positions_than_the_model_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_tokens=513, but the model has 512 positions"):
+        plan_limits(SIZE, dtype="float32", max_model_tokens=513, kv_cache_bytes=None)
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused_with_both_numbers() -> None:
+    # 2 (keys, values) x 2 layers x 2 heads x 32 wide x 2 bytes = 512 bytes per token;
+    # 512 positions and one block of 128 are 640 tokens: 327,680 bytes.
+    with pytest.raises(ConfigError, match="one sequence of 512 tokens takes 327680"):
+        plan_limits(SIZE, dtype="bfloat16", max_model_tokens=None, kv_cache_bytes=327_679)
+    plan_limits(SIZE, dtype="bfloat16", max_model_tokens=None, kv_cache_bytes=327_680)
+
+
+def test_without_vllm_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"this Python has no vllm and .* Next: run `make vllm-deps`"):
+        find_python(None)
+    with pytest.raises(ConfigError, match=r"engine.python=/no/such is no file"):
+        find_python("/no/such")
+    python = tmp_path / "python"
+    python.touch()
+    assert find_python(str(python)) == python
+    VLLM.python.parent.mkdir(parents=True)
+    VLLM.python.touch()
+    (VLLM.path / "strop-stamp.json").write_text(f'{{"stamp": "{VLLM.stamp}"}}')
+    assert find_python(None) == VLLM.python
+
+
+def test_scores_are_at_temperature_1(engine: VllmEngine, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("1")
+
+    async def act() -> Any:
+        with pytest.raises(EngineError, match=r"at temperature 0.7 by vLLM"):
+            await engine.score(prompt, prompt, 0.7)
+        return await engine.score(prompt, prompt, 0.0)
+
+    assert np.array_equal(asyncio.run(act()).logprobs, np.full(len(prompt), -1.0, np.float32))

@@ -1,0 +1,86 @@
+"""Accelerators by name, by file and by what the driver calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.hardware.accelerators import ACCELERATORS, find_accelerator, match_gpu
+
+FILE = """name = "mine"
+bf16_tflops = 100.0
+fp32_tflops = 10.0
+memory_gb = 16.0
+memory_gb_per_s = 500.0
+link_gb_per_s = 25.0
+"""
+
+
+def test_the_table_has_each_name_once_and_a_source_for_it() -> None:
+    names = [device.name for device in ACCELERATORS]
+    assert len(names) == len(set(names))
+    assert {"h100", "h200", "a100-80", "l4", "4090"} <= set(names)
+    assert all(device.source for device in ACCELERATORS)
+    # The reference's figures: 989 TFLOP/s; 3.35 and 4.8 TB/s; 141 GB.
+    h100, h200 = find_accelerator("H100"), find_accelerator("h200")
+    assert (h100.bf16_tflops, h100.memory_gb_per_s) == (989.0, 3350.0)
+    assert (h200.memory_gb_per_s, h200.memory_bytes) == (4800.0, 141 * 10**9)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="--hardware tpu is no accelerator that strop knows") as refused:
+        find_accelerator("tpu")
+    assert all(device.name in str(refused.value) for device in ACCELERATORS)
+
+
+def test_a_file_describes_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE + "learn_frac = 0.4\n")
+    found = find_accelerator(str(path))
+    assert (found.name, found.bf16_tflops, found.learn_frac, found.decode_frac) == ("mine", 100.0, 0.4, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (FILE + "price = 1.0\n", "price is no key that strop knows"),
+        (FILE.replace("memory_gb = 16.0\n", ""), "memory_gb is missing"),
+        (FILE.replace("16.0", "-1.0"), "memory_gb=-1.0: input should be greater than 0"),
+        (FILE + "learn_frac = 1.5\n", "learn_frac=1.5: input should be less than or equal to 1"),
+        ("name = ", "Invalid value"),
+    ],
+)
+def test_a_file_that_describes_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"the accelerator's file .*mine\.toml") as refused:
+        find_accelerator(str(path))
+    assert said in str(refused.value)
+    assert "Allowed: " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+    ],
+)
+def test_the_drivers_names_are_known(driver: str, name: str) -> None:
+    found = match_gpu(driver)
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize("driver", ["NVIDIA L40", "NVIDIA A10G", "Tesla T4", ""])
+def test_one_that_is_only_alike_is_not_taken_for_it(driver: str) -> None:
+    assert match_gpu(driver) is None

@@ -1,0 +1,121 @@
+"""A penalty, a teacher or a preference whose direction is reversed looks plausible in every value."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from strop.algorithm import kl as kl_module
+from strop.algorithm.kl import ESTIMATORS, KlPenalty, PenaltyFn, find_penalty_flaw
+from strop.cluster import Roles
+from strop.errors import CheckRefused
+from strop.policy.packing import PackedGroup
+from strop.record import EventKind
+from strop.rollout import FloatArray
+from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
+
+OFFERED = ["k2", "k3", "k3+"]
+
+
+def swapped(estimate: PenaltyFn) -> PenaltyFn:
+    """Return an estimator whose two arguments were exchanged, as the incident had it."""
+
+    def estimate_swapped(logp_N: Tensor, reference_N: Tensor) -> tuple[Tensor, Tensor]:
+        return estimate(reference_N, logp_N)
+
+    return estimate_swapped
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_opt_1_swapped_arguments_have_the_wrong_sign_and_are_found(name: str) -> None:
+    """Incident: the direction of the KL was reversed for six days; the blow-ups were explained otherwise.
+
+    Symptom: the penalty drives the policy away from its reference, and its value stays plausible.
+    """
+    estimate = ESTIMATORS[name]
+    # The policy likes the token more than the reference does: descent must lower it.
+    logp_N, reference_N = torch.tensor([-1.0]), torch.tensor([-1.5])
+    assert estimate(logp_N, reference_N)[1].item() > 0.0 > swapped(estimate)(logp_N, reference_N)[1].item()
+    assert find_penalty_flaw(KlPenalty(beta=0.1, estimate=estimate)) is None
+    flaw = find_penalty_flaw(KlPenalty(beta=0.1, estimate=swapped(estimate)))
+    assert flaw is not None
+    assert "moves away from the reference: from 0.0475" in flaw
+
+
+def test_opt_1_an_estimator_without_a_gradient_is_found_too() -> None:
+    """k1 measures well and teaches nothing: its gradient is 0 on average, and 1 where nothing is to do."""
+    flaw = find_penalty_flaw(KlPenalty(beta=0.1, estimate=ESTIMATORS["k1"]))
+    assert flaw == "the penalty is not 0 between a policy and itself"
+
+
+def compose(root: Path, model_dir: Path, **sections: Any) -> Composition:
+    reference = {"kl_beta": 0.05} | sections.pop("reference", {})
+    return Composition(tiny_spec(reference=reference, **sections), model_dir, new_run(root))
+
+
+def test_opt_1_the_gate_refuses_a_reversed_penalty(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reversed_names = {**ESTIMATORS, "k3+": swapped(ESTIMATORS["k3+"])}
+    monkeypatch.setattr("strop.algorithm.catalog.ESTIMATORS", reversed_names)
+    made = compose(tmp_path, tiny_model_dir)
+    with pytest.raises(CheckRefused, match=r"kl: mean gap .* moves away from the reference"):
+        made.run()
+    assert kl_module.ESTIMATORS is ESTIMATORS
+
+
+class Shifted:
+    """A reference that is not the weights it says it is."""
+
+    def __init__(self, roles: Roles) -> None:
+        assert roles.reference is not None
+        self._reference = roles.reference
+
+    async def score(self, groups: list[PackedGroup], temperature: float) -> list[FloatArray]:
+        return [scores - np.float32(0.5) for scores in await self._reference.score(groups, temperature)]
+
+
+def test_opt_1_the_gate_refuses_a_reference_that_differs_at_the_start(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    made = compose(tmp_path, tiny_model_dir)
+    with pytest.raises(CheckRefused, match="are the same weights and disagree about the same tokens"):
+        made.run(lambda roles: replace(roles, reference=Shifted(roles)))
+
+
+def test_opt_1_a_run_with_a_penalty_starts_at_0_and_stays_close(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The same run with a strong penalty ends nearer to where it began, by its own measure."""
+    moved = {}
+    for beta in (1e-6, 3.0):
+        made = compose(tmp_path / str(beta), tiny_model_dir, reference={"kl_beta": beta}, train={"steps": 6})
+        roles = made.run()
+        gates = [event.detail for event in made.notes.events if event.kind is EventKind.GATE]
+        assert any(detail.startswith("mean gap to the reference 0 nats") for detail in gates)
+        moved[beta] = asyncio.run(distance(roles))
+    assert moved[3.0] < 0.7 * moved[1e-6]
+
+
+async def distance(roles: Roles) -> float:
+    """Return the mean gap between policy and reference on fixed tokens."""
+    from tests.policy.worlds import World
+
+    groups, reference = [World(1).packed(4, [6, 6])], roles.reference
+    assert reference is not None
+    own, theirs = [np.concatenate(await one.score(groups, 1.0)) for one in (roles.learner, reference)]
+    gap = float(np.abs(own - theirs).mean())
+    assert math.isfinite(gap)
+    return gap
+
+
+def test_without_a_penalty_no_reference_is_loaded(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path))
+    assert made.run().reference is None
+    assert "kl" not in made.notes.causes("gate")

@@ -1,0 +1,81 @@
+"""A trainer of a job in tests: a tiny run on Ray over all nodes, then a wait until a role of it is lost.
+
+    ray_role.py RUN
+
+It writes what it saw as JSON: `RUN/trained.json` after the steps, `RUN/lost.json` after the loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from strop.cluster import ModelSource, Roles
+from strop.cluster.ray.placement import RayPlacement
+from strop.cluster.ray.runtime import read_nodes
+from strop.errors import StropError
+from strop.record import RunDir
+from strop.train.loop import TrainInput, TrainLoop
+from tests.fixtures.tiny_model import tiny_model
+from tests.fixtures.tiny_run import Notes, SpellTask, tiny_spec
+
+
+async def act(run_path: Path) -> None:
+    """Train, say so, and wait for the loss."""
+    model_dir = tiny_model(run_path / "model")
+    spec = tiny_spec(
+        train={"steps": 1, "prompts_per_step": 2},
+        placement={"kind": "ray", "engines": 2},
+        job={"nodes": 2},
+        output={"dir": str(run_path)},
+    )
+    with RunDir.create(run_path, "tiny", "", "digest", {}) as run_dir:
+        source = ModelSource(path=model_dir, digest="unused")
+        placement = RayPlacement(spec, source, run_path / "roles")
+        try:
+            roles = await placement.start()
+            await TrainLoop(
+                TrainInput(
+                    spec=spec,
+                    task=SpellTask(),
+                    roles=roles,
+                    run_dir=run_dir,
+                    model_dir=model_dir,
+                    observer=Notes(),
+                    evaluate=None,
+                )
+            ).run()
+            found = {"nodes": [node.name for node in read_nodes()], "roles": placement.role_pids}
+            write(run_path / "trained.json", found | {"version": roles.learner.version})
+            await wait_for_loss(roles)
+        except StropError as error:
+            write(run_path / "lost.json", {"cause": str(error)})
+            raise
+        finally:
+            await placement.stop()
+
+
+async def wait_for_loss(roles: Roles) -> None:
+    """Ask a role that lives until another one is gone."""
+    while True:
+        await roles.learner.score([], 1.0)
+        await asyncio.sleep(0.1)
+
+
+def write(path: Path, content: object) -> None:
+    """Write all of a file at once."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content))
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    # The order to end that follows the loss of a node must not cut the account of it short.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    asyncio.run(act(Path(sys.argv[1])))

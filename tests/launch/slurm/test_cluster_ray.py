@@ -1,0 +1,76 @@
+"""Ray across the nodes of a real allocation: joined, trained on, a lost node named, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from strop.launch.jobs.contract import JobEnvironment, RolePlan
+from tests.fixtures.ray_traces import is_alive, needs_ray
+from tests.launch.slurm.plans import ALL_ENDS, Desk, gpus, slurm_log
+
+pytestmark = [pytest.mark.slow, needs_ray]
+
+TRAINER = Path(__file__).with_name("ray_role.py")
+VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
+
+
+def test_two_nodes_train_on_ray_and_a_lost_one_is_named(desk: Desk) -> None:
+    train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}"))
+    join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")
+    ray = RolePlan(name="ray", argv=join, nodes="others", must_succeed=False)
+    # Every role on both nodes proves to the run that it has these bytes.
+    environment = JobEnvironment(variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"})
+    ref = desk.submit(train, ray, resources=gpus(0, nodes=2), environment=environment, max_requeue=0)
+    trained, lost = Path(ref.home) / "trained.json", Path(ref.home) / "lost.json"
+    desk.wait_until(lambda: trained.exists() or desk.status(ref).state in ALL_ENDS, limit_s=150.0)
+    assert trained.exists(), describe(ref.home) + slurm_log(ref)
+    found = json.loads(trained.read_text())
+    assert sorted(name.partition("@")[0] for name in found["nodes"]) == ["0", "1"]
+    assert found["version"] == 1
+    mine = find_processes(ref.job_id, "strop.cluster.ray") | set(found["roles"].values())
+    assert node_of(found["roles"]["engine-1"]) == "1"
+    assert node_of(found["roles"]["engine-0"]) == node_of(found["roles"]["learner-0"]) == "0"
+    (raylet,) = (pid for pid in find_processes(ref.job_id, "raylet/raylet") if node_of(pid) == "1")
+    os.kill(raylet, signal.SIGKILL)
+    desk.wait_until(lambda: desk.status(ref).state in ALL_ENDS, limit_s=60.0)
+    assert lost.exists(), describe(ref.home)
+    cause = json.loads(lost.read_text())["cause"]
+    assert "engine-1" in cause, cause
+    assert "node 1" in cause, cause
+    everything = mine | find_processes(ref.job_id, "")
+    desk.wait_until(lambda: not [pid for pid in everything if is_alive(pid)])
+
+
+def find_processes(job_id: str, words: str) -> set[int]:
+    """Return the processes of a job whose command line has these words."""
+    found = set()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            attempt = read_variable(int(entry), "STROP_ATTEMPT")
+            command = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace")
+            if attempt.startswith(f"{job_id}-") and words in command:
+                found.add(int(entry))
+    return found
+
+
+def node_of(pid: int) -> str:
+    return read_variable(pid, "STROP_NODE")
+
+
+def read_variable(pid: int, name: str) -> str:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    found = [entry for entry in entries if entry.startswith(f"{name}=".encode())]
+    return found[0].partition(b"=")[2].decode() if found else ""
+
+
+def describe(home: str) -> str:
+    """Return what all processes of a job said."""
+    logs = sorted(Path(home).rglob("*.log"))
+    return "".join(f"\n== {path}\n{path.read_text()[-3000:]}" for path in logs if path.stat().st_size)

@@ -1,0 +1,173 @@
+"""Splitting a step over ranks: nothing is lost, groups stay whole where they can, loads are even."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.errors import ConfigError
+from strop.policy.balancing import BatchPlan, PositionCost, partition, plan_batch
+from strop.policy.footprint import ModelSize
+from strop.policy.packing import PackedGroup
+from tests.policy.worlds import World
+
+
+def lengths(group: PackedGroup) -> tuple[int, ...]:
+    return tuple(len(reply.token_ids) for reply in group.replies)
+
+
+def pieces_of(plan: BatchPlan) -> list[PackedGroup]:
+    return [group for rank in plan.groups_W_K for batch in rank for group in batch]
+
+
+def test_costs_follow_from_the_sizes_of_a_model() -> None:
+    size = ModelSize(
+        num_layers=2,
+        hidden_width=8,
+        mlp_width=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=4,
+        vocab_size=100,
+        max_positions=64,
+        is_tied=True,
+    )
+    # Per layer: query and output 2 * 8*8, key and value 2 * 8*4, MLP 3 * 8*16 = 576; two layers 1,152.
+    assert size.body_params == 1152
+    cost = PositionCost.of_model(size)
+    # 12 * 2 layers * 8 channels / (6 * 1,152); 800 head parameters / 1,152.
+    assert cost.per_pair == pytest.approx(192 / 6912)
+    assert cost.per_scored == pytest.approx(800 / 1152)
+    # 6 positions; pairs 6*6/2.
+    assert cost.of_prompt(6) == pytest.approx(6 + 18 * cost.per_pair)
+    # 4 positions behind 6, 3 of them scored: pairs 4*6 + 4*4/2.
+    assert cost.of_reply(4, 3, 6) == pytest.approx(4 + 32 * cost.per_pair + 3 * cost.per_scored)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    weights=st.lists(st.floats(0, 1e6), max_size=60).map(lambda values: np.array(values, np.float64)),
+    num_bins=st.integers(1, 20),
+)
+def test_no_bin_is_heavier_than_the_mean_and_the_heaviest_item(weights: np.ndarray, num_bins: int) -> None:
+    bins = partition(weights, num_bins)
+    assert len(bins) == len(weights)
+    assert all(0 <= index < num_bins for index in bins.tolist())
+    if len(weights):
+        loads = np.bincount(bins, weights, num_bins)
+        assert loads.max() <= (weights.sum() / num_bins + weights.max()) * (1 + 1e-9)
+
+
+def test_items_that_fit_exactly_are_dealt_exactly() -> None:
+    # 9+1, 8+2, 7+3, 6+4: 10 each. 5+5 has its two halves.
+    bins = partition(np.array([9, 8, 7, 6, 5, 5, 4, 3, 2, 1], np.float64), 5)
+    assert np.bincount(bins, [9, 8, 7, 6, 5, 5, 4, 3, 2, 1]).tolist() == [10.0] * 5
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(64, 4), (16, 64), (16, 1), (64, 1)])
+def test_log_normal_lengths_are_even_within_a_hundredth(num_ranks: int, num_micro_batches: int) -> None:
+    num_bins = num_ranks * num_micro_batches
+    for seed in range(3):
+        weights = np.random.default_rng(seed).lognormal(0.0, 0.6, 16 * num_bins)
+        loads = np.bincount(partition(weights, num_bins), weights, num_bins)
+        assert loads.max() <= 1.01 * loads.mean()
+
+
+def test_an_exchange_does_not_overfill_a_bin() -> None:
+
+    random = np.random.default_rng(1)
+    weights, sizes = random.uniform(1, 9, 64), random.uniform(1, 9, 64)
+    sizes_before = np.bincount(partition(weights, 8, goal_ratio=9.0), sizes, 8)
+    limit = float(sizes_before.max())
+    sizes_after = np.bincount(partition(weights, 8, sizes_D=sizes, max_size=limit), sizes, 8)
+    assert sizes_after.max() <= limit
+    unbounded = np.bincount(partition(weights, 8), sizes, 8)
+    assert unbounded.max() > limit, "the bound had nothing to prevent"
+
+
+def test_a_deadline_that_has_passed_still_deals_everything() -> None:
+    weights = np.random.default_rng(0).lognormal(0.0, 0.6, 1000)
+    bins = partition(weights, 64, deadline=time.perf_counter() - 1.0)
+    assert len(np.unique(bins)) == 64
+
+
+def test_groups_stay_whole_where_that_is_even() -> None:
+    groups = [World(seed).packed(5, [11, 11]) for seed in range(8)]
+    # 25 positions each; two to a rank.
+    plan = plan_batch(groups, num_ranks=4, max_positions=50)
+    assert plan.loads_W_K.tolist() == [[50.0]] * 4
+    assert [[len(batch) for batch in rank] for rank in plan.groups_W_K] == [[2]] * 4
+    assert {id(group) for group in pieces_of(plan)} == {id(group) for group in groups}
+    assert (plan.num_repeated_positions, plan.imbalance) == (0, 1.0)
+
+
+def test_a_group_is_cut_where_ranks_would_idle() -> None:
+    # One group of 4 + 4 * 10 positions for two ranks: the prompt is fed twice.
+    (group,) = groups = [World().packed(4, [11, 11, 11, 11])]
+    plan = plan_batch(groups, num_ranks=2, max_positions=100)
+    assert plan.loads_W_K.tolist() == [[24.0], [24.0]]
+    assert plan.num_repeated_positions == 4
+    assert [lengths(piece) for piece in pieces_of(plan)] == [(11, 11), (11, 11)]
+    assert all(piece.prompt_ids is group.prompt_ids for piece in pieces_of(plan))
+
+
+def test_the_budget_sets_the_number_of_micro_batches() -> None:
+    groups = [World(seed).packed(2, [9]) for seed in range(8)]
+    # 8 * 10 positions; 2 ranks * 20 positions need 2 micro-batches.
+    plan = plan_batch(groups, num_ranks=2, max_positions=20)
+    assert plan.loads_W_K.tolist() == [[20.0, 20.0], [20.0, 20.0]]
+    wider = plan_batch(groups, num_ranks=2, max_positions=20, num_micro_batches=4)
+    assert wider.loads_W_K.tolist() == [[10.0] * 4] * 2
+
+
+def test_ranks_without_work_have_empty_micro_batches() -> None:
+    plan = plan_batch([World().packed(2, [3])], num_ranks=3, max_positions=10)
+    assert sorted(len(pieces) for rank in plan.groups_W_K for pieces in rank) == [0, 0, 1]
+    assert plan_batch([], num_ranks=2, max_positions=10).imbalance == 1.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 30), min_size=1, max_size=6)), max_size=8
+    ),
+    num_ranks=st.integers(1, 5),
+    max_positions=st.integers(1, 60),
+)
+def test_every_reply_is_trained_once_within_the_budget(
+    sizes: list[tuple[int, list[int]]], num_ranks: int, max_positions: int
+) -> None:
+    groups = [World(index).packed(*size) for index, size in enumerate(sizes)]
+    plan = plan_batch(groups, num_ranks=num_ranks, max_positions=max_positions)
+    assert len(plan.groups_W_K) == num_ranks
+    assert len({len(rank) for rank in plan.groups_W_K}) == 1
+    trained = [id(reply) for piece in pieces_of(plan) for reply in piece.replies]
+    assert sorted(trained) == sorted(id(reply) for group in groups for reply in group.replies)
+    prompts = {id(reply): group.prompt_ids for group in groups for reply in group.replies}
+    for piece in pieces_of(plan):
+        assert all(prompts[id(reply)] is piece.prompt_ids for reply in piece.replies)
+        assert piece.num_positions <= max_positions or len(piece.replies) == 1
+    fed = sum(len(piece.prompt_ids) for piece in pieces_of(plan))
+    assert plan.num_repeated_positions == fed - sum(len(group.prompt_ids) for group in groups)
+
+
+def test_the_plan_depends_on_the_groups_alone() -> None:
+    groups = [World(seed).packed(20, [10 + seed * place for place in range(8)]) for seed in range(40)]
+    first, second = (plan_batch(groups, num_ranks=8, max_positions=2000) for _ in range(2))
+    assert [[lengths(one) for one in pieces_of(plan)] for plan in (first, second)] == [
+        [lengths(one) for one in pieces_of(first)]
+    ] * 2
+
+
+@pytest.mark.parametrize("wanted", [(0, 10, None), (2, 0, None), (2, 10, 0)])
+def test_a_split_into_nothing_is_refused(wanted: tuple[int, int, int | None]) -> None:
+    num_ranks, max_positions, num_micro_batches = wanted
+    with pytest.raises(
+        ConfigError,
+        match=rf"for {num_ranks} ranks in .* of {max_positions} positions\. Allowed: at least one",
+    ):
+        plan_batch([], num_ranks=num_ranks, max_positions=max_positions, num_micro_batches=num_micro_batches)

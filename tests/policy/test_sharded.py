@@ -1,0 +1,495 @@
+"""A learner on several ranks takes the steps of one process.
+
+Each number of ranks is started once and plays all scenes; the tests look at what came of them.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from strop.algorithm.catalog import GSPO
+from strop.algorithm.distillation import Divergence
+from strop.algorithm.preferences import Preference
+from strop.errors import CorruptRecord, LearnerError, StoreError
+from strop.policy.batch_wire import decode_groups, encode_groups
+from strop.policy.digest import tensors_digest
+from strop.policy.distilling import DistillTerm
+from strop.policy.footprint import rank_kept_bytes, read_model_size
+from strop.policy.frozen import FrozenModel
+from strop.policy.language_model import DTYPES, LanguageModel
+from strop.policy.learner import Learner, LossTerm, StepReport, Term
+from strop.policy.lora import ADAPTER_FILES
+from strop.policy.objective import Scope, ScoredTokens, TokenTerms, TokenTermsFn
+from strop.policy.packing import PackedGroup, with_logprobs
+from strop.policy.sharded.build import shard_learner
+from strop.policy.shares import restore_order, split_shares
+from strop.policy.weights import export_model, load_published, weights_digest
+from strop.rollout import FloatArray
+from strop.spec.lora import LoraSpec
+from strop.spec.optimizer import OptimizerSpec
+from tests.policy.frozen import frozen_alone, frozen_rank, weigh
+from tests.policy.gloo import run_ranks
+from tests.policy.worlds import (
+    Gradients,
+    World,
+    load_model,
+    make_model,
+    reinforce,
+    relative_error,
+)
+
+pytestmark = pytest.mark.slow
+
+LR = 3e-3
+BUDGET = 12
+"""Positions of a micro-batch, so that ranks have several, and not equally many."""
+TOLERANCE = 1e-6
+"""Relative, per parameter tensor, in float32."""
+JSD = Divergence(name="jsd", beta=0.3)
+Scene = dict[str, Any]
+Change = Callable[[LanguageModel], None]
+
+
+def batch(seed: int = 0, num_groups: int = 5) -> list[PackedGroup]:
+    worlds = [World(seed * 100 + index) for index in range(num_groups)]
+    return [
+        world.packed(3 + index, [4, 2 + index], advantage=1.0 - 0.7 * index)
+        for index, world in enumerate(worlds)
+    ]
+
+
+def own(groups: Sequence[PackedGroup], *, keeps_groups: bool = False) -> list[PackedGroup]:
+    return split_shares(groups, dist.get_world_size(), keeps_groups=keeps_groups)[dist.get_rank()]
+
+
+def whole(groups: Sequence[PackedGroup], *, keeps_groups: bool = False) -> list[PackedGroup]:
+    """Take what `own` takes on the one rank that there is."""
+    return list(groups)
+
+
+def term(
+    groups: Sequence[PackedGroup], name: str = "rl", rule: TokenTermsFn = reinforce, weight: float = 1.0
+) -> LossTerm:
+    return LossTerm(name=name, groups=groups, temperature=0.7, token_terms=rule, weight=weight)
+
+
+def quadratic(tokens: ScoredTokens, /) -> TokenTerms:
+    return TokenTerms(loss_N=tokens.logprob_M.square(), grad_N=2 * tokens.logprob_M)
+
+
+def broken(tokens: ScoredTokens, /) -> TokenTerms:
+    return TokenTerms(
+        loss_N=torch.zeros_like(tokens.logprob_M), grad_N=torch.full_like(tokens.logprob_M, math.inf)
+    )
+
+
+def mean_of_reply(tokens: ScoredTokens, /) -> TokenTerms:
+    """Weigh tokens by their reply's mean, which no batch without tokens has."""
+    num_replies = int(tokens.reply_M.max()) + 1
+    counts = torch.bincount(tokens.reply_M, minlength=num_replies)
+    sums = torch.zeros(num_replies).index_add_(0, tokens.reply_M, tokens.logprob_M)
+    weight = (sums / counts.clamp(min=1))[tokens.reply_M]
+    return TokenTerms(loss_N=weight * tokens.logprob_M, grad_N=weight)
+
+
+def others(groups: Sequence[PackedGroup]) -> list[Term]:
+    """Return a term over whole replies, and one that learns from what the same weights say otherwise."""
+    shown = [replace(group, teacher_prompt_ids=group.prompt_ids[::-1].copy()) for group in groups]
+    return [
+        replace(term(groups, "sequence", mean_of_reply, 0.3), scope=Scope.REPLY),
+        DistillTerm(name="own", groups=shown, temperature=1.0, divergence=JSD, is_own_teacher=True),
+    ]
+
+
+def play_frozen(
+    learner: Learner, frozen: FrozenModel, take: Callable[..., list[PackedGroup]]
+) -> tuple[list[FloatArray], StepReport]:
+    """Take a step over whole replies, over pairs, and over what a teacher thinks.
+
+    What the reference says of a share crosses with it, like everything that ranks get.
+    """
+
+    def sided(groups: Sequence[PackedGroup]) -> tuple[PackedGroup, ...]:
+        return decode_groups(encode_groups(with_logprobs(groups, "reference", frozen.score(groups, 0.7))))
+
+    pairs = [replace(one, replies=tuple(map(weigh, one.replies, (1.0, -1.0)))) for one in batch(11)]
+    learner.teacher = frozen
+    terms: list[Term] = [
+        replace(term(take(batch(10)), "gspo", GSPO, 0.5), scope=GSPO.scope),
+        replace(
+            term(sided(take(pairs, keeps_groups=True)), "dpo", Preference(name="dpo", beta=0.2)),
+            scope=Scope.GROUP,
+        ),
+        DistillTerm(name="taught", groups=take(batch(12)), temperature=1.0, divergence=JSD),
+    ]
+    return frozen.score(take(batch(10)), 0.7), learner.step_terms(terms)
+
+
+def sharded(
+    model_dir: Path, *, dtype: str = "float32", change: Change = lambda model: None, **spec: Any
+) -> Learner:
+    model = LanguageModel.load(model_dir, dtype=DTYPES[dtype], may_fuse=False)
+    change(model)
+    return shard_learner(model, OptimizerSpec(**({"lr": LR} | spec)), micro_batch_positions=BUDGET)
+
+
+def single(
+    model_dir: Path, *, dtype: str = "float32", change: Change = lambda model: None, **spec: Any
+) -> Learner:
+    model = LanguageModel.load(model_dir, dtype=DTYPES[dtype])
+    change(model)
+    return Learner(model, OptimizerSpec(**({"lr": LR} | spec)), micro_batch_positions=BUDGET)
+
+
+def adapt(model: LanguageModel) -> None:
+    model.adapt(LoraSpec(rank=3, alpha=6.0), seed=5)
+
+
+def refusal(work: Callable[[], object]) -> str:
+    """Return what a work was refused with."""
+    with pytest.raises((LearnerError, StoreError)) as caught:
+        work()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def play_rank(models: dict[str, Path], kept: Path, target: Path) -> Scene:
+    """Play every scene on this rank."""
+    rank = dist.get_rank()
+    scene: Scene = {"gradients": {}}
+    for name in ("tied", "untied"):
+        learner = sharded(models[name])
+        scene["gradients"][name] = learner.gradients(own(batch()), temperature=0.7, token_terms=reinforce)
+    again = sharded(models["tied"], change=LanguageModel.recompute_activations)
+    scene["gradients"]["recomputed"] = again.gradients(own(batch()), temperature=0.7, token_terms=reinforce)
+    learner = sharded(models["tied"], max_grad_norm=1.0)
+    scene["steps"] = [learner.step_terms([term(own(batch(seed)))]) for seed in range(3)]
+    scene["scores"] = learner.score(own(batch()), 0.7)
+    two_terms = [term(own(batch(3))), term(own(batch(4)), "pull", quadratic, 0.1)]
+    scene["two terms"] = learner.step_terms(two_terms)
+    # All groups on the last rank: the others have nothing to feed, and take part.
+    is_last = rank == dist.get_world_size() - 1
+    scene["one rank only"] = learner.step_terms([term(batch(5) if is_last else [])])
+    scene["other terms of one rank"] = learner.step_terms(others(batch(9) if is_last else []))
+    scene["empty"] = learner.step_terms([term([])])
+    scene["whole batch"] = refusal(lambda: learner.step_terms([term(batch(6))]))
+    scene["other terms"] = refusal(lambda: learner.step_terms([term(own(batch(6)), f"term {rank == 0}")]))
+    rule = broken if rank == 0 else reinforce
+    scene["not finite"] = refusal(lambda: learner.step_terms([term(own(batch(6)), rule=rule)]))
+    scene["after"] = learner.step_terms([term(own(batch(7)))])
+    scene["version"] = learner.version
+    scene["kept"] = count_kept_bytes(learner)
+    for part in ("state", "export"):
+        (target / part).mkdir(parents=True, exist_ok=True)
+    learner.save_state(target / "state")
+    scene["digest"] = learner.write_weights(target / "weights.safetensors")
+    learner.export(target / "export", models["tied"])
+    scene["no room"] = refusal(lambda: learner.write_weights(target / "absent" / "weights.safetensors"))
+    scene["resumed"] = [resume(models["tied"], path) for path in sorted(kept.iterdir())]
+    scene["adapted"] = play_adapted(sharded(models["rounded"], dtype="bfloat16", change=adapt), own, target)
+    scene["rounded"] = play_rounded(models["rounded"], target)
+    scene["frozen"] = play_frozen(sharded(models["tied"]), frozen_rank(models["untied"], BUDGET), own)
+    return scene
+
+
+def count_kept_bytes(learner: Learner) -> int:
+    """Return what a rank holds between steps, each storage once."""
+    masters = learner._masters.values()
+    tensors = [tensor for master in masters for tensor in (master, master.grad) if tensor is not None]
+    tensors += [t for s in learner._optimizer.state.values() for t in s.values() if t.dim()]
+    head = learner._weights.head_gradient()
+    storages = [t.untyped_storage() for t in (*tensors, *([] if head is None else [head]))]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def resume(model_dir: Path, path: Path) -> tuple[int, StepReport]:
+    """Go on from another learner's state."""
+    learner = sharded(model_dir)
+    learner.load_state(path)
+    return learner.version, learner.step_terms([term(own(batch(8)))])
+
+
+def play_adapted(
+    learner: Learner, take: Callable[[list[PackedGroup]], list[PackedGroup]], target: Path
+) -> Scene:
+    """Train adapters in bf16, and keep them."""
+    reports = [learner.step_terms([term(take(batch(seed)))]) for seed in range(2)]
+    for part in ("adapter", "adapter-state"):
+        (target / part).mkdir(parents=True, exist_ok=True)
+    learner.save_state(target / "adapter-state")
+    merged = learner.write_weights(target / "merged.safetensors")
+    return {"reports": reports, "digest": learner.write_adapter(target / "adapter"), "merged": merged}
+
+
+def play_rounded(model_dir: Path, target: Path) -> list[StepReport]:
+    """Take steps in bf16."""
+    learner = sharded(model_dir, dtype="bfloat16")
+    reports = [learner.step_terms([term(own(batch(seed)))]) for seed in range(2)]
+    learner.write_weights(target / "rounded.safetensors")
+    return reports
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "tied": make_model(root / "tied"),
+        "untied": make_model(root / "untied", tie_word_embeddings=False, family="qwen2"),
+        "rounded": make_model(root / "rounded", dtype="bfloat16"),
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path], root: Path) -> Scene:
+    """Play the scenes in one process, and keep its state for the ranks."""
+    scene: Scene = {"gradients": {}}
+    for name in ("tied", "untied"):
+        scene["gradients"][name] = single(models[name]).gradients(
+            batch(), temperature=0.7, token_terms=reinforce
+        )
+    scene["gradients"]["recomputed"] = scene["gradients"]["tied"]
+    learner = single(models["tied"], max_grad_norm=1.0)
+    scene["steps"] = [learner.step_terms([term(batch(seed))]) for seed in range(3)]
+    scene["scores"] = learner.score(batch(), 0.7)
+    scene["two terms"] = learner.step_terms([term(batch(3)), term(batch(4), "pull", quadratic, 0.1)])
+    scene["one rank only"] = learner.step_terms([term(batch(5))])
+    scene["other terms of one rank"] = learner.step_terms(others(batch(9)))
+    scene["empty"] = learner.step_terms([term([])])
+    scene["after"] = learner.step_terms([term(batch(7))])
+    (root / "kept" / "1").mkdir(parents=True)
+    learner.save_state(root / "kept" / "1")
+    scene["learner"] = learner
+    return scene
+
+
+@pytest.fixture(scope="module")
+def played(models: dict[str, Path], root: Path, alone: Scene) -> dict[int, list[Scene]]:
+    """Play the scenes on 2 ranks, then on 4, which also go on from the state of the 2."""
+    scenes = {}
+    for num_ranks in (2, 4):
+        target = root / str(num_ranks)
+        scenes[num_ranks] = run_ranks(
+            play_rank, num_ranks, root / f"store-{num_ranks}", models, root / "kept", target
+        )
+        (target / "state").rename(root / "kept" / str(num_ranks))
+    return scenes
+
+
+def assert_same_step(report: StepReport, expected: StepReport, *, tolerance: float = 1e-5) -> None:
+    assert report.loss == pytest.approx(expected.loss, rel=tolerance, abs=1e-9)
+    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance, abs=1e-9)
+    assert report.lr == expected.lr
+    assert len(report.drift_M) == len(expected.drift_M)
+    np.testing.assert_allclose(np.sort(report.drift_M), np.sort(expected.drift_M), rtol=1e-3, atol=1e-4)
+    for own_term, other in zip(report.terms, expected.terms, strict=True):
+        assert own_term.name == other.name
+        assert own_term.loss == pytest.approx(other.loss, rel=tolerance, abs=1e-9)
+        assert own_term.grad_norm == pytest.approx(other.grad_norm, rel=tolerance, abs=1e-9)
+        assert (own_term.cosine is None) == (other.cosine is None)
+        assert own_term.cosine is None or own_term.cosine == pytest.approx(other.cosine, abs=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ["tied", "untied", "recomputed"])
+def test_gradients_are_those_of_one_process(
+    played: dict[int, list[Scene]], alone: Scene, num_ranks: int, name: str
+) -> None:
+    for scene in played[num_ranks]:
+        gradients: Gradients = scene["gradients"][name]
+        assert gradients.keys() == alone["gradients"][name].keys()
+        assert relative_error(gradients, alone["gradients"][name]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_steps_are_those_of_one_process(played: dict[int, list[Scene]], alone: Scene, num_ranks: int) -> None:
+    for scene in played[num_ranks]:
+        for report, expected in zip(scene["steps"], alone["steps"], strict=True):
+            assert_same_step(report, expected)
+        for name in ("two terms", "one rank only", "other terms of one rank", "empty", "after"):
+            assert_same_step(scene[name], alone[name])
+        assert scene["version"] == alone["learner"].version == 8
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_whole_replies_pairs_and_teachers_are_those_of_one_process(
+    played: dict[int, list[Scene]], models: dict[str, Path], num_ranks: int
+) -> None:
+    learner, frozen = single(models["tied"]), frozen_alone(models["untied"], BUDGET)
+    before = learner.model.head_weight.detach().clone()
+    scores, expected = play_frozen(learner, frozen, whole)
+    assert [one.name for one in expected.terms] == ["gspo", "dpo", "taught"]
+    assert all(one.grad_norm > 0.0 for one in expected.terms)
+    assert not torch.equal(before, learner.model.head_weight)
+    for scene in played[num_ranks]:
+        assert_same_step(scene["frozen"][1], expected)
+    groups = batch(10)
+    found = [scene["frozen"][0] for scene in played[num_ranks]]
+    for actual, one in zip(
+        restore_order(groups, split_shares(groups, num_ranks), found), scores, strict=True
+    ):
+        np.testing.assert_allclose(actual, one, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_ranks_report_alike(played: dict[int, list[Scene]], num_ranks: int) -> None:
+    first = played[num_ranks][0]
+    for scene in played[num_ranks][1:]:
+        for name in ("two terms", "after"):
+            one, other = scene[name], first[name]
+            assert (one.loss, one.grad_norm, one.changed_frac) == (
+                other.loss,
+                other.grad_norm,
+                other.changed_frac,
+            )
+            assert one.drift_M.tolist() == other.drift_M.tolist()
+    # In fp32 every sampled weight moves, on every rank.
+    assert first["after"].changed_frac == pytest.approx(1.0, abs=0.05)
+    assert first["after"].master_changed_frac == 1.0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_keeps_the_estimated_bytes(
+    played: dict[int, list[Scene]], models: dict[str, Path], num_ranks: int
+) -> None:
+    estimate = rank_kept_bytes(read_model_size(models["tied"]), "float32", num_ranks)
+    for scene in played[num_ranks]:
+        # Norms are not counted, and rows are padded to equal numbers.
+        assert scene["kept"] == pytest.approx(estimate, rel=0.03)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_replies_are_scored_on_the_rank_that_has_them(
+    played: dict[int, list[Scene]], alone: Scene, num_ranks: int
+) -> None:
+    groups = batch()
+    shares = split_shares(groups, num_ranks)
+    # Both learners have taken three steps.
+    for actual, expected in zip(
+        restore_order(groups, shares, [scene["scores"] for scene in played[num_ranks]]),
+        alone["scores"],
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_one_rank_cannot_do_no_rank_does(played: dict[int, list[Scene]], num_ranks: int) -> None:
+    for scene in played[num_ranks]:
+        assert scene["not finite"].startswith("LearnerError: step 8 has loss ")
+        assert "norm nan. Allowed: finite values" in scene["not finite"]
+        assert "ranks take different steps: rank 0 step 8 of ['term True'];" in scene["other terms"]
+        assert "step 8 was given the same samples on ranks 0 and 1." in scene["whole batch"]
+        assert scene["no room"].startswith("StoreError: the weights could not be written to ")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_one_directory_and_one_file_hold_the_whole_model(
+    played: dict[int, list[Scene]], models: dict[str, Path], root: Path, num_ranks: int
+) -> None:
+    target = root / str(num_ranks)
+    exported = load_model(target / "export")
+    restored = single(models["tied"])
+    restored.load_state(root / "kept" / str(num_ranks))
+    digests = {scene["digest"] for scene in played[num_ranks]}
+    assert digests == {weights_digest(exported), weights_digest(restored.model)}
+    load_published(exported, target / "weights.safetensors", expected_digest=digests.pop())
+    # The bytes are those that one process writes of the same weights.
+    export_model(restored.model, models["tied"], root / f"again-{num_ranks}")
+    again, written = (path / "model.safetensors" for path in (root / f"again-{num_ranks}", target / "export"))
+    assert again.read_bytes() == written.read_bytes()
+
+
+def test_a_state_goes_on_with_any_number_of_ranks(
+    played: dict[int, list[Scene]], models: dict[str, Path], root: Path
+) -> None:
+    # Each number of ranks went on from what lay there when it started: 1, then 1 and 2.
+    assert [len(played[num_ranks][0]["resumed"]) for num_ranks in (2, 4)] == [1, 2]
+    for source, num_ranks, index in (("1", 2, 0), ("1", 4, 0), ("2", 4, 1)):
+        learner = single(models["tied"])
+        learner.load_state(root / "kept" / source)
+        expected = learner.step_terms([term(batch(8))])
+        for scene in played[num_ranks]:
+            version, report = scene["resumed"][index]
+            assert version == 8
+            assert_same_step(report, expected)
+
+
+def test_rows_are_stored_once(played: dict[int, list[Scene]], root: Path) -> None:
+    whole = load_file(root / "kept" / "1" / "optimizer.safetensors")
+    for num_ranks in (2, 4):
+        files = sorted((root / "kept" / str(num_ranks)).glob("*.safetensors"))
+        assert len(files) == num_ranks
+        parts = [load_file(path) for path in files]
+        for name, tensor in whole.items():
+            rows = torch.cat([part[name] for part in parts if name in part])
+            torch.testing.assert_close(rows, tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["a file is missing", "a file is cut"])
+def test_a_damaged_part_is_refused(
+    played: dict[int, list[Scene]], models: dict[str, Path], root: Path, tmp_path: Path, name: str
+) -> None:
+    kept = tmp_path / "kept"
+    shutil.copytree(root / "kept" / "2", kept)
+    path = sorted(kept.glob("*.safetensors"))[-1]
+    if name == "a file is missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-100])
+    learner = single(models["tied"])
+    with pytest.raises(CorruptRecord, match="kept cannot be restored"):
+        learner.load_state(kept)
+    assert learner.version == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bf16_copies_are_rounded_from_fp32_masters(
+    played: dict[int, list[Scene]], models: dict[str, Path], root: Path, num_ranks: int
+) -> None:
+    learner = single(models["rounded"], dtype="bfloat16")
+    reports = [learner.step_terms([term(batch(seed))]) for seed in range(2)]
+    for scene in played[num_ranks]:
+        for report, expected in zip(scene["rounded"], reports, strict=True):
+            # bf16 keeps 8 bits: sums of a few hundred products agree to a percent or two.
+            assert report.loss == pytest.approx(expected.loss, rel=0.03)
+            assert report.grad_norm == pytest.approx(expected.grad_norm, rel=0.03)
+            assert 0.0 < report.changed_frac <= 1.0
+    stored = load_file(root / str(num_ranks) / "rounded.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_adapters_train_on_ranks_as_in_one_process(
+    played: dict[int, list[Scene]], models: dict[str, Path], root: Path, num_ranks: int
+) -> None:
+    target = root / str(num_ranks)
+    own_target = root / f"adapted-{num_ranks}"
+    learner = single(models["rounded"], dtype="bfloat16", change=adapt)
+    alone = play_adapted(learner, list, own_target)
+    for scene in played[num_ranks]:
+        for report, expected in zip(scene["adapted"]["reports"], alone["reports"], strict=True):
+            assert report.loss == pytest.approx(expected.loss, rel=0.03)
+            assert report.grad_norm == pytest.approx(expected.grad_norm, rel=0.03)
+    stored, expected = (load_file(path / "adapter" / ADAPTER_FILES[0]) for path in (target, own_target))
+    assert stored.keys() == expected.keys()
+    assert {scene["adapted"]["digest"] for scene in played[num_ranks]} == {tensors_digest(stored.items())}
+    # A state of ranks holds the adapters alone, and goes on in one process.
+    learner.load_state(target / "adapter-state")
+    assert weights_digest(learner.model) == played[num_ranks][0]["adapted"]["merged"]
+    parts = [load_file(path) for path in (target / "adapter-state").glob("*.safetensors")]
+    assert {name.rsplit(".", 2)[-2] for part in parts for name in part} == {"lora_A", "lora_B"}

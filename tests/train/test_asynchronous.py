@@ -1,0 +1,216 @@
+"""Runs whose rollouts are sampled while the learner works: bounds, versions, fates, and resume."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.engine import WeightUpdate
+from strop.engine.native import NativeEngine
+from strop.errors import Interrupted, WeightMismatch
+from strop.record import RunDir
+from strop.record.rollouts import read_rollouts
+from strop.rollout import Outcome, Rollout
+from strop.tasks import Task
+from tests.fixtures.apart import ApartPlacement
+from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
+
+NUM_STEPS = 6
+
+
+def compose(
+    root: Path, model_dir: Path, *, task: Task | None = None, run_dir: RunDir | None = None, **settings: Any
+) -> Composition:
+    """Return a run that samples one step ahead, unless `settings` of its train section say otherwise."""
+    algorithm = {"zero_variance": settings.pop("zero_variance", None)}
+    mode = settings.pop("update_mode", "drain")
+    train = {"steps": NUM_STEPS, "max_staleness": 1, "checkpoint_every": 2, "keep_checkpoints": 9, **settings}
+    spec = tiny_spec(
+        train=train, placement={"kind": "process"}, engine={"update_mode": mode}, algorithm=algorithm
+    )
+    placement = ApartPlacement(spec, model_dir, root / "weights")
+    run_dir = run_dir or new_run(root)
+    return Composition(spec, model_dir, run_dir, placement=placement, task=task or SpellTask())
+
+
+def rollouts_of(made: Composition, step: int) -> list[Rollout]:
+    return read_rollouts(made.run_dir.rollouts_path(step))
+
+
+def versions_of(rollouts: list[Rollout]) -> set[int]:
+    return {turn.policy_version for r in rollouts for turn in r.turns if turn.policy_version is not None}
+
+
+def test_rollouts_are_sampled_one_step_ahead_and_never_further(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, deterministic=True)
+    made.run()
+    assert [line["policy_version"] for line in made.notes.steps] == list(range(1, NUM_STEPS + 1))
+    # Batches 1 and 2 are of the first weights; batch k of those that were published one step before.
+    assert [versions_of(rollouts_of(made, step)) for step in range(1, NUM_STEPS + 1)] == [
+        {0},
+        {0},
+        {1},
+        {2},
+        {3},
+        {4},
+    ]
+    assert [line["staleness_max"] for line in made.notes.steps] == [0, 1, 1, 1, 1, 1]
+    # The last step has nothing behind it to sample for.
+    ahead = [line["num_groups_ahead"] for line in made.notes.steps]
+    assert ahead[-1] == 0
+    assert all(count == made.spec.train.prompts_per_step for count in ahead[:-1])
+    # What the weights have moved is no disagreement between engine and learner.
+    assert ["drift_mean_nats" in line for line in made.notes.steps] == [True, *[False] * 5]
+    assert made.notes.causes("tripwire").count("logprob_drift") == 0
+
+
+def test_every_example_is_trained_in_the_order_of_the_synchronous_run(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Staleness changes which weights sample, never what is sampled when."""
+    orders = []
+    for staleness in (0, 2):
+        root = tmp_path / str(staleness)
+        made = compose(root, tiny_model_dir, max_staleness=staleness)
+        made.run()
+        orders.append(
+            [
+                [(r.example.example_id, r.step, r.sample_index) for r in rollouts_of(made, step)]
+                for step in range(1, NUM_STEPS + 1)
+            ]
+        )
+    assert orders[0] == orders[1]
+
+
+@dataclass
+class StopsAfter(Notes):
+    """Sends this process SIGTERM after a step, with groups of the next one under way."""
+
+    stop_step: int = 0
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        if metrics["step"] == self.stop_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_deterministic_run_that_is_interrupted_goes_on_to_the_same_curve(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    whole = compose(tmp_path / "whole", tiny_model_dir, deterministic=True)
+    whole.run()
+    first = compose(tmp_path / "parts", tiny_model_dir, deterministic=True)
+
+    first.notes = StopsAfter(stop_step=3)
+    with pytest.raises(Interrupted):
+        first.run()
+    assert first.run_dir.checkpoint_steps()[-1] == 3
+    again = RunDir.open(first.run_dir.path)
+    again.acquire()
+    second = compose(tmp_path / "parts", tiny_model_dir, deterministic=True, run_dir=again)
+    second.run()
+    assert read_curve(first.run_dir.path) == read_curve(whole.run_dir.path)
+
+
+def test_weights_may_be_published_every_second_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(
+        tmp_path,
+        tiny_model_dir,
+        max_staleness=1,
+        sync_every=2,
+        checkpoint_every=NUM_STEPS,
+        deterministic=True,
+    )
+    made.run()
+    # algorithms.md section 10: at version v the engine gives the rollouts of steps v ... v + k - 1.
+    assert [versions_of(rollouts_of(made, step)) for step in range(1, NUM_STEPS + 1)] == [
+        {0},
+        {0},
+        {2},
+        {2},
+        {4},
+        {4},
+    ]
+    assert [line["staleness_max"] for line in made.notes.steps] == [0, 1, 0, 1, 0, 1]
+
+
+class FlatOnEven(SpellTask):
+    """Pays every wrong reply to an even example the same."""
+
+    def verify(self, example: Any, text: str) -> Outcome:
+        if int(example.fields["n"]) % 2 == 0 and text != example.answer:
+            return Outcome(parts={"spelled": 0.25}, is_correct=False)
+        return super().verify(example, text)
+
+
+def test_flat_groups_are_replaced_until_the_batch_is_full(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """DAPO's dynamic sampling: every group of every batch has a difference."""
+    made = compose(
+        tmp_path,
+        tiny_model_dir,
+        task=FlatOnEven(),
+        zero_variance="resample",
+        max_staleness=0,
+        prompts_per_step=2,
+        steps=3,
+    )
+    made.run()
+    for step in (1, 2, 3):
+        rollouts = rollouts_of(made, step)
+        assert len({r.example.example_id for r in rollouts}) == 2
+        assert all(int(r.example.fields["n"]) % 2 for r in rollouts)
+    assert sum(line.get("num_filtered_groups", 0) for line in made.notes.steps) > 0
+    assert all(line["zero_variance_frac"] == 0.0 for line in made.notes.steps)
+    wasted = [line["wasted_token_frac"] for line in made.notes.steps if "wasted_token_frac" in line]
+    assert wasted
+    assert all(0.0 < share < 1.0 for share in wasted)
+
+
+def test_continued_replies_are_recorded_with_the_version_of_each_token(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    made = compose(tmp_path, tiny_model_dir, update_mode="continue", max_staleness=2)
+    made.run()
+    turns = [turn for step in range(1, NUM_STEPS + 1) for r in rollouts_of(made, step) for turn in r.turns]
+    for turn in turns:
+        if turn.segments:
+            assert turn.policy_version == turn.segments[0].version
+            assert [one.version for one in turn.segments] == sorted({one.version for one in turn.segments})
+            assert turn.segments[-1].start < len(turn.token_ids)
+    assert max(line["staleness_max"] for line in made.notes.steps) <= 2
+
+
+class KeepsOldWeights(NativeEngine):
+    """Acknowledges every update and goes on with the weights that it has."""
+
+    def _load(self, update: WeightUpdate) -> None:
+        return
+
+
+def test_an_engine_that_silently_keeps_old_weights_ends_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """SMP-6: rollouts of base weights throughout, because updates were acknowledged and dropped."""
+    made = compose(tmp_path, tiny_model_dir)
+    weights_dir = tmp_path / "weights"
+    made.placement = ApartPlacement(made.spec, tiny_model_dir, weights_dir, make_engine=KeepsOldWeights)
+    with pytest.raises(WeightMismatch, match=r"no engine serves version 1: .*weight_canary: its scores"):
+        made.run()
+    # Nothing was trained on what it sampled afterwards.
+    assert [line["step"] for line in made.notes.steps] == []
+
+
+def test_the_thread_of_the_learner_ends_with_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, steps=2)
+
+    async def count_tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    made.run()
+    assert asyncio.run(count_tasks()) == 1
+    assert made.run_dir.is_finished

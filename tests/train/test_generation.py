@@ -1,0 +1,343 @@
+"""The source of groups: how far it runs ahead, what a batch is, and that every group has one end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.errors import EngineError, RunStopped
+from strop.rollout import (
+    Example,
+    FinishReason,
+    Group,
+    Outcome,
+    Rollout,
+    Sampling,
+    Turn,
+    make_example,
+)
+from strop.train.generation import Batch, Fate, GroupSource, SourceLimits
+
+
+def example_of(number: int) -> Example:
+    return make_example("count", {"n": number}, None)
+
+
+def group_of(number: int, version: int, reward: float = 1.0) -> Group:
+    reply = Turn(
+        role="assistant",
+        text="x",
+        token_ids=np.array([7], np.int32),
+        logprobs=np.array([-0.5], np.float32),
+        policy_version=version,
+        finish_reason=FinishReason.EOS,
+    )
+    rollouts = tuple(
+        Rollout(
+            example=example_of(number),
+            step=0,
+            sample_index=index,
+            turns=(reply,),
+            outcome=Outcome(parts={"right": reward * index}),
+            sampling=Sampling(),
+            seconds={},
+        )
+        for index in range(2)
+    )
+    return Group(example=example_of(number), rollouts=rollouts)
+
+
+@dataclass
+class World:
+    """An engine that answers when it is told to, and stamps what it serves."""
+
+    version: int = 0
+    waiting: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    begun: list[int] = field(default_factory=list)
+    is_instant: bool = True
+    reward_of: Callable[[int], float] = lambda number: 1.0
+
+    async def attempt(self, number: int, example: Example) -> Group:
+        assert example == example_of(number)
+        self.begun.append(number)
+        version = self.version
+        if not self.is_instant:
+            self.waiting[number] = asyncio.get_running_loop().create_future()
+            await self.waiting[number]
+        return group_of(number, version, self.reward_of(number))
+
+    def end(self, *numbers: int) -> None:
+        for number in numbers:
+            self.waiting.pop(number).set_result(None)
+
+    def source(self, *, ahead: int, groups: int = 2, steps: int = 10, **options: int) -> GroupSource:
+        limits = SourceLimits(groups_per_step=groups, max_staleness=ahead, num_steps=steps)
+        return GroupSource(
+            limits, find_example=example_of, attempt=self.attempt, find_flaw=find_constant, **options
+        )
+
+
+def find_constant(group: Group) -> Fate | None:
+    rewards = {rollout.outcome.reward for rollout in group.rollouts}
+    return Fate.FILTERED if len(rewards) == 1 else None
+
+
+def numbers_of(batch: Batch) -> list[int]:
+    assert [example_of(number) for number in batch.numbers] == [group.example for group in batch.groups]
+    return batch.numbers
+
+
+async def turn_over() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_without_staleness_a_step_samples_its_own_groups_and_no_more() -> None:
+    async def act() -> None:
+        world = World()
+        source = world.source(ahead=0)
+        for step in range(3):
+            world.version = step
+            source.admit(step)
+            await turn_over()
+            assert world.begun == list(range(2 * step + 2))
+            batch = await source.take()
+            assert numbers_of(batch) == [2 * step, 2 * step + 1]
+            assert source.num_ahead == 0
+
+    asyncio.run(act())
+
+
+def test_nothing_starts_further_ahead_than_allowed() -> None:
+    """SMP-7: a producer without bound sampled 7,400 groups that were thrown away."""
+
+    async def act() -> None:
+        world = World()
+        source = world.source(ahead=2)
+        source.admit(0)
+        await turn_over()
+        # Batches 0, 1 and 2 of two groups each; batch 3 would be three steps ahead of the weights.
+        assert world.begun == list(range(6))
+        await source.take()
+        await turn_over()
+        assert world.begun == list(range(6)), "the weights did not change, so nothing more may start"
+        source.admit(1)
+        await turn_over()
+        assert world.begun == list(range(8))
+
+    asyncio.run(act())
+
+
+def test_nothing_is_sampled_for_steps_behind_the_last() -> None:
+    async def act() -> None:
+        world = World()
+        source = world.source(ahead=5, steps=2)
+        source.admit(0)
+        await source.take()
+        source.admit(1)
+        await source.take()
+        assert world.begun == [0, 1, 2, 3]
+        assert source.num_ahead == 0
+
+    asyncio.run(act())
+
+
+def test_a_batch_is_the_next_groups_in_order_however_long_they_take() -> None:
+    """SMP-7: whoever takes what ends first trains on short replies."""
+
+    async def act() -> None:
+        world = World(is_instant=False)
+        source = world.source(ahead=1)
+        source.admit(0)
+        taking = asyncio.ensure_future(source.take())
+        await turn_over()
+        world.end(3, 2, 1)
+        await turn_over()
+        assert not taking.done()
+        world.end(0)
+        assert numbers_of(await taking) == [0, 1]
+
+    asyncio.run(act())
+
+
+def test_groups_without_signal_are_replaced_in_order() -> None:
+    async def act() -> None:
+        # Groups 1 and 2 have two equal rewards.
+        world = World(reward_of=lambda number: 0.0 if number in (1, 2) else 1.0)
+        source = world.source(ahead=0)
+        source.admit(0)
+        batch = await source.take()
+        assert numbers_of(batch) == [0, 3]
+        assert [(fate, group.example) for fate, group in batch.discarded] == [
+            (Fate.FILTERED, example_of(1)),
+            (Fate.FILTERED, example_of(2)),
+        ]
+        assert not batch.is_short
+        assert source.counts["filtered"] == 2
+        assert source.next_unconsumed == 4
+
+    asyncio.run(act())
+
+
+def test_a_batch_that_cannot_be_filled_is_short() -> None:
+    async def act() -> None:
+        world = World(reward_of=lambda number: 1.0 if number == 0 else 0.0)
+        source = world.source(ahead=0)
+        source.admit(0)
+        batch = await source.take()
+        # Four times two groups at most: 2 x (4 - 1) = 6 may be discarded, the seventh ends the search.
+        assert (numbers_of(batch), len(batch.discarded), batch.is_short) == ([0], 7, True)
+        assert world.begun == list(range(8))
+
+    asyncio.run(act())
+
+
+def test_what_ends_an_attempt_ends_the_batch_and_every_other_attempt() -> None:
+    async def act() -> None:
+        world = World(is_instant=False)
+        source = world.source(ahead=1)
+        source.admit(0)
+        taking = asyncio.ensure_future(source.take())
+        await turn_over()
+        world.waiting[2].set_exception(EngineError("no engine is left"))
+        with pytest.raises(EngineError, match="no engine is left"):
+            await taking
+        assert source.num_ahead == 0
+        assert all(future.cancelled() for number, future in world.waiting.items() if number != 2)
+
+    asyncio.run(act())
+
+
+def test_a_schedule_that_starves_is_told() -> None:
+    async def act() -> None:
+        source = World().source(ahead=0)
+        source.admit(0)
+        await source.take()
+        # Two steps per publication and no staleness: step 2 may train on nothing that step 0 sampled.
+        with pytest.raises(RunStopped, match=r"step 2 waits for rollouts.*after step 0.*max_staleness=0"):
+            await source.take()
+
+    asyncio.run(act())
+
+
+def test_settling_waits_for_replacements_too() -> None:
+    async def act() -> None:
+        world = World(reward_of=lambda number: 0.0 if number == 3 else 1.0)
+        source = world.source(ahead=1)
+        source.admit(0)
+        await source.take()
+        await source.settle()
+        # Group 3 is replaced by group 4, under the weights of then.
+        assert [number for number, _ in source.list_waiting()] == [2, 4]
+
+    asyncio.run(act())
+
+
+@given(
+    ahead=st.integers(0, 4),
+    sync_every=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    filtered=st.sets(st.integers(0, 40), max_size=12),
+)
+@settings(max_examples=150, deadline=None)
+def test_t8_the_schedule_starves_exactly_below_the_bound_and_the_ledger_balances(
+    ahead: int, sync_every: int, seed: int, filtered: set[int]
+) -> None:
+    """algorithms.md T8: random lags, sync intervals and orders of completion; two groups a step."""
+    num_steps = 8
+    rng = random.Random(seed)
+
+    async def act() -> tuple[int, int]:
+        world = World(is_instant=False, reward_of=lambda number: 0.0 if number in filtered else 1.0)
+        source = world.source(ahead=ahead, steps=num_steps)
+        published = consumed = oldest = 0
+        for step in range(num_steps):
+            source.admit(published)
+            taking = asyncio.ensure_future(source.take())
+            await turn_over()
+            while not taking.done():
+                world.end(rng.choice(sorted(world.waiting)))
+                await turn_over()
+            batch = await taking
+            versions = [
+                turn.policy_version or 0 for g in batch.groups for r in g.rollouts for turn in r.turns
+            ]
+            oldest = max(oldest, step - min(versions, default=step))
+            source.note(Fate.TRAINED, len(batch.groups))
+            consumed += len(batch.groups)
+            # Groups under way keep the version that they began with, as an engine that drains does.
+            if (step + 1) % sync_every == 0:
+                published = world.version = step + 1
+        counts = source.counts
+        assert counts["started"] == counts["trained"] + counts["filtered"] + source.num_ahead
+        assert counts["trained"] == consumed
+        await source.close()
+        return oldest, consumed
+
+    if ahead < sync_every - 1:
+        with pytest.raises((RunStopped, IndexError)):
+            asyncio.run(act())
+    else:
+        oldest, _ = asyncio.run(act())
+        assert oldest <= ahead
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_r3_no_group_is_lost_or_trained_twice_over_kills(seed: int) -> None:
+    """algorithms.md R3: a run is killed anywhere, and goes on from its last checkpoint."""
+    rng = random.Random(seed)
+    num_steps = 12
+    trained: dict[int, list[int]] = {}
+    checkpoint: tuple[int, int, list[tuple[int, Group]]] = (0, 0, [])
+
+    async def live(first_step: int, next_group: int, waiting: list[tuple[int, Group]]) -> None:
+        nonlocal checkpoint
+        world = World(version=first_step)
+        source = world.source(ahead=2, steps=num_steps, first_number=next_group, first_step=first_step)
+        source.restore(waiting)
+        for step in range(first_step, num_steps):
+            source.admit(step)
+            if rng.random() < 0.15:
+                await source.close()
+                return
+            batch = await source.take()
+            # What a later life trains again was cut off the record with its step.
+            trained[step] = numbers_of(batch)
+            world.version = step + 1
+            if step % 2:
+                checkpoint = (step + 1, source.next_unconsumed, source.list_waiting())
+
+    for _ in range(200):
+        asyncio.run(live(*checkpoint))
+        if len(trained) == num_steps:
+            break
+    assert [number for step in sorted(trained) for number in trained[step]] == list(range(2 * num_steps))
+
+
+def test_restored_groups_are_not_sampled_again_and_keep_their_version() -> None:
+    async def act() -> None:
+        first = World()
+        source = first.source(ahead=1)
+        source.admit(0)
+        await source.take()
+        await source.settle()
+        kept, next_group = source.list_waiting(), source.next_unconsumed
+        assert (next_group, [number for number, _ in kept]) == (2, [2, 3])
+        second = World(version=1)
+        again = second.source(ahead=1, first_number=next_group, first_step=1)
+        again.restore(kept)
+        again.admit(1)
+        batch = await again.take()
+        await turn_over()
+        assert numbers_of(batch) == [2, 3]
+        assert second.begun == [4, 5]
+        assert {turn.policy_version for g in batch.groups for r in g.rollouts for turn in r.turns} == {0}
+
+    asyncio.run(act())

@@ -1,0 +1,71 @@
+"""The watch over the event loop: lateness is measured, and a blocking call is named while it blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+
+from strop.train.loop_lag import ASK_S, LoopLagWatch, collections_by_hand
+
+
+def hold_the_loop(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_blocking_call_is_measured_and_its_stack_told_once() -> None:
+    told: list[tuple[float, str]] = []
+
+    async def act() -> tuple[float, float]:
+        with LoopLagWatch(lambda lag_s, stack: told.append((lag_s, stack)), limit_s=0.2) as watch:
+            await asyncio.sleep(0.2)
+            watch.take()
+            hold_the_loop(0.8)
+            # The thread hears the answer to its question.
+            await asyncio.sleep(0.2)
+            late = watch.take()
+            await asyncio.sleep(0.0)
+            return late.max_s, late.late_frac
+
+    max_s, late_frac = asyncio.run(act())
+    ((lag_s, stack),) = told
+    # Asked at most one pause after the call began.
+    assert 0.8 - 2 * ASK_S < max_s < 5.0
+    assert 0.2 <= lag_s < max_s
+    assert "hold_the_loop(0.8)" in stack
+    assert "time.sleep(seconds)" in stack
+    # 0.75 of 1.0 s at least, were the machine idle.
+    assert 0.3 < late_frac <= 1.1
+
+
+def test_a_loop_that_keeps_up_raises_no_alarm() -> None:
+    told: list[tuple[float, str]] = []
+
+    async def act() -> float:
+        with LoopLagWatch(lambda lag_s, stack: told.append((lag_s, stack)), limit_s=2.0) as watch:
+            for _ in range(30):
+                await asyncio.sleep(0.01)
+            return watch.take().max_s
+
+    assert asyncio.run(act()) < 2.0
+    assert told == []
+
+
+def test_collections_are_left_to_the_caller_inside_and_as_before_outside() -> None:
+    class Node:
+        pass
+
+    assert gc.isenabled()
+    with collections_by_hand():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 1000
+        node = Node()
+        node.self = node  # type: ignore[attr-defined]
+        died = weakref.ref(node)
+        del node
+        assert died() is not None
+        gc.collect()
+        assert died() is None
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
