@@ -30,6 +30,11 @@ def evaluator(text: str, *arguments: object) -> RolePlan:
     return role("evaluator", text, *arguments, must_succeed=False, is_awaited=True)
 
 
+def lender(text: str) -> RolePlan:
+    """A role that a run does without, like a node's Ray."""
+    return role("ray", text, must_succeed=False, may_be_lost=True)
+
+
 def a_job(project: Path, *roles: RolePlan) -> Node:
     return a_node(project, roles)
 
@@ -71,6 +76,33 @@ def test_a_failing_evaluator_is_announced_and_training_decides(project: Path) ->
     found = judge(read_attempts(DirectoryRecord(node.home)), None, max_requeue=3, num_past=0)
     assert found.state is JobState.SUCCEEDED
     assert "role evaluator ended with exit code 1" in found.reason
+
+
+def test_a_node_that_loses_what_it_lent_waits_for_the_others(
+    project: Path, running: list[subprocess.Popen[str]]
+) -> None:
+    node = a_job(project, lender("print('the raylet ended'); raise SystemExit(1)"))
+    agent = node.start("--grace", 2)
+    running.append(agent)
+    wait_for(lambda: "the raylet ended\nthe run goes on without it" in node.log("agent"))
+    assert agent.poll() is None
+    agent.send_signal(signal.SIGUSR2)
+    assert agent.wait(30) == 0
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_training_decides_after_the_loss_of_what_was_lent(project: Path, code: int) -> None:
+    node = a_job(project, saver(20), lender(f"raise SystemExit({code})"))
+    assert node.run() == 0
+    assert (node.home / "state").read_text() == "20"
+    assert "the run goes on without it" in node.log("agent")
+
+
+@pytest.mark.parametrize("code", [2, 76])
+def test_a_lender_that_refuses_ends_the_job(project: Path, code: int) -> None:
+    node = a_job(project, saver(10_000), lender(f"raise SystemExit({code})"))
+    assert node.run() == code
+    assert node.end()["role"] == "ray"
 
 
 @pytest.mark.parametrize("code", [2, 76])

@@ -1,8 +1,9 @@
-"""A trainer of a job in tests: a tiny run on Ray over all nodes, then a wait until a role of it is lost.
+"""A trainer of a job in tests: a tiny run on Ray over all nodes, then a wait until its engines are lost.
 
     ray_role.py RUN
 
-It writes what it saw as JSON: `RUN/trained.json` after the steps, `RUN/lost.json` after the loss.
+It writes what it saw as JSON: `RUN/trained.json` after the steps, `RUN/survived.json` after a loss that it
+outlives, `RUN/lost.json` after the one that ends it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+import numpy as np
+
 from strop.cluster import ModelSource, Roles
 from strop.cluster.ray.placement import RayPlacement
 from strop.cluster.ray.runtime import read_nodes
+from strop.engine.contract import GenerationRequest
+from strop.engine.router import ReplicaEvent, Router
 from strop.errors import StropError
 from strop.record import RunDir
+from strop.rollout import Sampling
 from strop.train.loop import TrainInput, TrainLoop
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Notes, SpellTask, tiny_spec
+
+REQUEST = GenerationRequest(
+    prompt_ids=np.arange(3, 9, dtype=np.int32),
+    seed=7,
+    sampling=Sampling(),
+    max_tokens=4,
+    stop_token_ids=frozenset(),
+)
 
 
 async def act(run_path: Path) -> None:
@@ -53,7 +67,7 @@ async def act(run_path: Path) -> None:
             ).run()
             found = {"nodes": [node.name for node in read_nodes()], "roles": placement.role_pids}
             write(run_path / "trained.json", found | {"version": roles.learner.version})
-            await wait_for_loss(roles)
+            await wait_for_loss(roles, run_path)
         except StropError as error:
             write(run_path / "lost.json", {"cause": str(error)})
             raise
@@ -61,10 +75,20 @@ async def act(run_path: Path) -> None:
             await placement.stop()
 
 
-async def wait_for_loss(roles: Roles) -> None:
-    """Ask a role that lives until another one is gone."""
+async def wait_for_loss(roles: Roles, run_path: Path) -> None:
+    """Ask roles that live until the last engine is gone."""
+    router = roles.engine
+    assert isinstance(router, Router)
+    lost: list[ReplicaEvent] = []
+    router.report_to(lost.append)
+    num_told = 0
     while True:
         await roles.learner.score([], 1.0)
+        reply = await router.generate(REQUEST)
+        if len(lost) > num_told:
+            num_told = len(lost)
+            events = [{"replica": event.replica, "detail": event.detail} for event in lost]
+            write(run_path / "survived.json", {"events": events, "num_tokens": len(reply.token_ids)})
         await asyncio.sleep(0.1)
 
 

@@ -21,14 +21,14 @@ TRAINER = Path(__file__).with_name("ray_role.py")
 VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
 
 
-def test_two_nodes_train_on_ray_and_a_lost_one_is_named(desk: Desk) -> None:
+def test_two_nodes_train_on_ray_and_go_on_until_the_last_engine_is_lost(desk: Desk) -> None:
     train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}"))
     join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")
-    ray = RolePlan(name="ray", argv=join, nodes="others", must_succeed=False)
+    ray = RolePlan(name="ray", argv=join, nodes="others", must_succeed=False, may_be_lost=True)
     # Every role on both nodes proves to the run that it has these bytes.
     environment = JobEnvironment(variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"})
     ref = desk.submit(train, ray, resources=gpus(0, nodes=2), environment=environment, max_requeue=0)
-    trained, lost = Path(ref.home) / "trained.json", Path(ref.home) / "lost.json"
+    trained, survived, lost = (Path(ref.home) / f"{name}.json" for name in ("trained", "survived", "lost"))
     desk.wait_until(lambda: trained.exists() or desk.status(ref).state in ALL_ENDS, limit_s=150.0)
     assert trained.exists(), describe(ref.home) + slurm_log(ref)
     found = json.loads(trained.read_text())
@@ -39,11 +39,17 @@ def test_two_nodes_train_on_ray_and_a_lost_one_is_named(desk: Desk) -> None:
     assert node_of(found["roles"]["engine-0"]) == node_of(found["roles"]["learner-0"]) == "0"
     (raylet,) = (pid for pid in find_processes(ref.job_id, "raylet/raylet") if node_of(pid) == "1")
     os.kill(raylet, signal.SIGKILL)
+    desk.wait_until(lambda: survived.exists() or desk.status(ref).state in ALL_ENDS, limit_s=60.0)
+    assert survived.exists(), describe(ref.home) + slurm_log(ref)
+    (event,) = json.loads(survived.read_text())["events"]
+    assert event["replica"] == "engine-1"
+    assert "node 1" in event["detail"], event
+    os.kill(found["roles"]["engine-0"], signal.SIGKILL)
     desk.wait_until(lambda: desk.status(ref).state in ALL_ENDS, limit_s=60.0)
-    assert lost.exists(), describe(ref.home)
+    assert lost.exists(), describe(ref.home) + slurm_log(ref)
     cause = json.loads(lost.read_text())["cause"]
-    assert "engine-1" in cause, cause
-    assert "node 1" in cause, cause
+    assert "engine-0 on node 0" in cause, cause
+    assert "the run goes on without it" in describe(ref.home)
     everything = mine | find_processes(ref.job_id, "")
     desk.wait_until(lambda: not [pid for pid in everything if is_alive(pid)])
 

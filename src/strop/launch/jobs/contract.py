@@ -103,6 +103,9 @@ class RolePlan:
     is_awaited: bool = False
     """Whether the job ends only after it, and takes no harm from its failure: an evaluator. That it refuses
     (2, 76) ends the job: it would go on without what was asked for from its beginning."""
+    may_be_lost: bool = False
+    """Whether the other roles decide if the job goes on after its failure, a refusal (2, 76) excepted: a node
+    that lends engines to a run."""
 
     @property
     def num_gpus(self) -> int:

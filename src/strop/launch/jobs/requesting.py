@@ -268,7 +268,17 @@ def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -
     if resolved.spec.placement.kind == "ray" and job.nodes > 1:
         _refuse_apart(site, job.nodes)
         join = (python, "-m", RAY_NODE_MODULE, "{run}")
-        roles.append(RolePlan(name="ray", argv=join, gpus=job.gpu_roles, nodes="others", must_succeed=False))
+        roles.append(
+            RolePlan(
+                name="ray",
+                argv=join,
+                gpus=job.gpu_roles,
+                nodes="others",
+                must_succeed=False,
+                # The run knows what lived there, and goes on without engines while it has one.
+                may_be_lost=True,
+            )
+        )
     if job.eval_config is not None:
         follow = ("eval", "{run}", "--config", f"{{job}}/{EVALUATION_NAME}", "--follow")
         roles.append(

@@ -129,6 +129,9 @@ def watch_roles(
             _signal_all(told, signal.SIGTERM)
             is_told = True
         if time.monotonic() > stop.deadline:
+            if all(role.child.poll() is not None for role in roles):
+                # What this node had to give was lost long ago, and others end the job.
+                return NodeEnd(exit_code=EXIT_DONE, cause="")
             end_roles(roles, time.monotonic())
             return NodeEnd(
                 exit_code=SIGNAL_BASE + signal.SIGKILL,
@@ -181,7 +184,7 @@ def _find_end(roles: Sequence[Role], *, is_told: bool) -> NodeEnd | None:
         if code is None or (code == EXIT_DONE and (role.plan.must_succeed or role.plan.is_awaited)):
             continue
         exit_code = from_wait(code)
-        if role.plan.is_awaited and exit_code not in _REFUSALS:
+        if _is_dispensable(role) and exit_code not in _REFUSALS:
             continue
         if is_told and exit_code == _KILLED_BY_TERM and role.plan.must_succeed:
             # It had not begun to save yet: the last checkpoint is its state, and it can live again.
@@ -203,7 +206,14 @@ def _end_well(needed: Sequence[Role], awaited: Sequence[Role], *, is_told: bool)
 def _has_failed_alone(role: Role) -> bool:
     """Whether a role has failed that the run does without."""
     code = role.child.poll()
-    return role.plan.is_awaited and code not in {None, EXIT_DONE} and from_wait(code or 0) not in _REFUSALS
+    if code is None or from_wait(code) in _REFUSALS:
+        return False
+    return role.plan.may_be_lost or (role.plan.is_awaited and code != EXIT_DONE)
+
+
+def _is_dispensable(role: Role) -> bool:
+    """Whether its failure is no end of the job by itself."""
+    return role.plan.is_awaited or role.plan.may_be_lost
 
 
 def _explain_end(role: Role, exit_code: int) -> NodeEnd:
