@@ -25,7 +25,7 @@ KINDS = ("sft", "rl-sequence", "distill", "naive")
 HIDDEN_WIDTH = 256
 LENGTHS = (512, 2048, 8192)
 VOCABULARIES = (4_096, 32_768, 151_936)
-QUICK_LENGTHS, QUICK_VOCABULARIES = (512, 1024), (4_096,)
+QUICK = (("sft", "naive"), (512, 1024), (4_096,))
 MAX_LOGITS = 320_000_000
 """A point of more is left out: it would take minutes, and its growth shows in the others."""
 MAX_NAIVE_BYTES = 4 << 30
@@ -49,16 +49,16 @@ class Point:
 
 def measure_head_memory(*, is_quick: bool) -> Measured:
     """Measure every point, and how the peak grows with each further position."""
-    lengths, vocabularies = (QUICK_LENGTHS, QUICK_VOCABULARIES) if is_quick else (LENGTHS, VOCABULARIES)
+    kinds, lengths, vocabularies = QUICK if is_quick else (KINDS, LENGTHS, VOCABULARIES)
     points = [
         _measure_apart(kind, vocabulary, length)
-        for kind in KINDS
+        for kind in kinds
         for vocabulary in vocabularies
         for length in lengths
         if length * vocabulary <= MAX_LOGITS
         and (kind != "naive" or length * vocabulary * _NAIVE_BYTES <= MAX_NAIVE_BYTES)
     ]
-    figures = [_tell_growth(points, kind, vocabulary) for kind in KINDS for vocabulary in vocabularies]
+    figures = [_tell_growth(points, kind, vocabulary) for kind in kinds for vocabulary in vocabularies]
     details = {"hidden_width": HIDDEN_WIDTH, "dtype": "bfloat16", "points": [asdict(one) for one in points]}
     return Measured(figures=figures, details=details)
 

@@ -41,7 +41,7 @@ NUM_IN_FLIGHT = 100_000
 GROUP_SIZE = 8
 OFFERED_PER_S = 2_500
 """What the engines would end: rollouts in flight over their mean latency, which is 40 s at full size."""
-GROUP_SPREAD = 1.97
+GROUP_SPREAD = 2.105
 """The longest of eight such latencies over their mean. A group that ends is replaced as a whole, so this is
 how many rollouts there must be for each one that is in flight."""
 MEDIAN_TOKENS = 100

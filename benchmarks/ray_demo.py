@@ -74,8 +74,9 @@ def split_steps(run_dir: Path) -> dict[str, list[float]]:
     The first one also holds the gate's probes, one behind an evaluation that too: such steps are left out.
     """
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    (log,) = run_dir.rglob("engine*.log")
-    sampled = {int(version): float(s) for version, s in _SAMPLED.findall(log.read_text())}
+    # A role's own log and that of its server; one of them holds these lines.
+    said = "".join(path.read_text() for path in sorted(run_dir.rglob("engine*.log")))
+    sampled = {int(version): float(s) for version, s in _SAMPLED.findall(said)}
     evaluated = {int(path.stem.rsplit("-", 1)[1]) for path in run_dir.glob("eval/*-step-*.json")}
     steps: dict[str, list[float]] = {
         name: [] for name in ("whole_s", "sample_s", "compute_s", "overhead_frac")

@@ -17,8 +17,10 @@ def test_work_is_taken_away_from_each_step_that_is_only_its_own(tmp_path: Path) 
         {"step": 3, "policy_version": 3, "seconds_step": 8.0, "seconds_compute": 4.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    log = tmp_path / "attempts" / "1" / "roles" / "engine-0.log"
-    log.parent.mkdir(parents=True)
+    role = tmp_path / "attempts" / "1" / "roles" / "engine-0"
+    role.mkdir(parents=True)
+    role.with_suffix(".log").write_text("role engine-0 on node 0, process 7\n")
+    log = role / "engine.log"
     said = "serving version {}, digest 0a1b; sampled for {:.3f} s since the update before\n"
     log.write_text("INFO loading\n" + "".join(said.format(version, 1.0 + version) for version in range(4)))
     (tmp_path / "eval").mkdir()
