@@ -194,6 +194,9 @@ def play_rank(models: dict[str, Path], kept: Path, target: Path) -> Scene:
     learner.save_state(target / "state")
     scene["digest"] = learner.write_weights(target / "weights.safetensors")
     learner.export(target / "export", models["tied"])
+    own_dir = target / f"seen by {rank}"
+    own_dir.mkdir()
+    scene["apart"] = learner.write_weights(own_dir / "weights.safetensors")
     scene["no room"] = refusal(lambda: learner.write_weights(target / "absent" / "weights.safetensors"))
     scene["resumed"] = [resume(models["tied"], path) for path in sorted(kept.iterdir())]
     scene["adapted"] = play_adapted(sharded(models["rounded"], dtype="bfloat16", change=adapt), own, target)
@@ -394,7 +397,8 @@ def test_what_one_rank_cannot_do_no_rank_does(played: dict[int, list[Scene]], nu
         assert "norm nan. Allowed: finite values" in scene["not finite"]
         assert "ranks take different steps: rank 0 step 8 of ['term True'];" in scene["other terms"]
         assert "step 8 was given the same samples on ranks 0 and 1." in scene["whole batch"]
-        assert scene["no room"].startswith("StoreError: the weights could not be written to ")
+        assert scene["no room"].startswith("StoreError: ")
+        assert "absent/weights.partial could not be written" in scene["no room"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -407,7 +411,12 @@ def test_one_directory_and_one_file_hold_the_whole_model(
     restored.load_state(root / "kept" / str(num_ranks))
     digests = {scene["digest"] for scene in played[num_ranks]}
     assert digests == {weights_digest(exported), weights_digest(restored.model)}
-    load_published(exported, target / "weights.safetensors", expected_digest=digests.pop())
+    (digest,) = digests
+    # Where a rank does not see the first one's file, that one writes all of it.
+    assert {scene["apart"] for scene in played[num_ranks]} == digests
+    assert [path.parent.name for path in target.glob("seen*/*")] == ["seen by 0"]
+    for path in (target / "weights.safetensors", target / "seen by 0" / "weights.safetensors"):
+        load_published(exported, path, expected_digest=digest)
     # The bytes are those that one process writes of the same weights.
     export_model(restored.model, models["tied"], root / f"again-{num_ranks}")
     again, written = (path / "model.safetensors" for path in (root / f"again-{num_ranks}", target / "export"))

@@ -23,6 +23,7 @@ from strop.policy.digest import tensors_digest
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
 from strop.policy.frozen import FrozenModel
 from strop.policy.head import HeadResult, TokenGradient, TokenRule, loss_and_gradients, token_logprobs
+from strop.policy.joint_file import write_jointly
 from strop.policy.language_model import LanguageModel
 from strop.policy.lora import name_for_peft, write_adapter
 from strop.policy.masters import LocalMasters, Masters
@@ -201,7 +202,12 @@ class Learner:
 
         Raises: StoreError, on every rank, if the file cannot be written.
         """
-        copies, model = self._collect_copies(), self.model
+        model = self.model
+        if self._ranks.num_ranks > 1 and model.adapters is None:
+            digest = write_jointly(list(self._weights.compute_rows()), path, self._ranks)
+            if digest is not None:
+                return digest
+        copies = self._collect_copies()
         return run_on_first(self._ranks, lambda: publish_tensors(merged_tensors(model, copies), path))
 
     def write_adapter(self, target: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from strop.policy.gradients import add_into
+from strop.policy.joint_file import Rows
 from strop.policy.language_model import LanguageModel
 
 
@@ -55,6 +56,10 @@ class Masters(Protocol):
         """
         ...
 
+    def compute_rows(self) -> Iterator[Rows]:
+        """Yield what this rank keeps of every tensor, in the type computed with."""
+        ...
+
 
 class LocalMasters:
     """All weights in this process. Compute copies are the module's parameters."""
@@ -94,6 +99,11 @@ class LocalMasters:
     def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the module's parameters."""
         yield from self._model.named_parameters()
+
+    def compute_rows(self) -> Iterator[Rows]:
+        """Yield the module's parameters."""
+        for name, copy in self._model.named_parameters():
+            yield Rows(name=name, part=copy, first=0, shape=tuple(copy.shape))
 
     def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
         """Return the fp32 master of a compute copy, with a gradient buffer of its own."""

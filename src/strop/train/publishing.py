@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from strop.engine.router import ReplicaCause, ReplicaEvent
 from strop.errors import WeightMismatch, explain_refusal
 from strop.policy.scoring import pack_given
 from strop.record import Event, EventKind
+from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 from strop.train.gate import CANARY, PARITY_TOLERANCE_NATS
 
@@ -40,10 +42,13 @@ class Publishing:
         """
         if self._version != self._roles.learner.version:
             update = replace(await self._roles.publisher.publish(), mode=self._mode)
-            await self._send(update)
             # What shares the learner's tensors cannot serve others.
-            if update.transport is not WeightTransport.SHARED:
-                await self._prove(update)
+            if update.transport is WeightTransport.SHARED:
+                await self._send(update)
+            else:
+                # The learner has nothing else to do while engines load what it has written.
+                learner_T, _ = await asyncio.gather(self._score_canary(), self._send(update))
+                await self._canary.hear(self._roles.engine, update.version, learner_T)
             self._version = update.version
         self.step = step
 
@@ -59,11 +64,11 @@ class Publishing:
                 )
             )
 
-    async def _prove(self, update: WeightUpdate) -> None:
-        """Have every replica score the canary as the learner does."""
+    async def _score_canary(self) -> FloatArray:
+        """Return what the learner says of the reply that every replica is asked about."""
         given = pack_given(self._canary.prompt_ids, [self._canary.reply_ids])
         (learner_T,) = await self._roles.learner.score([given], 1.0)
-        await self._canary.hear(self._roles.engine, update.version, learner_T)
+        return learner_T
 
     def _note_replica(self, event: ReplicaEvent) -> None:
         is_good = event.cause in (ReplicaCause.JOINED, ReplicaCause.BACK)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from strop.policy.joint_file import Rows
 from strop.policy.language_model import LanguageModel
 
 
@@ -92,10 +93,22 @@ class ShardedMasters:
 
     def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, gathered in the type computed with."""
+        for name, parameter, part in self._compute_parts():
+            yield name, self._placed(parameter, part).full_tensor()
+
+    def compute_rows(self) -> Iterator[Rows]:
+        """Yield this rank's rows: as many as of any other rank, but for the last ones."""
+        rank, num_ranks = self._mesh.get_local_rank(), self._mesh.size()
+        for name, parameter, part in self._compute_parts():
+            most = -(-len(parameter) // num_ranks)
+            first = min(rank * most, len(parameter))
+            assert len(part) == min(most, len(parameter) - first), "rows are not where FSDP2 puts them"
+            yield Rows(name=name, part=part, first=first, shape=tuple(parameter.shape))
+
+    def _compute_parts(self) -> Iterator[tuple[str, DTensor, torch.Tensor]]:
         for name, parameter in self._model.named_parameters():
             assert isinstance(parameter, DTensor)
-            part = parameter.to_local().detach().to(self._dtype)
-            yield name, self._placed(parameter, part).full_tensor()
+            yield name, parameter, parameter.to_local().detach().to(self._dtype)
 
     def _open(self, parameter: DTensor) -> torch.Tensor:
         """Return the plain tensor that a parameter keeps here; FSDP adds to its gradient buffer."""
