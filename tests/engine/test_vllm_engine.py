@@ -355,7 +355,7 @@ def test_limits_are_the_model_own_or_less() -> None:
     assert limits.max_positions == 100
     # The canary leaves room for what it samples.
     assert len(limits.canary_ids()) == 99
-    assert len(LIMITS.canary_ids()) == 257
+    assert len(LIMITS.canary_ids()) == 129
     assert int(LIMITS.canary_ids().max()) < 262
 
 

@@ -6,19 +6,30 @@ Needs torch and nothing else, so that an engine's process with pins of its own c
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+_MAX_THREADS = 8
+
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Hash names, types, shapes and bytes of tensors, in order of name. Returns 64 hex digits."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """Hash name, type, shape and hashed bytes of each tensor, in order of name. Returns 64 hex digits.
+
+    SHA-256 throughout. Tensors are hashed side by side, since one core hashes 1 to 2 GB/s.
+    """
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        lines = threads.map(_describe, sorted(tensors, key=lambda pair: pair[0]))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _describe(named: tuple[str, torch.Tensor]) -> str:
+    name, tensor = named
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    content = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+    return f"{name}/{tensor.dtype}/{tuple(tensor.shape)}/{content}"
 
 
 def find_difference(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str | None:

@@ -14,7 +14,6 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """Without a setting, on a CPU: vLLM's own default is nine tenths of the machine's memory."""
 KV_BLOCK_TOKENS = 128
 """Tokens of a block of the cache on a CPU, vLLM 0.32; only whole blocks of a prompt are cached."""
-_CANARY_BLOCKS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +25,8 @@ class EngineLimits:
     vocab_size: int
 
     def canary_ids(self) -> IntArray:
-        """Return a fixed prompt that fills two blocks of the cache where there is room for them."""
-        length = max(1, min(_CANARY_BLOCKS * KV_BLOCK_TOKENS + 1, self.max_positions - 1))
+        """Return a fixed prompt that fills a block of the cache where there is room for one."""
+        length = max(1, min(KV_BLOCK_TOKENS + 1, self.max_positions - 1))
         ids: IntArray = ((np.arange(length) * 7 + 1) % self.vocab_size).astype(np.int32)
         return ids
 

@@ -29,7 +29,7 @@ from strop.errors import WeightMismatch
 from strop.policy.digest import tensors_digest
 from strop.policy.published import read_published, unfit
 
-_PROBED_COLUMNS = 64
+_PROBED_COLUMNS = 16
 """Of each repacked matrix. A step of training changes far more than one value in so many columns."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ADAPTER_FILE = "adapter_model.safetensors"
