@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -76,6 +77,30 @@ def test_a_step_does_not_depend_on_what_was_asked_before(
     for earlier in history:
         asked.examples(earlier)
     assert asked.examples(step) == make_schedule(geometry).examples(step)
+
+
+@given(geometries(), st.integers(0, 60))
+@settings(max_examples=100, deadline=None)
+def test_a_number_names_the_example_of_its_place(geometry: tuple[int, int, int], number: int) -> None:
+    step, place = divmod(number, geometry[1])
+    assert make_schedule(geometry).numbered(number) == make_schedule(geometry).examples(step)[place]
+
+
+def test_finding_one_example_makes_no_other() -> None:
+    """Incident: a simulated step of 2,000 groups made four million sums, for minutes."""
+
+    class Made(list[Example]):
+        num_made = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.num_made += 1
+            return super().__getitem__(index)
+
+    made = Made(EXAMPLES)
+    schedule = ExampleSchedule(made, seed=0, prompts_per_step=MAX_EXAMPLES)
+    for number in range(MAX_EXAMPLES):
+        schedule.numbered(number)
+    assert made.num_made == MAX_EXAMPLES
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

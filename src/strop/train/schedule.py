@@ -57,26 +57,32 @@ class ExampleSchedule(Generic[Item]):
 
         Raises: DataError if the task's own order names too few different examples to fill a step.
         """
-        while len(self._steps) <= step:
-            self._append_step()
-        return [self._examples[index] for index in self._steps[step]]
+        return [self._examples[index] for index in self._places(step)]
 
     def numbered(self, number: int) -> Item:
         """Return the example of the group with a number, counted over all steps from 0."""
         step, place = divmod(number, self._prompts_per_step)
-        return self.examples(step)[place]
+        return self._examples[self._places(step)[place]]
+
+    def _places(self, step: int) -> list[int]:
+        while len(self._steps) <= step:
+            self._append_step()
+        return self._steps[step]
 
     def _append_step(self) -> None:
         """Take the next positions; one that the step has already waits for the step after."""
-        chosen: list[int] = []
+        chosen: dict[int, None] = {}
         deferred: list[int] = []
         while len(chosen) < self._prompts_per_step:
             if not self._waiting:
                 self._waiting.extend(self._next_epoch())
             index = self._waiting.popleft()
-            (deferred if index in chosen else chosen).append(index)
+            if index in chosen:
+                deferred.append(index)
+            else:
+                chosen[index] = None
         self._waiting.extendleft(reversed(deferred))
-        self._steps.append(chosen)
+        self._steps.append(list(chosen))
 
     def _next_epoch(self) -> list[int]:
         order = list(self._epoch_order(self._seed, self._num_epochs))
