@@ -56,7 +56,16 @@ class Collector:
 
     async def attempt(self, number: int, example: Example) -> Group:
         """Attempt an example as often as a group has members."""
-        plans = self._plan(number, example)
+        spec = self._spec
+        plans = plan_attempts(
+            spec,
+            self._task,
+            example,
+            # Of the group, not of the loop: a stream's name depends on no timing.
+            step=number // spec.train.prompts_per_step,
+            num_attempts=spec.train.rollouts_per_prompt,
+            max_positions=self._roles.learner.shape.max_positions,
+        )
         if self._roles.run_group is not None:
             group = await self._roles.run_group(plans)
         else:
@@ -64,27 +73,6 @@ class Collector:
             group = await run_group(make_environment, self._roles.engine, self._roles.tokenizer, plans)
         self._on_group()
         return group
-
-    def keys_of(self, number: int, example: Example) -> list[tuple[str, int]]:
-        """Name the attempts at one group: example and place in the group."""
-        return [(plan.example.example_id, plan.sample_index) for plan in self._plan(number, example)]
-
-    def _plan(self, number: int, example: Example) -> list[RolloutPlan]:
-        spec = self._spec
-        return [
-            RolloutPlan(
-                example=example,
-                # Of the group, not of the loop: a stream's name depends on no timing.
-                step=number // spec.train.prompts_per_step,
-                sample_index=index,
-                run_seed=spec.seed,
-                sampling=Sampling(**spec.sampling.model_dump()),
-                max_reply_tokens=limits_of(self._task, example).max_reply_tokens,
-                max_positions=self._roles.learner.shape.max_positions,
-                prompt_format=spec.model.prompt_format,
-            )
-            for index in range(spec.train.rollouts_per_prompt)
-        ]
 
     def _find_flaw(self, group: Group, *, algorithm: Algorithm) -> Fate | None:
         """Say why a group may not be part of a batch, None where it may."""
@@ -96,6 +84,27 @@ class Collector:
         if needs_replacement(algorithm, rewards, counts, self._task.limits.max_reply_tokens):
             return Fate.FILTERED
         return None
+
+
+def plan_attempts(
+    spec: RunSpec, task: Task, example: Example, *, step: int, num_attempts: int, max_positions: int
+) -> list[RolloutPlan]:
+    """Plan the attempts at one example as the run file says; `step` names their random streams."""
+    sampling = Sampling(**spec.sampling.model_dump())
+    max_reply_tokens = limits_of(task, example).max_reply_tokens
+    return [
+        RolloutPlan(
+            example=example,
+            step=step,
+            sample_index=index,
+            run_seed=spec.seed,
+            sampling=sampling,
+            max_reply_tokens=max_reply_tokens,
+            max_positions=max_positions,
+            prompt_format=spec.model.prompt_format,
+        )
+        for index in range(num_attempts)
+    ]
 
 
 def find_staleness(groups: Sequence[Group], version: int) -> int | None:

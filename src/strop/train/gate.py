@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from strop.algorithm.kl import find_penalty_flaw
-from strop.environments import RolloutPlan, SingleTurn, count_kept_tokens, run_groups
+from strop.environments import SingleTurn, count_kept_tokens, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.hardware import free_disk_bytes, free_memory_bytes, rss_bytes
 from strop.policy.footprint import (
@@ -33,7 +33,7 @@ from strop.policy.footprint import (
 )
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.policy.scoring import pack_given
-from strop.rollout import FinishReason, Group, IntArray, Rollout, Sampling, Split
+from strop.rollout import FinishReason, Group, IntArray, Rollout, Split
 from strop.spec.task import judge_sections
 from strop.store.policy import find_mirror_root
 from strop.tasks import (
@@ -58,6 +58,7 @@ from strop.tasks.audit import (
 from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
+from strop.train.collecting import plan_attempts
 from strop.train.demonstrations import Demonstration, Demonstrations
 from strop.train.gate_input import GateCheck, GateInput
 from strop.train.room import LOW_DISK_FACTOR, directory_bytes
@@ -144,27 +145,19 @@ def _without_version(name: str) -> str:
 
 async def _probe(gate: GateInput) -> list[Group]:
     """Sample a few groups the way training will."""
-    spec, task = gate.spec, gate.task
-    examples = gate.asked[:_NUM_PROBE_PROMPTS]
-    sampling = Sampling(**spec.sampling.model_dump())
     plans = [
-        [
-            RolloutPlan(
-                example=example,
-                step=_GATE_STEP,
-                sample_index=index,
-                run_seed=spec.seed,
-                sampling=sampling,
-                max_reply_tokens=limits_of(task, example).max_reply_tokens,
-                max_positions=gate.max_positions,
-                prompt_format=spec.model.prompt_format,
-            )
-            for index in range(_NUM_PROBE_ROLLOUTS)
-        ]
-        for example in examples
+        plan_attempts(
+            gate.spec,
+            gate.task,
+            example,
+            step=_GATE_STEP,
+            num_attempts=_NUM_PROBE_ROLLOUTS,
+            max_positions=gate.max_positions,
+        )
+        for example in gate.asked[:_NUM_PROBE_PROMPTS]
     ]
-    roles = gate.roles
-    return await run_groups(partial(SingleTurn, task, gate.judge), roles.engine, roles.tokenizer, plans)
+    make_environment = partial(SingleTurn, gate.task, gate.judge)
+    return await run_groups(make_environment, gate.roles.engine, gate.roles.tokenizer, plans)
 
 
 def check_prompt(gate: GateInput) -> GateCheck:

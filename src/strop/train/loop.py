@@ -276,9 +276,9 @@ class TrainLoop:
         source.admit(self._publishing.step)
         batch = await source.take()
         asked = [
-            key
-            for number in batch.numbers
-            for key in self._collector.keys_of(number, schedule.numbered(number))
+            (example.example_id, index)
+            for example in map(schedule.numbered, batch.numbers)
+            for index in range(self._spec.train.rollouts_per_prompt)
         ]
         self._raise_alarms(find_fate_leak(self._state.step, asked, batch.groups))
         if batch.is_short:
