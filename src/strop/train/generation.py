@@ -94,7 +94,7 @@ class GroupSource:
         self._find_flaw = find_flaw
         self._next_number = first_number
         self._num_consumed_steps = first_step
-        self._num_chosen = 0
+        self._chosen: list[_Started] = []
         self._published_step = first_step
         self._started: dict[int, _Started] = {}
         self._ended: list[_Started] = []
@@ -139,22 +139,21 @@ class GroupSource:
 
         Raises: whatever ended an attempt, after the others were cancelled.
         """
-        chosen: list[_Started] = []
         wanted = self._limits.groups_per_step
         most_discarded = int((self._limits.max_generated_ratio - 1.0) * wanted)
         is_complete = False
         try:
             while not is_complete:
                 self._replace_flawed()
-                self._choose(chosen)
-                is_complete = len(chosen) == wanted or len(self._discarded) > most_discarded
+                self._choose()
+                is_complete = len(self._chosen) == wanted or len(self._discarded) > most_discarded
                 if not is_complete:
                     await self._wait()
         finally:
             if not is_complete:
                 await self.close()
         self._num_consumed_steps += 1
-        self._num_chosen = 0
+        chosen, self._chosen = self._chosen, []
         return Batch(
             groups=[entry.group.result() for entry in chosen],
             numbers=[entry.number for entry in chosen],
@@ -202,26 +201,25 @@ class GroupSource:
         self._by_fate[flaw] += 1
         return True
 
-    def _choose(self, chosen: list[_Started]) -> None:
-        """Move groups into a batch, in their order, as far as they are done."""
-        while self._started and len(chosen) < self._limits.groups_per_step:
+    def _choose(self) -> None:
+        """Move groups into the batch, in their order, as far as they are done."""
+        while self._started and len(self._chosen) < self._limits.groups_per_step:
             entry = self._started[self.next_unconsumed]
             if not entry.group.done():
                 break
             # Once more: what was young enough when it ended may be too old by now.
             if not self._discard_flawed(entry):
                 del self._started[entry.number]
-                chosen.append(entry)
-                self._num_chosen = len(chosen)
+                self._chosen.append(entry)
         self.admit(self._published_step)
 
     def _hand_over_discarded(self, chosen: Sequence[_Started], *, is_short: bool) -> list[tuple[Fate, Group]]:
         """Return what was discarded on the way to a batch; what lies behind it is told with a later one."""
         last = max((entry.number for entry in chosen), default=-1)
-        behind = [found for found in self._discarded if found[0] > last and not is_short]
-        before = [found for found in self._discarded if found not in behind]
-        self._discarded = behind
-        return [(fate, group) for _, fate, group in sorted(before, key=lambda found: found[0])]
+        found = sorted(self._discarded, key=lambda one: one[0])
+        num_before = len(found) if is_short else sum(number <= last for number, _, _ in found)
+        self._discarded = found[num_before:]
+        return [(fate, group) for _, fate, group in found[:num_before]]
 
     async def _wait(self) -> None:
         """Wait until one more group is done. Raises: RunStopped where none is being sampled."""
@@ -236,7 +234,7 @@ class GroupSource:
 
         Groups that the batch under way has chosen count with it until it is complete.
         """
-        num_ahead = (self._num_chosen + len(self._started)) // self._limits.groups_per_step
+        num_ahead = (len(self._chosen) + len(self._started)) // self._limits.groups_per_step
         batch = self._num_consumed_steps + num_ahead
         is_wanted = batch < self._limits.num_steps
         return is_wanted and batch - self._published_step <= self._limits.max_staleness
