@@ -17,7 +17,7 @@ from strop.engine import Completion, Engine, GenerationRequest, WeightTransport,
 from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, EngineError
 from strop.policy.language_model import LanguageModel
-from strop.policy.weights import publish_weights
+from strop.policy.weights import own_tensors, publish_tensors
 from strop.rollout import FinishReason, FloatArray, Sampling
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract, run
@@ -59,7 +59,7 @@ class TestNativeEngine(EngineContract):
     @pytest.fixture
     def broken_update(self, model: LanguageModel, tmp_path: Path) -> WeightUpdate:
         path = tmp_path / "w.safetensors"
-        publish_weights(model, path)
+        publish_tensors(own_tensors(model), path)
         return WeightUpdate(version=8, digest="0" * 64, transport=WeightTransport.FILE, path=str(path))
 
 

@@ -28,7 +28,7 @@ from strop.engine.wire import (
 from strop.errors import ConfigError, EngineError, WeightMismatch
 from strop.policy.digest import tensors_digest
 from strop.policy.language_model import DTYPES, LanguageModel
-from strop.policy.weights import publish_weights, weights_digest
+from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.rollout import FinishReason
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract, run
@@ -71,7 +71,7 @@ def by_file(path: Path, digest: str) -> WeightUpdate:
 
 
 def publish(model: LanguageModel, path: Path) -> WeightUpdate:
-    return by_file(path, publish_weights(model, path))
+    return by_file(path, publish_tensors(own_tensors(model), path))
 
 
 def nudge(model: LanguageModel) -> None:
@@ -137,7 +137,7 @@ def test_replies_equal_those_of_the_engine_in_this_process(
         return [*first, *second, *await generate_all(engine, requests)]
 
     here = asyncio.run(rounds(NativeEngine(model, tokenizer, max_rows=MAX_ROWS), is_remote=False))
-    publish_weights(model, path)
+    publish_tensors(own_tensors(model), path)
     with engine_server(model_dir, tmp_path / "server", dtype=dtype, max_rows=MAX_ROWS) as running:
         engine = running.connect()
         there = Closing(engine).run(rounds(engine, is_remote=True))
@@ -211,7 +211,7 @@ def test_smp_6_damaged_weights_are_refused_over_the_wire(
     """Incident: engines served weights that nobody had published. Old ones stay served here."""
     other = load(model_dir)
     nudge(other)
-    publish_weights(other, tmp_path / "w.safetensors")
+    publish_tensors(own_tensors(other), tmp_path / "w.safetensors")
     update = tampered(kind, tmp_path / "w.safetensors")
     engine, request = server.connect(), ask(tokenizer, sampling=None)
 

@@ -21,7 +21,7 @@ from strop.engine.native import NativeEngine
 from strop.errors import EngineError, WeightMismatch
 from strop.policy.language_model import LanguageModel
 from strop.policy.scoring import score_reply
-from strop.policy.weights import publish_weights
+from strop.policy.weights import own_tensors, publish_tensors
 from strop.rollout import VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
@@ -48,7 +48,7 @@ def changed(model_dir: Path) -> LanguageModel:
 @pytest.fixture
 def update(tiny_model_dir: Path, tmp_path: Path) -> WeightUpdate:
     path = tmp_path / "new.safetensors"
-    digest = publish_weights(changed(tiny_model_dir), path)
+    digest = publish_tensors(own_tensors(changed(tiny_model_dir)), path)
     return WeightUpdate(version=5, digest=digest, transport=WeightTransport.FILE, path=str(path))
 
 

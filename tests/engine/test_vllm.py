@@ -39,7 +39,7 @@ from strop.policy.broadcast import WeightSender
 from strop.policy.digest import tensors_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.scoring import score_replies
-from strop.policy.weights import publish_weights, weights_digest
+from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.conftest import require_system_part
@@ -117,7 +117,7 @@ def load(model_dir: Path, factor: float = 1.0) -> LanguageModel:
 def publish(model: LanguageModel, folder: Path, mode: UpdateMode = UpdateMode.DRAIN) -> WeightUpdate:
     version = next(_versions)
     path = folder / f"v{version}.safetensors"
-    digest = publish_weights(model, path)
+    digest = publish_tensors(own_tensors(model), path)
     return WeightUpdate(
         version=version, digest=digest, transport=WeightTransport.FILE, path=str(path), mode=mode
     )
@@ -289,7 +289,7 @@ def test_smp_6_damaged_weights_are_refused_and_old_ones_stay(
     kind: str, engine: RemoteEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """Incident: engines served weights that nobody had published."""
-    publish_weights(load(model_dir, 1.3), tmp_path / "w.safetensors")
+    publish_tensors(own_tensors(load(model_dir, 1.3)), tmp_path / "w.safetensors")
     bad = tampered(kind, tmp_path / "w.safetensors")
     request = ask(tokenizer)
 

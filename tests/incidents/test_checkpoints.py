@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from strop.engine.dummy import DummyEngine
 from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.policy.digest import tensors_digest
-from strop.policy.weights import export_model, weights_digest
+from strop.policy.weights import export_tensors, own_tensors, weights_digest
 from strop.record import RunDir
 from strop.store import AtomicDirectory, get_model, is_complete, verify_directory
 from strop.tokenizer import Tokenizer
@@ -280,14 +280,14 @@ def test_ckp_2_an_export_that_is_not_the_live_policy_is_refused(
     with pytest.raises(
         StoreError, match=f"is not the live policy: {named}.*the previous checkpoint is intact"
     ):
-        export_model(model, path, tmp_path / "target")
+        export_tensors(model.module, own_tensors(model), path, tmp_path / "target")
 
 
 def test_ckp_2_sharded_exports_are_read_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model(tmp_path / "source")
     model = load_model(path)
     monkeypatch.setattr(model.module, "save_pretrained", FaultyExport(model.module, lambda target: None))
-    export_model(model, path, tmp_path / "target")
+    export_tensors(model.module, own_tensors(model), path, tmp_path / "target")
     assert weights_digest(load_model(tmp_path / "target")) == weights_digest(model)
 
 
@@ -296,7 +296,8 @@ def test_ckp_2_stop_settings_are_exported(tmp_path: Path) -> None:
     path = make_model(tmp_path / "source")
     settings = {"eos_token_id": [260, 261], "temperature": 0.6, "do_sample": False}
     (path / "generation_config.json").write_text(json.dumps(settings))
-    export_model(load_model(path), path, tmp_path / "target")
+    policy = load_model(path)
+    export_tensors(policy.module, own_tensors(policy), path, tmp_path / "target")
     assert json.loads((tmp_path / "target" / "generation_config.json").read_text()) == settings
     assert Tokenizer.load(tmp_path / "target").stop_token_ids == {260, 261}
 
@@ -313,4 +314,4 @@ def test_ckp_2_an_export_that_stops_elsewhere_is_refused(
 
     monkeypatch.setattr(model.module, "save_pretrained", FaultyExport(model.module, name_another_end))
     with pytest.raises(StoreError, match=r"it stops at \[7, 260\], not at \[260\]"):
-        export_model(model, path, tmp_path / "target")
+        export_tensors(model.module, own_tensors(model), path, tmp_path / "target")

@@ -24,7 +24,7 @@ from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, WeightMismatch
 from strop.policy.digest import tensors_digest
 from strop.policy.language_model import DTYPES, LanguageModel
-from strop.policy.weights import publish_weights, weights_digest
+from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FinishReason, Outcome
 from strop.spec import ReverseTextSpec, load_spec
@@ -50,7 +50,7 @@ def publish_other(model_dir: Path, path: Path, *, version: int, factor: float = 
     other = LanguageModel.load(model_dir, dtype=torch.float32)
     for _, parameter in other.named_parameters():
         parameter.data.mul_(factor)
-    return by_file(path, publish_weights(other, path), version=version)
+    return by_file(path, publish_tensors(own_tensors(other), path), version=version)
 
 
 def by_file(path: Path, digest: str, *, version: int) -> WeightUpdate:
@@ -143,7 +143,7 @@ def test_smp_6_weights_that_are_not_the_published_ones_are_refused(
     """
     model_dir, path = tiny_model(tmp_path / "model", dtype=dtype), tmp_path / "w.safetensors"
     model, tokenizer = LanguageModel.load(model_dir, dtype=DTYPES[dtype]), Tokenizer.load(model_dir)
-    digest = publish_weights(model, path)
+    digest = publish_tensors(own_tensors(model), path)
     tensors = load_file(path)
     name = sorted(tensors)[0]
     if flaw == "drop a tensor":

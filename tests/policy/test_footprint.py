@@ -28,7 +28,7 @@ from strop.policy.footprint import (
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.packing import PackedBatch
 from strop.policy.prefix_attention import PrefixSharedAttention
-from strop.policy.weights import export_model
+from strop.policy.weights import export_tensors, own_tensors
 from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
 
 CONFIGS: list[dict[str, Any]] = [
@@ -91,7 +91,7 @@ def test_a_learner_holds_the_estimated_state(tmp_path: Path, dtype: str) -> None
 def test_a_checkpoint_has_the_estimated_bytes(tmp_path: Path, dtype: str) -> None:
     path = make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
     learner = build_learner(path, dtype=dtype)
-    export_model(learner.model, path, tmp_path / "export")
+    export_tensors(learner.model.module, own_tensors(learner.model), path, tmp_path / "export")
     learner.save_state(tmp_path)
     files = (tmp_path / "export" / "model.safetensors", tmp_path / "optimizer.safetensors")
     num_bytes = sum(file.stat().st_size for file in files)

@@ -13,7 +13,7 @@ from strop.policy.language_model import LanguageModel, _load_module
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedBatch
 from strop.policy.prefix_attention import PrefixSharedAttention
-from strop.policy.weights import load_published, publish_weights
+from strop.policy.weights import load_published, own_tensors, publish_tensors
 from strop.spec.optimizer import OptimizerSpec
 from tests.fixtures.kernels import needs_kernels
 from tests.fixtures.tiny_model import tiny_model
@@ -101,7 +101,7 @@ def test_joined_weights_follow_every_way_of_changing_them(tmp_path: Path) -> Non
     fused, plain = load(path, may_fuse=True), load(path, may_fuse=False)
     learner = Learner(fused, OptimizerSpec(lr=0.01))
     learner.step([World().packed(5, [3, 1, 7])], temperature=1.0, token_terms=reinforce)
-    digest = publish_weights(fused, tmp_path / "published.safetensors")
+    digest = publish_tensors(own_tensors(fused), tmp_path / "published.safetensors")
     load_published(plain, tmp_path / "published.safetensors", expected_digest=digest)
     torch.testing.assert_close(run_trunk(fused), run_trunk(plain), atol=1e-5, rtol=1e-5)
 

@@ -34,7 +34,7 @@ from strop.policy.objective import Scope, ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.policy.sharded.build import shard_learner
 from strop.policy.shares import restore_order, split_shares
-from strop.policy.weights import export_model, load_published, weights_digest
+from strop.policy.weights import export_tensors, load_published, own_tensors, weights_digest
 from strop.rollout import FloatArray
 from strop.spec.lora import LoraSpec
 from strop.spec.optimizer import OptimizerSpec
@@ -418,7 +418,9 @@ def test_one_directory_and_one_file_hold_the_whole_model(
     for path in (target / "weights.safetensors", target / "seen by 0" / "weights.safetensors"):
         load_published(exported, path, expected_digest=digest)
     # The bytes are those that one process writes of the same weights.
-    export_model(restored.model, models["tied"], root / f"again-{num_ranks}")
+    export_tensors(
+        restored.model.module, own_tensors(restored.model), models["tied"], root / f"again-{num_ranks}"
+    )
     again, written = (path / "model.safetensors" for path in (root / f"again-{num_ranks}", target / "export"))
     assert again.read_bytes() == written.read_bytes()
 

@@ -17,12 +17,7 @@ from strop.policy.digest import tensors_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
-from strop.policy.weights import (
-    export_model,
-    load_published,
-    publish_weights,
-    weights_digest,
-)
+from strop.policy.weights import export_tensors, load_published, own_tensors, publish_tensors, weights_digest
 from strop.tokenizer import Tokenizer
 from tests.policy.worlds import load_model, make_model
 
@@ -80,7 +75,7 @@ def test_every_change_changes_the_digest(change: Callable[[Tensors], None]) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_published_weights_arrive_bit_by_bit(model_dir: Path, tmp_path: Path, dtype: str) -> None:
     policy, engine = move(load_model(model_dir, dtype)), load_model(model_dir, dtype)
-    digest = publish_weights(policy, tmp_path / "v1.safetensors")
+    digest = publish_tensors(own_tensors(policy), tmp_path / "v1.safetensors")
     assert digest == weights_digest(policy) != weights_digest(engine)
     load_published(engine, tmp_path / "v1.safetensors", expected_digest=digest)
     assert weights_digest(engine) == digest
@@ -105,7 +100,7 @@ def test_unreadable_weights_are_refused_and_change_nothing(
     model_dir: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     policy, engine = move(load_model(model_dir)), load_model(model_dir)
-    digest, before = publish_weights(policy, tmp_path / "v1.safetensors"), weights_digest(engine)
+    digest, before = publish_tensors(own_tensors(policy), tmp_path / "v1.safetensors"), weights_digest(engine)
     damage(tmp_path / "v1.safetensors")
     with pytest.raises(WeightMismatch, match=r"v1\.safetensors cannot be read"):
         load_published(engine, tmp_path / "v1.safetensors", expected_digest=digest)
@@ -126,7 +121,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(
 ) -> None:
     policy, engine = move(load_model(model_dir)), load_model(model_dir)
     path, before = tmp_path / "v1.safetensors", weights_digest(engine)
-    promised = publish_weights(policy, path)
+    promised = publish_tensors(own_tensors(policy), path)
     _edit(change)(path)
     with pytest.raises(WeightMismatch, match=rf"have digest [0-9a-f]+, not {promised}"):
         load_published(engine, path, expected_digest=promised)
@@ -138,7 +133,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(
 
 def test_a_publication_that_cannot_be_written_leaves_nothing(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"could not be written"):
-        publish_weights(load_model(model_dir), tmp_path / "no such folder" / "v1.safetensors")
+        publish_tensors(own_tensors(load_model(model_dir)), tmp_path / "no such folder" / "v1.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -151,7 +146,7 @@ def test_an_export_is_a_plain_model_with_the_same_logits(
 ) -> None:
     source, target = make_model(tmp_path / "source", **config), tmp_path / "target"
     model = move(load_model(source, dtype))
-    export_model(model, source, target)
+    export_tensors(model.module, own_tensors(model), source, target)
     assert "strop" not in (target / "config.json").read_text()
     plain = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
     assert str(plain.dtype) == f"torch.{dtype}"
@@ -167,7 +162,8 @@ def test_an_export_is_a_plain_model_with_the_same_logits(
 
 
 def test_an_export_speaks_and_stops_like_its_source(model_dir: Path, tmp_path: Path) -> None:
-    export_model(load_model(model_dir), model_dir, tmp_path)
+    policy = load_model(model_dir)
+    export_tensors(policy.module, own_tensors(policy), model_dir, tmp_path)
     theirs, own = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
     text = "the answer is 7"
     assert theirs.encode(text, add_special_tokens=False) == own.encode(text).tolist()
@@ -181,7 +177,7 @@ def test_an_export_speaks_and_stops_like_its_source(model_dir: Path, tmp_path: P
 
 def test_an_export_can_be_trained_and_exported_again(model_dir: Path, tmp_path: Path) -> None:
     model = move(load_model(model_dir))
-    export_model(model, model_dir, tmp_path / "one")
+    export_tensors(model.module, own_tensors(model), model_dir, tmp_path / "one")
     again = load_model(tmp_path / "one")
-    export_model(again, tmp_path / "one", tmp_path / "two")
+    export_tensors(again.module, own_tensors(again), tmp_path / "one", tmp_path / "two")
     assert weights_digest(load_model(tmp_path / "two")) == weights_digest(model)

@@ -36,7 +36,7 @@ _COPIED_FILES = (
 
 def weights_digest(model: LanguageModel) -> str:
     """Hash the compute copies of a model, adapters merged."""
-    return tensors_digest(_own_tensors(model).items())
+    return tensors_digest(own_tensors(model).items())
 
 
 def merged_tensors(model: LanguageModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -44,14 +44,10 @@ def merged_tensors(model: LanguageModel, tensors: Mapping[str, torch.Tensor]) ->
     return dict(tensors) if model.adapters is None else merge_adapters(tensors, model.adapters)
 
 
-def _own_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
+def own_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
+    """Return the compute copies of a model by name, on the CPU, adapters merged."""
     copies = {name: copy.detach().cpu() for name, copy in model.named_parameters()}
     return merged_tensors(model, copies)
-
-
-def publish_weights(model: LanguageModel, path: Path) -> str:
-    """Write the compute copies to one safetensors file, in the policy's own type. Returns the digest."""
-    return publish_tensors(_own_tensors(model), path)
 
 
 def publish_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
@@ -88,14 +84,6 @@ def load_published(model: LanguageModel, source: Path | str, *, expected_digest:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
-
-
-def export_model(model: LanguageModel, tokenizer_dir: Path, target: Path) -> None:
-    """Write a Hugging Face model directory that transformers and vLLM load as it stands.
-
-    Raises: StoreError if what was written is not what the policy holds.
-    """
-    export_tensors(model.module, _own_tensors(model), tokenizer_dir, target)
 
 
 def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> None:
