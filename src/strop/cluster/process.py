@@ -22,6 +22,7 @@ from strop.cluster.publishers import (
     open_memory_dir,
     open_publisher,
 )
+from strop.cluster.starting import start_all
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.engine.server import LOOPBACK
 from strop.errors import EngineError, explain_refusal
@@ -57,14 +58,7 @@ class ProcessPlacement:
         the model cannot be loaded or the server extra is missing; StoreError if `work_dir` cannot be
         written.
         """
-        is_started = False
-        try:
-            roles = await self._start()
-            is_started = True
-        finally:
-            if not is_started:
-                await self.stop()
-        return roles
+        return await start_all(self._start, self.stop)
 
     async def stop(self) -> None:
         """End the engine's process and remove key and weight files. May be called at any time, and twice."""

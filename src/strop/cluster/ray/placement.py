@@ -40,6 +40,7 @@ from strop.cluster.ray.settings import (
 from strop.cluster.ray.slots import NodeOffer, RoleCounts, RoleKind, RoleSlot, plan_slots
 from strop.cluster.ray.temp_dirs import choose_temp_dir
 from strop.cluster.ray.workers import RolloutWorker, RolloutWorkers, assign_engines
+from strop.cluster.starting import start_all
 from strop.engine.contract import Engine
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.errors import EngineError, explain_refusal
@@ -120,14 +121,7 @@ class RayPlacement:
         EngineError with the last log lines of what did not come up.
         """
         require_ray()
-        is_started = False
-        try:
-            roles = await self._start()
-            is_started = True
-        finally:
-            if not is_started:
-                await self.stop()
-        return roles
+        return await start_all(self._start, self.stop)
 
     async def stop(self) -> None:
         """End every role and Ray itself. May be called at any time, and twice."""
