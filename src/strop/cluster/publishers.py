@@ -71,11 +71,7 @@ class FilePublisher:
         self._remove_older()
         version = self._learner.version
         is_adapter = self._sends_adapters and self.find_acknowledged() is not None
-        path = self._weights_dir / (f"v{version:06d}" if is_adapter else f"v{version:06d}{_WEIGHTS_SUFFIX}")
-        try:
-            self._weights_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise explain_write_failure(error, path) from error
+        path = _make_place(self._weights_dir, version, "" if is_adapter else _WEIGHTS_SUFFIX)
         write = self._learner.write_adapter if is_adapter else self._learner.write_weights
         return WeightUpdate(
             version=version,
@@ -100,6 +96,16 @@ def clear_publications(weights_dir: Path) -> None:
         _remove(path)
     if weights_dir.is_dir() and not any(weights_dir.iterdir()):
         weights_dir.rmdir()
+
+
+def _make_place(weights_dir: Path, version: int, suffix: str) -> Path:
+    """Return where a version is written. Raises: StoreError if the directory cannot be made."""
+    path = weights_dir / f"v{version:06d}{suffix}"
+    try:
+        weights_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+    return path
 
 
 def _published(weights_dir: Path) -> list[Path]:
@@ -140,11 +146,7 @@ class BroadcastPublisher:
         Raises: StoreError if they cannot be written.
         """
         version = self._learner.version
-        path = self._weights_dir / f"v{version:06d}{_WEIGHTS_SUFFIX}"
-        try:
-            self._weights_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise explain_write_failure(error, path) from error
+        path = _make_place(self._weights_dir, version, _WEIGHTS_SUFFIX)
         digest = await self._learner.write_weights(path)
         tensors = await asyncio.to_thread(load_file, path)
         path.unlink()
