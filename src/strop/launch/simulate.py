@@ -15,7 +15,7 @@ import asyncio
 import random
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from strop.engine.contract import (
     WeightUpdate,
 )
 from strop.errors import ConfigError, explain_refusal
+from strop.hardware.busy_clock import BusyClock
 from strop.launch.estimate import Work, decode_speed, learn_s, sync_s, verify_reply_s
 from strop.launch.plan import plan_work
 from strop.launch.roles import Layout
@@ -139,21 +140,21 @@ class _Tally:
 class WatchedEngine:
     """An engine, and how long it has something to do."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
         self._engine = engine
-        self._num_running = 0
-        self._changed_at = 0.0
-        self.busy_s = 0.0
+        self._clock = clock
+        self.busy = BusyClock(clock)
         self.row_s = 0.0
         """Sum over rows of the time that they are taken."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one reply, and count its time."""
-        self._change(1)
+        begun_at = self._clock()
         try:
-            return await self._engine.generate(request)
+            with self.busy.running():
+                return await self._engine.generate(request)
         finally:
-            self._change(-1)
+            self.row_s += self._clock() - begun_at
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Pass on."""
@@ -166,14 +167,6 @@ class WatchedEngine:
     async def close(self) -> None:
         """Pass on."""
         await self._engine.close()
-
-    def _change(self, difference: int) -> None:
-        now = asyncio.get_running_loop().time()
-        passed_s = now - self._changed_at
-        self.busy_s += passed_s if self._num_running else 0.0
-        self.row_s += self._num_running * passed_s
-        self._num_running += difference
-        self._changed_at = now
 
 
 class ChanceJudge:
@@ -346,8 +339,9 @@ class _Desk:
             mean_life_s=life_s,
             repair_s=wish.repair_s,
         )
+        first_seed, clock = self._spec.seed << 20, asyncio.get_running_loop().time
         engines = [
-            WatchedEngine(SimulatedEngine(speed=speed, trouble=trouble, seed=(self._spec.seed << 20) + index))
+            WatchedEngine(SimulatedEngine(speed=speed, trouble=trouble, seed=first_seed + index), clock)
             for index in range(wish.num_engines)
         ]
         self._max_rows = speed.max_rows
@@ -425,7 +419,7 @@ class _Desk:
             step_s=median(periods or [passed_s]),
             seconds={stage: median(values) for stage, values in tally.seconds.items()},
             scored_tokens_per_s=tally.num_tokens / max(passed_s, 1e-9),
-            engine_busy_frac=sum(engine.busy_s for engine in self._engines) / engine_s,
+            engine_busy_frac=sum(engine.busy.take_s() for engine in self._engines) / engine_s,
             engine_rows_frac=sum(engine.row_s for engine in self._engines) / (engine_s * self._max_rows),
             learner_busy_frac=sum(tally.seconds["learn"]) / max(passed_s, 1e-9),
             staleness={age: number / num_groups for age, number in sorted(tally.staleness.items())},
