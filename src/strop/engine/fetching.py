@@ -9,11 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from strop.errors import StoreError, WeightMismatch, explain_refusal
+from strop.hardware.owned_dirs import SHARED_MEMORY
 
 
 def memory_dir() -> str | None:
     """Return a folder in memory, where the system has one."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return str(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else None
 
 
 def fetch_object(uri: str, target: Path) -> None:
