@@ -17,17 +17,13 @@ import numpy as np
 
 from strop.cluster import Scorer
 from strop.errors import CorruptRecord, DataError, explain_refusal
-from strop.policy.footprint import read_model_size
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.rollout import FloatArray, Rollout
 from strop.spec.dpo import DpoSpec
 from strop.spec.run import RunSpec
 from strop.store.atomic import write_bytes_atomically
 from strop.tasks import Task
-from strop.tasks.prompt import resolve_prompt_format
-from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
-from strop.train.demonstrations import Framing
 
 REFERENCE_NAME = "reference.safetensors"
 """File in a run's folder: the reference's log-probabilities of all pairs."""
@@ -71,15 +67,9 @@ def read_preferences(spec: RunSpec, task: Task, model_dir: Path) -> Preferences 
     # Here: pyarrow and the environments, which a run without pairs has no use for.
     from strop.record.rollouts import read_rollouts
     from strop.train.rejection import find_rollouts_files, refuse_held_out, require_same_asking
-    from strop.train.sft_source import find_source
+    from strop.train.sft_source import find_source, read_framing
 
-    tokenizer = Tokenizer.load(model_dir)
-    framing = Framing(
-        tokenizer=tokenizer,
-        prompt_format=resolve_prompt_format(tokenizer, spec.model.prompt_format),
-        task=task,
-        max_positions=read_model_size(model_dir).max_positions,
-    )
+    framing = read_framing(spec, task, model_dir)
     folder = find_source(dpo.source, setting="dpo.source")
     rollouts = itertools.chain.from_iterable(map(read_rollouts, find_rollouts_files(folder)))
     counts: Counter[str] = Counter()

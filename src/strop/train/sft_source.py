@@ -30,17 +30,25 @@ def read_demonstrations(spec: RunSpec, task: Task, model_dir: Path) -> Demonstra
     source = spec.sft.source
     assert source is not None
     path = find_source(source)
+    read = read_file_demonstrations if spec.sft.is_from_file else read_run_demonstrations
+    found = read(spec.sft, path, read_framing(spec, task, model_dir))
+    require_enough(found, spec.sft.rows_per_step)
+    return found
+
+
+def read_framing(spec: RunSpec, task: Task, model_dir: Path) -> Framing:
+    """Return how the run asks its model.
+
+    Raises: ConfigError if its tokenizer is missing, or it cannot be asked in the run's prompt format;
+        StoreError if a file cannot be read.
+    """
     tokenizer = Tokenizer.load(model_dir)
-    framing = Framing(
+    return Framing(
         tokenizer=tokenizer,
         prompt_format=resolve_prompt_format(tokenizer, spec.model.prompt_format),
         task=task,
         max_positions=read_model_size(model_dir).max_positions,
     )
-    read = read_file_demonstrations if spec.sft.is_from_file else read_run_demonstrations
-    found = read(spec.sft, path, framing)
-    require_enough(found, spec.sft.rows_per_step)
-    return found
 
 
 def find_source(source: str, *, setting: str = "sft.source") -> Path:
