@@ -131,12 +131,14 @@ async def ask_for_ever(roles: Roles) -> None:
 
 def find_engine(scene: Scene, name: str) -> int:
     """Return the process id of an engine."""
-    log = (scene.run_dir.path / "latest" / "roles" / name / "engine.log").resolve()
+    assert (scene.run_dir.path / "latest" / "roles" / name / "engine.log").is_file()
+    # What is only for its start is in no folder that is mirrored.
+    place = scene.run_dir.path / "roles" / "ray-local" / name
     return next(
         int(entry)
         for entry in filter(str.isdigit, os.listdir("/proc"))
         if b"strop.engine.server" in read_command(int(entry))
-        and str(log.parent).encode() in read_command(int(entry))
+        and f"{place}/".encode() in read_command(int(entry))
     )
 
 

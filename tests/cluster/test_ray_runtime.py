@@ -35,7 +35,7 @@ from tests.cluster.test_ray_runtime import make_settings
 from strop.cluster.ray.runtime import RayHead
 
 async def act():
-    head = RayHead(make_settings(Path(sys.argv[1])), Path(sys.argv[1]))
+    head = RayHead(make_settings(Path(sys.argv[1])), Path(sys.argv[1]) / "head.json")
     head.launch()
     await head.connect()
     import ray
@@ -108,7 +108,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JOB_SECRET", SECRET)
         settings = make_settings(work_dir)
-        head = RayHead(settings, work_dir)
+        head = RayHead(settings, work_dir / "head.json")
         head.launch()
         loop.run_until_complete(head.connect())
         keeper = head.keeper_pid
@@ -245,7 +245,7 @@ def test_prc_4_a_killed_owner_takes_all_of_ray_along(tmp_path: Path) -> None:
 
 def test_a_head_whose_port_is_taken_says_by_whom(tmp_path: Path) -> None:
     with hold_port() as taken:
-        head = RayHead(replace(make_settings(tmp_path), port=taken.port), tmp_path)
+        head = RayHead(replace(make_settings(tmp_path), port=taken.port), tmp_path / "head.json")
 
         async def act() -> None:
             head.launch()

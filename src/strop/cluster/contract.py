@@ -25,6 +25,8 @@ class ModelSource:
     path: Path
     digest: str
     """As the store computed it; recorded, and checked where a role loads elsewhere."""
+    uri: str = ""
+    """What it was fetched by, for a role on a machine without that directory; empty: it is everywhere."""
 
 
 class LearnerRole(Protocol):

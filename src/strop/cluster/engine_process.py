@@ -1,8 +1,7 @@
 """An engine in a child process, from its start to its end: the native one, or vLLM, as the spec says.
 
 vLLM runs with an interpreter of its own, which is shown strop's modules and no other package of ours. The
-child dies with this process, however it ends, and writes its log to `<work_dir>/engine.log` from its first
-byte. Key and address are handed over by files under `work_dir`, which go as soon as they were read.
+child dies with this process, however it ends, and writes its log, `engine.log`, from its first byte. Key and address are handed over by files under `work_dir`, which go as soon as they were read.
 """
 
 from __future__ import annotations
@@ -52,8 +51,9 @@ class EngineProcess:
         limits: WaitLimits | None = None,
         host: str = LOOPBACK,
         environment: Mapping[str, str] | None = None,
+        log_dir: Path | None = None,
     ) -> None:
-        """Nothing is started yet.
+        """Nothing is started yet. `log_dir` is where its log goes, `work_dir` without it.
 
         `version` is what the engine calls the weights that it loads, `host` the address of this machine
         that it listens on, `environment` what its process gets beside this one's: devices, for example.
@@ -61,6 +61,7 @@ class EngineProcess:
         self._spec = spec
         self._model_dir = model_dir.absolute()
         self._work_dir = work_dir.absolute()
+        self._log_dir = (log_dir or work_dir).absolute()
         self._version = version
         self._limits = limits
         self._host = host
@@ -202,7 +203,7 @@ class EngineProcess:
 
     @property
     def _log_path(self) -> Path:
-        return self._work_dir / "engine.log"
+        return self._log_dir / "engine.log"
 
     @property
     def _modules_dir(self) -> Path:

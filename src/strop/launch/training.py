@@ -301,7 +301,7 @@ async def _train(
     from strop.cluster.judge_role import JudgeRoles
     from strop.train.loop import TrainInput, TrainLoop
 
-    source = ModelSource(path=model.path, digest=model.digest)
+    source = ModelSource(path=model.path, digest=model.digest, uri=model.uri)
     named = {one.judge_model: _fetch(one.judge_model) for one in role_judges(spec.task)}
     judges = JudgeRoles(spec, source, named, run_dir.path / "roles" / "judges")
     placement = build_placement(spec, source, run_dir.path / "roles")
@@ -344,7 +344,7 @@ def _fetch(uri: str) -> ModelSource:
     from strop.cluster import ModelSource
 
     model = get_model(uri)
-    return ModelSource(path=model.path, digest=model.digest)
+    return ModelSource(path=model.path, digest=model.digest, uri=uri)
 
 
 def _find_result(path: Path) -> EvalResult | None:

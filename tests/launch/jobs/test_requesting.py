@@ -134,10 +134,12 @@ def test_every_other_node_joins_a_run_on_ray_as_a_role_of_its_own(world: World) 
     assert [role.name for role in world.request("placement.kind=ray").roles] == ["train"]
 
 
-def test_ray_over_hosts_without_a_common_disk_is_refused(world: World) -> None:
+def test_ray_over_hosts_without_a_common_disk_is_refused_only_where_weights_go_by_file(world: World) -> None:
     world.sites('[sites.cloud]\nbackend = "sagemaker"\n')
-    message = refusal(world, site="cloud", overrides=("placement.kind=ray", "job.nodes=2"))
-    assert "placement.kind is ray with job.nodes=2 on cloud, whose hosts see no common disk" in message
+    overrides = ("placement.kind=ray", "job.nodes=2")
+    assert [role.name for role in world.request(*overrides, site="cloud").roles] == ["train", "ray"]
+    message = refusal(world, site="cloud", overrides=(*overrides, "engine.transport=file"))
+    assert "engine.transport is file with job.nodes=2 on cloud, whose hosts see no common disk" in message
 
 
 def test_limits_of_a_site_hold_where_the_run_file_is_silent(world: World) -> None:

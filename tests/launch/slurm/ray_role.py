@@ -1,9 +1,10 @@
 """A trainer of a job in tests: a tiny run on Ray over all nodes, then a wait until its engines are lost.
 
-    ray_role.py RUN
+    ray_role.py RUN [MODEL]
 
-It writes what it saw as JSON: `RUN/trained.json` after the steps, `RUN/survived.json` after a loss that it
-outlives, `RUN/lost.json` after the one that ends it.
+It says what it saw as JSON, in a file and as a line: `RUN/trained.json` after the steps, `RUN/survived.json`
+after a loss that it outlives, `RUN/lost.json` after the one that ends it. MODEL is the same model as the one
+that it makes in RUN, for nodes that do not see that one; then the first loss is the end of the run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from strop.engine.router import ReplicaEvent, Router
 from strop.errors import StropError
 from strop.record import RunDir
 from strop.rollout import Sampling
+from strop.store import get_model
 from strop.train.loop import TrainInput, TrainLoop
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Notes, SpellTask, tiny_spec
@@ -40,9 +42,10 @@ REQUEST = GenerationRequest(
 )
 
 
-async def act(run_path: Path) -> None:
+async def act(run_path: Path, model_uri: str) -> None:
     """Train, say so, and wait for the loss."""
     model_dir = tiny_model(run_path / "model")
+    is_apart = bool(model_uri)
     spec = tiny_spec(
         train={"steps": 1, "prompts_per_step": 2},
         placement={"kind": "ray", "engines": 2},
@@ -50,7 +53,8 @@ async def act(run_path: Path) -> None:
         output={"dir": str(run_path)},
     )
     with RunDir.create(run_path, "tiny", "", "digest", {}) as run_dir:
-        source = ModelSource(path=model_dir, digest="unused")
+        digest = get_model(model_uri).digest if is_apart else "unused"
+        source = ModelSource(path=model_dir, digest=digest, uri=model_uri)
         placement = RayPlacement(spec, source, run_path / "roles")
         try:
             roles = await placement.start()
@@ -66,8 +70,9 @@ async def act(run_path: Path) -> None:
                 )
             ).run()
             found = {"nodes": [node.name for node in read_nodes()], "roles": placement.role_pids}
-            write(run_path / "trained.json", found | {"version": roles.learner.version})
-            await wait_for_loss(roles, run_path)
+            found |= {"version": roles.learner.version, "served": [one.version for one in placement._engines]}
+            write(run_path / "trained.json", found)
+            await wait_for_loss(roles, run_path, is_last=is_apart)
         except StropError as error:
             write(run_path / "lost.json", {"cause": str(error)})
             raise
@@ -75,8 +80,8 @@ async def act(run_path: Path) -> None:
             await placement.stop()
 
 
-async def wait_for_loss(roles: Roles, run_path: Path) -> None:
-    """Ask roles that live until the last engine is gone."""
+async def wait_for_loss(roles: Roles, run_path: Path, *, is_last: bool) -> None:
+    """Ask roles that live until the last engine is gone, or the first one where `is_last`."""
     router = roles.engine
     assert isinstance(router, Router)
     lost: list[ReplicaEvent] = []
@@ -89,6 +94,8 @@ async def wait_for_loss(roles: Roles, run_path: Path) -> None:
             num_told = len(lost)
             events = [{"replica": event.replica, "detail": event.detail} for event in lost]
             write(run_path / "survived.json", {"events": events, "num_tokens": len(reply.token_ids)})
+            if is_last:
+                return
         await asyncio.sleep(0.1)
 
 
@@ -97,9 +104,10 @@ def write(path: Path, content: object) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content))
     os.replace(partial, path)
+    print(path.stem, json.dumps(content), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
     # The order to end that follows the loss of a node must not cut the account of it short.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    asyncio.run(act(Path(sys.argv[1])))
+    asyncio.run(act(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""))

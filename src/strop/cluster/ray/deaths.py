@@ -172,7 +172,7 @@ class DeathWatch:
         self._end(lost, _explain(given, node.why))
 
     def _report(self, role: FollowedRole, cause: str) -> None:
-        words = tail(role.log_path)
+        words = read_log(role.log_path, role.host)
         where = f"role {role.name} on node {role.node} ({role.host}), process {role.pid}, ended"
         self._end([role], _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{words}\n"))
 
@@ -197,6 +197,11 @@ class DeathWatch:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def read_log(path: Path, host: str) -> str:
+    """Return the last lines of a role's log, or where they are if that is another machine's disk."""
+    return tail(path) if path.exists() else f"(they are on {host})"
 
 
 async def _wait(call: Awaitable[T]) -> T:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from strop.cluster.contract import ModelSource
 from strop.cluster.ray.roles import RayRole
+from strop.hardware.process import tail
 from strop.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -40,13 +41,14 @@ class EngineHost(RayRole):
     _process: EngineProcess | None = None
 
     def load(self, spec: RunSpec, source: ModelSource, work_dir: Path, host: str) -> EngineAddress:
-        """Start the engine and wait until it listens.
+        """Start the engine and wait until it listens. Its log goes beside this role's, its key into `work_dir`.
 
         Raises: EngineError with its last log lines if it does not; ConfigError if a part of it is missing.
         """
         from strop.cluster.engine_process import EngineProcess
 
-        self._process = EngineProcess(spec, source.path, work_dir, host=host)
+        log_dir = Path(self._start.log_path).with_suffix("")
+        self._process = EngineProcess(spec, source.path, work_dir, host=host, log_dir=log_dir)
         self._process.launch()
         return asyncio.run(_connect(self._process))
 
@@ -55,7 +57,9 @@ class EngineHost(RayRole):
         while not self._ended.is_set():
             end = None if self._process is None else self._process.find_death()
             if end is not None:
-                return f"the engine of {os.uname().nodename} ended: {end}"
+                # The run may not see this machine's disk.
+                words = tail(self._process.log_path) if self._process is not None else ""
+                return f"the engine of {os.uname().nodename} ended: {end}\nIt said last:\n{words}"
             time.sleep(_POLL_S)
         return "it was told to end"
 

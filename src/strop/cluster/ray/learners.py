@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from strop.cluster.contract import ModelSource, Scorer
 from strop.cluster.ray.deaths import DeathWatch
-from strop.cluster.ray.roles import RayRole
+from strop.cluster.ray.roles import RayRole, RoleStart
+from strop.cluster.ray.state_transfer import StagedState, fetch_files, send_files
+from strop.errors import EngineLost
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
@@ -57,6 +60,10 @@ class LearnerRank(RayRole):
     """One rank. Every call is made to all ranks, in the same order."""
 
     _learner: Learner
+
+    def __init__(self, start: RoleStart) -> None:
+        super().__init__(start)
+        self._staged = StagedState()
 
     def open_meeting(self, host: str, num_ranks: int) -> int:
         """Listen where all ranks meet; return the port. Only the first rank does this."""
@@ -129,7 +136,8 @@ class LearnerRank(RayRole):
         """
         from strop.cluster.local_learner import load_frozen
 
-        self._frozen[role] = load_frozen(self._learner, role, source, num_ranks=self._num_ranks)
+        here = self.bring_model(source)
+        self._frozen[role] = load_frozen(self._learner, role, here, num_ranks=self._num_ranks)
 
     def score_frozen(self, role: str, groups: bytes, temperature: float) -> list[FloatArray]:
         """Return what the model of a role says of this rank's share."""
@@ -158,6 +166,27 @@ class LearnerRank(RayRole):
         self._learner.load_state(source)
         return self._learner.version
 
+    def stage_state(self) -> dict[str, int]:
+        """Write masters, moments and counters on this machine; return names and sizes of the files."""
+        self._learner.save_state(self._staged.open())
+        return self._staged.list_files()
+
+    def open_staged(self) -> Path:
+        """Make room for the files of a state; return where. See `StagedState`."""
+        return self._staged.open()
+
+    def read_staged(self, name: str, offset: int) -> bytes:
+        """Return a piece of what was written."""
+        return self._staged.read(name, offset)
+
+    def append_staged(self, name: str, piece: bytes) -> None:
+        """Take a piece of what is to be restored."""
+        self._staged.append(name, piece)
+
+    def clear_staged(self) -> None:
+        """Remove what was staged."""
+        self._staged.clear()
+
 
 class RayLearner:
     """A `LearnerRole` over all ranks."""
@@ -169,8 +198,13 @@ class RayLearner:
         facts: LearnerFacts,
         *,
         max_positions: int = DEFAULT_MICRO_BATCH_POSITIONS,
+        apart: Mapping[int, int] | None = None,
     ) -> None:
-        """`ranks` are actors of `LearnerRank` that have loaded; a micro-batch has `max_positions` at most."""
+        """`ranks` are actors of `LearnerRank` that have loaded; a micro-batch has `max_positions` at most.
+
+        `apart`: ranks that do not see this process's disk, and the node of each.
+        """
+        self._apart = dict(apart or {})
         self._max_positions = max_positions
         self._ranks = ranks
         self._watch = watch
@@ -249,11 +283,39 @@ class RayLearner:
 
     async def save_state(self, target: Path) -> None:
         """Write masters, moments and counters. See `LearnerRole.save_state`."""
-        await self._gather([rank.save_state.remote(target) for rank in self._ranks])
+        calls = [
+            rank.stage_state.remote() if index in self._apart else rank.save_state.remote(target)
+            for index, rank in enumerate(self._ranks)
+        ]
+        try:
+            answers = await self._gather(calls)
+            for index in self._apart:
+                await fetch_files(self._ranks[index], answers[index], target, self._ask)
+        finally:
+            await self._clear_staged(self._apart)
 
     async def load_state(self, source: Path) -> None:
         """Restore what `save_state` wrote. See `LearnerRole.load_state`."""
-        self._version = (await self._gather([rank.load_state.remote(source) for rank in self._ranks]))[0]
+        # One rank of a machine takes the files for all of them.
+        takers = {node: index for index, node in reversed(self._apart.items())}
+        places = dict.fromkeys(range(len(self._ranks)), source)
+        try:
+            for node, taker in takers.items():
+                staged = await self._ask(self._ranks[taker].open_staged.remote())
+                await send_files(source, self._ranks[taker], self._ask)
+                places |= {index: staged for index in self._apart if self._apart[index] == node}
+            calls = [rank.load_state.remote(places[index]) for index, rank in enumerate(self._ranks)]
+            self._version = (await self._gather(calls))[0]
+        finally:
+            await self._clear_staged(takers.values())
+
+    async def _clear_staged(self, indices: Iterable[int]) -> None:
+        # Where a role has ended, the attempt's folder goes with the attempt.
+        with suppress(EngineLost):
+            await self._gather([self._ranks[index].clear_staged.remote() for index in indices])
+
+    async def _ask(self, call: Awaitable[Any]) -> Any:
+        return await self._watch.guard(call, CALL_LIMIT_S)
 
     async def _score(
         self, groups: Sequence[PackedGroup], ask: Callable[[Any, bytes], Any]

@@ -1,10 +1,8 @@
 """A node of a job that joins the run's Ray cluster: `python -m strop.cluster.ray.node RUN`.
 
 A role like any other, started by the node's agent with the run's environment, which all roles that Ray
-places here inherit. It waits for the head's file, joins, and ends its Ray processes when that file goes;
-then it waits for the agent's order, since a companion does not leave a run by itself.
-
-Not covered: a run's directory that this node does not see.
+places here inherit. It waits for the head's file (`record.meeting`), joins, and ends its Ray processes when
+that file goes; then it waits for the agent's order, since a companion does not leave a run by itself.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from strop.cluster.ray.keeper import Order, keep_node, say
-from strop.cluster.ray.runtime import HEAD_NAME, JOIN_LIMIT_S, TOKEN_NAME, write_secret
+from strop.cluster.ray.runtime import HEAD_LIMIT_S, TOKEN_NAME, write_secret
 from strop.cluster.ray.settings import (
     RAY_VERSION,
     NodeSettings,
@@ -35,6 +33,7 @@ from strop.hardware.job_variables import NODE_VARIABLE
 from strop.hardware.owned_dirs import SHARED_MEMORY
 from strop.hardware.ports import find_host_address
 from strop.record.fence import ATTEMPT_VARIABLE
+from strop.record.meeting import ROLES_FOLDER, meeting_path
 from strop.store.atomic import explain_write_failure
 
 NODE_MODULE = "strop.cluster.ray.node"
@@ -49,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     run_path = parser.parse_args(arguments).run.absolute()
     try:
         require_ray()
-        head_path = meeting_dir(run_path / "roles", os.environ.get(ATTEMPT_VARIABLE, "local")) / HEAD_NAME
-        head = _await_head(head_path, order)
+        head_path = meeting_path(run_path / ROLES_FOLDER, os.environ.get(ATTEMPT_VARIABLE, "local"))
+        head = await_head(head_path, order.find)
         require_same_python(head)
         settings = _choose_settings(head, run_path)
         code = keep_node(
@@ -65,11 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     while code == EXIT_DONE and order.find() is None:
         time.sleep(_POLL_S)
     return code
-
-
-def meeting_dir(work_dir: Path, attempt: str) -> Path:
-    """Return the folder in which the head of an attempt leaves what others need to join."""
-    return work_dir / f"ray-{attempt}"
 
 
 def find_own_address(environ: Mapping[str, str]) -> str:
@@ -94,19 +88,21 @@ def require_same_python(head: Mapping[str, Any]) -> None:
         )
 
 
-def _await_head(path: Path, order: Order) -> dict[str, Any]:
+def await_head(
+    path: Path, find_order: Callable[[], str | None], limit_s: float = HEAD_LIMIT_S
+) -> dict[str, Any]:
     """Return what the head says of itself once it does.
 
-    Raises: CheckRefused if it does not, or an end is ordered meanwhile.
+    Raises: CheckRefused if it does not within `limit_s`, or an end is ordered meanwhile.
     """
-    deadline = time.monotonic() + JOIN_LIMIT_S
+    deadline = time.monotonic() + limit_s
     while not path.exists():
-        why = order.find()
+        why = find_order()
         if why is not None or time.monotonic() > deadline:
             raise CheckRefused(
                 explain_refusal(
-                    why or f"no head has written {path} within {JOIN_LIMIT_S:.0f} s",
-                    allowed="a head that starts at about the same time, and a run's directory that both see",
+                    why or f"no head has left {path} within {limit_s:.0f} s",
+                    allowed="a run on node 0 that starts Ray, and nodes that meet by that file",
                     next_step="read the log of node 0",
                 )
             )

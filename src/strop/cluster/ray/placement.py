@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from strop.cluster.publishers import (
     has_memory_room,
     open_publisher,
 )
-from strop.cluster.ray.deaths import DeathWatch, FollowedRole
+from strop.cluster.ray.deaths import DeathWatch, FollowedRole, read_log
 from strop.cluster.ray.engines import EngineAddress, EngineHost
 from strop.cluster.ray.learners import LOAD_LIMIT_S, LearnerFacts, LearnerRank, RayLearner
-from strop.cluster.ray.node import NODE_MODULE, find_own_address, meeting_dir
+from strop.cluster.ray.node import NODE_MODULE, find_own_address
 from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment
 from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
 from strop.cluster.ray.settings import (
@@ -43,20 +43,23 @@ from strop.cluster.ray.workers import RolloutWorker, RolloutWorkers, assign_engi
 from strop.cluster.starting import start_all
 from strop.engine.contract import Engine
 from strop.engine.remote import RemoteEngine, WaitLimits
-from strop.errors import EngineError, explain_refusal
+from strop.errors import ConfigError, EngineError, explain_refusal
 from strop.hardware.job_variables import NAMES_VARIABLE, NUM_NODES_VARIABLE
 from strop.hardware.owned_dirs import SHARED_MEMORY
 from strop.hardware.ports import LOOPBACK
-from strop.hardware.process import tail
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.record.fence import ATTEMPT_VARIABLE
+from strop.record.meeting import meeting_path
 from strop.spec.run import RunSpec
+from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, build_warm_task
 from strop.tokenizer import Tokenizer
 
 DEFAULT_OBJECT_STORE_BYTES = 256 << 20
 START_LIMIT_S = 300.0
 """A role's process begins within it: importing torch from a cold network disk takes a minute."""
+FETCH_LIMIT_S = 3600.0
+"""A model comes to a node's own disk within it."""
 STOP_LIMIT_S = 15.0
 _CLASSES: Mapping[RoleKind, type[RayRole]] = {
     RoleKind.LEARNER: LearnerRank,
@@ -74,6 +77,8 @@ class _Started:
     slot: RoleSlot
     actor: Any
     log_path: Path
+    source: ModelSource
+    """The model, where this role finds it."""
     facts: Any = field(default=None)
 
 
@@ -96,7 +101,7 @@ class RayPlacement:
         """
         self._spec = spec
         self._make_task = make_task or partial(build_warm_task, spec.task)
-        self._source = ModelSource(path=source.path.absolute(), digest=source.digest)
+        self._source = replace(source, path=source.path.absolute())
         self._work_dir = work_dir.absolute()
         self._limits = limits
         self._attempt = os.environ.get(ATTEMPT_VARIABLE, "local")
@@ -147,13 +152,16 @@ class RayPlacement:
         slots = plan_slots(count_roles(self._spec, offers), offers)
         settings = self._choose_settings(host)
         self._weights_dir = self._choose_weights_dir(settings)
-        self._head = RayHead(settings, Path(settings.token_path).parent, temp_parent=self._spec.ray.temp_dir)
+        meeting = meeting_path(self._work_dir, self._attempt)
+        self._head = RayHead(settings, meeting, temp_parent=self._spec.ray.temp_dir)
         self._head.launch()
         await self._head.connect()
         await self._head.await_nodes(range(self._num_nodes), self._spec.ray.join_limit_s)
         self._watch = DeathWatch(read_nodes, self._head.find_death)
         self._watch.start()
         await self._begin_roles(slots)
+        self._require_transport()
+        await self._bring_model()
         facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines(host))
         return await self._connect(facts, addresses, host)
 
@@ -165,13 +173,18 @@ class RayPlacement:
             self._watch,
             facts,
             max_positions=self._spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
+            apart={
+                rank: role.slot.node
+                for rank, role in enumerate(self._of(RoleKind.LEARNER))
+                if not role.facts.sees_run
+            },
         )
         for role, address in zip(self._of(RoleKind.ENGINE), addresses, strict=True):
             self._engines.append(self._make_client(role, address))
         workers = self._of(RoleKind.WORKER)
         chosen = assign_engines(len(workers), len(addresses))
         calls = [
-            worker.actor.load.remote(self._source, addresses[engine], self._make_task)
+            worker.actor.load.remote(worker.source, addresses[engine], self._make_task)
             for worker, engine in zip(workers, chosen, strict=True)
         ]
         await self._guard(asyncio.gather(*calls), START_LIMIT_S)
@@ -225,7 +238,7 @@ class RayPlacement:
             address.url,
             address.key,
             find_death=lambda: watch.find(role.slot.name),
-            read_log=lambda: tail(log_path),
+            read_log=lambda: read_log(log_path, role.facts.host),
             limits=self._limits,
         )
 
@@ -272,11 +285,15 @@ class RayPlacement:
         group = placement_group(bundles, strategy="PACK")
         await self._guard(group.ready(), START_LIMIT_S)
         salt = secrets.token_hex(16)
-        names = [name for name in os.environ.get(NAMES_VARIABLE, "").split(",") if name]
+        # What the run file says of the store changes these variables in this process: roles are given them.
+        store = {name: os.environ[name] for name in (URI_VARIABLE, ORDER_VARIABLE) if name in os.environ}
+        named = os.environ.get(NAMES_VARIABLE, "").split(",")
+        names = [name for name in named if name and name not in store]
         proofs = prove_environment(names, salt, os.environ)
         import torch
 
-        logs_dir = self._find_logs_dir()
+        assert self._head is not None
+        logs_dir, mark_path = self._find_logs_dir(), self._head.settings_path
         for index, slot in enumerate(slots):
             start = RoleStart(
                 name=slot.name,
@@ -286,6 +303,8 @@ class RayPlacement:
                 devices=slot.devices,
                 proofs=proofs,
                 salt=salt,
+                store=store,
+                mark_path=str(mark_path),
             )
             # One call at a time, and beside it one that waits for the end.
             make = ray.remote(concurrency_groups={"watch": 1})
@@ -298,12 +317,33 @@ class RayPlacement:
                 )
                 .remote(start)
             )
-            self._roles.append(_Started(slot=slot, actor=actor, log_path=Path(start.log_path)))
+            log_path = Path(start.log_path)
+            self._roles.append(_Started(slot=slot, actor=actor, log_path=log_path, source=self._source))
         # All at once: each may import torch from a slow disk.
         calls = [role.actor.begin.remote() for role in self._roles]
         for role, call in zip(self._roles, calls, strict=True):
             role.facts = await self._guard(call, START_LIMIT_S)
             self._follow(role)
+
+    def _require_transport(self) -> None:
+        """Refuse weights by file where an engine does not see the learner's disk."""
+        blind = [role for role in self._of(RoleKind.ENGINE) if not role.facts.sees_run]
+        if blind and self._spec.engine.transport == "file":
+            raise ConfigError(
+                explain_refusal(
+                    f"engine.transport is file, and {blind[0].slot.name} on node {blind[0].slot.node}"
+                    f" ({blind[0].facts.host}) does not see {self._work_dir}",
+                    allowed="broadcast or store, where nodes have no common disk; auto chooses the first",
+                    next_step="leave engine.transport out",
+                )
+            )
+
+    async def _bring_model(self) -> None:
+        """Let every role find the model on its machine, or fetch it there."""
+        calls = [role.actor.bring_model.remote(self._source) for role in self._roles]
+        found = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
+        for role, source in zip(self._roles, found, strict=True):
+            role.source = source
 
     def _follow(self, role: _Started) -> None:
         assert self._watch is not None
@@ -326,15 +366,17 @@ class RayPlacement:
             port = await self._guard(ranks[0].actor.open_meeting.remote(host, len(ranks)), START_LIMIT_S)
             meeting = (host, port)
         calls = [
-            role.actor.load.remote(self._spec, self._source, index, len(ranks), meeting)
+            role.actor.load.remote(self._spec, role.source, index, len(ranks), meeting)
             for index, role in enumerate(ranks)
         ]
         found: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
         return found[0]
 
     async def _load_engines(self, host: str) -> list[EngineAddress]:
+        # Not in the attempt's folder, all of which is sent to a store: the key is there for a while.
+        own_dir = meeting_path(self._work_dir, self._attempt).parent
         calls = [
-            role.actor.load.remote(self._spec, self._source, role.log_path.with_suffix(""), host)
+            role.actor.load.remote(self._spec, role.source, own_dir / role.slot.name, host)
             for role in self._of(RoleKind.ENGINE)
         ]
         return list(await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S))
@@ -368,7 +410,7 @@ class RayPlacement:
         ray = self._spec.ray
         store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
         check_object_store(store_bytes)
-        own_dir = meeting_dir(self._work_dir, self._attempt)
+        own_dir = meeting_path(self._work_dir, self._attempt).parent
         logs_dir = self._find_logs_dir()
         first, last = ray.port_range
         return NodeSettings(

@@ -11,12 +11,16 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from strop.cluster.ray.slots import DeviceShare, take_devices
 from strop.errors import CheckRefused, explain_refusal
 from strop.hardware.visible_devices import INFER_DEVICES
+
+if TYPE_CHECKING:
+    from strop.cluster.contract import ModelSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +35,10 @@ class RoleStart:
     proofs: Mapping[str, str] = field(default_factory=dict)
     """Of the environment: see `prove_environment`."""
     salt: str = ""
+    store: Mapping[str, str] = field(default_factory=dict)
+    """The variables of `store.policy`, which the run's own process may have from its run file."""
+    mark_path: str = ""
+    """A file on the disk of the run's own process: who sees it sees that disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +47,8 @@ class RoleFacts:
 
     pid: int
     host: str
+    sees_run: bool = True
+    """Whether it sees the disk of the run's own process."""
 
 
 class RayRole:
@@ -65,6 +75,7 @@ class RayRole:
         """
         start = self._start
         require_environment(start.name, start.proofs, start.salt, os.environ)
+        os.environ.update(start.store)
         if start.devices is not None:
             os.environ.update(take_devices(start.name, start.devices, os.environ))
             os.environ.pop(INFER_DEVICES, None)
@@ -75,7 +86,31 @@ class RayRole:
             torch.set_num_threads(start.num_threads)
         sys.stdout.write(f"role {start.name} on node {start.node}, process {os.getpid()}\n")
         sys.stdout.flush()
-        return RoleFacts(pid=os.getpid(), host=socket.gethostname())
+        sees_run = not start.mark_path or Path(start.mark_path).exists()
+        return RoleFacts(pid=os.getpid(), host=socket.gethostname(), sees_run=sees_run)
+
+    def bring_model(self, source: ModelSource) -> ModelSource:
+        """Return where a model is on this machine, fetched first if it is not here.
+
+        Raises: StoreError if it cannot be had; CheckRefused if it is another one than the run's.
+        """
+        if not source.uri or source.path.is_dir():
+            return source
+        from strop.store import get_model
+
+        sys.stdout.write(f"{source.path} is not on {socket.gethostname()}: fetching {source.uri}\n")
+        sys.stdout.flush()
+        model = get_model(source.uri)
+        if model.digest != source.digest:
+            raise CheckRefused(
+                explain_refusal(
+                    f"{source.uri} has digest {model.digest[:12]} on {socket.gethostname()}, where role"
+                    f" {self._start.name} is",
+                    allowed=f"the model of the run, {source.digest[:12]}, on every machine",
+                    next_step="name a revision of it, or keep it in the store of the run",
+                )
+            )
+        return replace(source, path=model.path)
 
     def wait_for_end(self) -> str:
         """Return why this role ended, once it has; a killed one never returns, which says it too."""

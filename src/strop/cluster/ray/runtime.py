@@ -3,7 +3,7 @@
 The head's processes belong to a keeper, which ends with this process, however that ends. The token that
 every connection must carry lies in a file that only this user reads.
 
-Covered: one machine on loopback; several nodes that see the run's directory.
+Covered: one machine on loopback; several nodes, each of which sees the file by which they meet.
 Not covered: encryption between nodes; other users who can read the token's file, root for one.
 """
 
@@ -29,10 +29,11 @@ from strop.store.atomic import explain_write_failure
 START_LIMIT_S = 120.0
 """Ray's own processes take two to ten seconds."""
 JOIN_LIMIT_S = 300.0
+HEAD_LIMIT_S = 3600.0
+"""How long a node waits for the head: the run's own process may fetch a model before it starts Ray."""
 _STOP_GRACE_S = 25.0
 """The keeper ends Ray by asking, then by killing; that takes it a second, fifteen at most."""
 _POLL_S = 0.05
-HEAD_NAME = "head.json"
 TOKEN_NAME = "ray.token"
 
 
@@ -51,18 +52,23 @@ class JoinedNode:
 class RayHead:
     """Ray on this machine, which other nodes may join, and this process connected to it."""
 
-    def __init__(self, settings: NodeSettings, work_dir: Path, *, temp_parent: str | None = None) -> None:
-        """`work_dir` is private to this attempt; other nodes see it where there are any.
+    def __init__(self, settings: NodeSettings, meeting_path: Path, *, temp_parent: str | None = None) -> None:
+        """`meeting_path`: where other nodes find what they need to join, in a folder of this attempt alone.
 
         `temp_parent`: the folder that the run file names for Ray's directories on every node.
         """
         self._settings = settings
         self._temp_parent = temp_parent
-        self._work_dir = work_dir
+        self._meeting_path = meeting_path
         self._token = ""
         self._keeper: ChildProcess | None = None
         self._variables: dict[str, str | None] = {}
         self._is_connected = False
+
+    @property
+    def settings_path(self) -> Path:
+        """The head's own settings: a file of this machine's disk, which no other node is sent."""
+        return self._meeting_path.with_name("node-0.json")
 
     @property
     def keeper_pid(self) -> int | None:
@@ -72,10 +78,10 @@ class RayHead:
     def launch(self) -> None:
         """Start the head's processes and do not wait for them.
 
-        Raises: StoreError if `work_dir` cannot be written.
+        Raises: StoreError if the folder of `meeting_path` cannot be written.
         """
         self._clear_handover()
-        settings_path = self._work_dir / "node-0.json"
+        settings_path = self.settings_path
         try:
             self._token = secrets.token_hex(32)
             write_secret(Path(self._settings.token_path), self._token)
@@ -168,7 +174,7 @@ class RayHead:
             "last_port": self._settings.last_port,
         }
         head = {"address": address, "token": self._token, "settings": settings} | describe_here()
-        path = self._work_dir / HEAD_NAME
+        path = self._meeting_path
         partial = path.with_suffix(".partial")
         try:
             partial.unlink(missing_ok=True)
@@ -214,7 +220,7 @@ class RayHead:
 
     def _clear_handover(self) -> None:
         """Remove what only this life needs; left ones are of a life that was killed."""
-        for path in (self._work_dir / HEAD_NAME, Path(self._settings.token_path)):
+        for path in (self._meeting_path, Path(self._settings.token_path)):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

@@ -248,15 +248,15 @@ def _take_code(
     return take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
 
 
-def _refuse_apart(site: Site, num_nodes: int) -> None:
-    """Refuse Ray over nodes without a common disk: they meet and keep checkpoints on it."""
-    if isinstance(site.profile, SageMakerSite):
+def _refuse_shared_files(resolved: ResolvedSpec, site: Site) -> None:
+    """Refuse weights by file between nodes without a common disk."""
+    if isinstance(site.profile, SageMakerSite) and resolved.spec.engine.transport == "file":
         raise ConfigError(
             explain_refusal(
-                f"placement.kind is ray with job.nodes={num_nodes} on {site.name}, whose hosts see no"
-                " common disk",
-                allowed="Ray on one SageMaker instance, or on the nodes of a SLURM job",
-                next_step="set job.nodes to 1 and take a larger instance, or choose a SLURM site",
+                f"engine.transport is file with job.nodes={resolved.spec.job.nodes} on {site.name}, whose"
+                " hosts see no common disk",
+                allowed="broadcast or store; auto chooses the first between nodes",
+                next_step="leave engine.transport out",
             )
         )
 
@@ -266,7 +266,7 @@ def _list_roles(command: str, resolved: ResolvedSpec, python: str, site: Site) -
     argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
     roles = [RolePlan(name="train", argv=argv, gpus=job.gpu_roles)]
     if resolved.spec.placement.kind == "ray" and job.nodes > 1:
-        _refuse_apart(site, job.nodes)
+        _refuse_shared_files(resolved, site)
         join = (python, "-m", RAY_NODE_MODULE, "{run}")
         roles.append(
             RolePlan(

@@ -206,13 +206,15 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
 
 
 def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
-    silence = SilenceWatch(node.plan, node.task, [role.name for role in roles])
     is_companion = not any(role.plan.must_succeed or role.plan.is_awaited for role in roles)
+    names = [role.name for role in roles]
+    # Companions may have nothing to say while the run goes on, whose record this node may not even see.
+    silence = None if is_companion else SilenceWatch(node.plan, node.task, names)
     with PeerWatch(node.task, is_companion=is_companion) as peers:
 
         def find_order() -> NodeEnd | None:
             bury_orphans([role.child.pid for role in roles])
-            return peers.find_order() or silence.find_order()
+            return peers.find_order() or (silence.find_order() if silence else None)
 
         return watch_roles(roles, stop, find_order=find_order, say=node.say)
 

@@ -28,12 +28,13 @@ from strop.launch.sagemaker.client import AwsClients, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
 from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
 from strop.launch.sagemaker.job_objects import JobObjects
+from strop.launch.sagemaker.link_proof import make_key
 from strop.launch.sagemaker.logs import CloudWatchLogs
 from strop.launch.sagemaker.names import suffixed_name
-from strop.launch.sagemaker.places import MEMBER_TAG, PLAN_TAG, RUN_TAG
+from strop.launch.sagemaker.places import LINK_KEY, MEMBER_TAG, PLAN_TAG, RUN_TAG
 from strop.launch.sagemaker.probe import probe_site
 from strop.launch.sagemaker.renewal import renew_plan, step_of_state
-from strop.launch.sagemaker.request import complete_plan
+from strop.launch.sagemaker.request import complete_plan, count_hosts
 from strop.launch.sagemaker.site_objects import SiteObjects
 from strop.launch.sagemaker.states import read_answer
 from strop.spec.site import SageMakerSite
@@ -204,6 +205,10 @@ class SageMakerBackend:
         member_spec = job_path_of(member.path) / "spec.toml"
         if member.overrides and member_spec.is_file():
             self._send(member_spec, f"{job['config_uri']}/member-spec.toml")
+        key_uri = f"{job['config_uri']}/{LINK_KEY}"
+        if count_hosts(job["request"]) > 1 and self._objects.find(key_uri) is None:
+            # Never another one: hosts of a job that was accepted unnoticed may be reading it.
+            self._objects.write(key_uri, make_key())
         original = Path(plan.details["config"] or "/nonexistent")
         if original.is_file():
             # Under its own name: a job's name says nothing, and the resolved spec has another one.

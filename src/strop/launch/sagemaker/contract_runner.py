@@ -31,6 +31,7 @@ from strop.launch.sagemaker import places
 from strop.launch.sagemaker.fake import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
 from strop.launch.sagemaker.job_objects import JobObjects
 from strop.launch.sagemaker.platform_tree import CheckpointSync, build_tree, checkpoint_path
+from strop.launch.sagemaker.request import count_hosts
 
 MARK = "STROP_CONTRACT"
 """Variable in every process of one start: how leftovers are found."""
@@ -57,6 +58,8 @@ class RunnerSettings:
     gpus: tuple[str, ...] = ()
     """Indices or UUIDs."""
     memory: str = "4g"
+    shared_memory: str = "1g"
+    """Of each container, `/dev/shm`: what the engines give by themselves, 64 MB, holds no store of Ray."""
     num_pids: int = 1024
     mounts: tuple[str, ...] = ()
     """Folders that containers are shown besides: SOURCE:TARGET:ro."""
@@ -284,7 +287,7 @@ class _ContainerHost:
         self._engine = settings.engine
         self._name = f"strop-contract-{mark}-{name}"
         argv = self._engine.argv("run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml")
-        argv += ["--memory", settings.memory, "--pids-limit", str(settings.num_pids)]
+        argv += ["--shm-size", settings.shared_memory, "--memory", settings.memory, "--pids-limit", str(settings.num_pids)]
         argv += [word for mount in settings.mounts for word in ("--volume", mount)]
         argv += ["--entrypoint", entry[0]] if settings.rootfs is None else []
         argv += _network(names)
@@ -346,9 +349,7 @@ def _network(names: Sequence[str]) -> list[str]:
 
 
 def _name_hosts(request: Mapping[str, Any], *, is_container: bool) -> tuple[str, ...]:
-    resources = request["ResourceConfig"]
-    groups = resources.get("InstanceGroups") or [resources]
-    count = sum(int(group["InstanceCount"]) for group in groups)
+    count = count_hosts(request)
     # Without containers there are no names of our own: every address 127.x is this machine.
     return tuple(f"algo-{i}" if is_container else f"127.0.1.{i}" for i in range(1, count + 1))
 

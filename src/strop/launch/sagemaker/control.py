@@ -3,22 +3,29 @@
 The first host listens; the others connect, say who they are, and wait until all are there. Then each says
 when it ends, and why; the first host tells the others. What comes from other hosts is written where the
 agent looks for it on a shared file system (`exit/<node>`, `alive`), so an agent behaves the same everywhere.
-A lost connection is a lost host: nobody waits for ever.
+The file by which roles of several hosts meet is repeated in the same way. It holds a token, so both sides
+first prove that they know the job's key (`link_proof`).
+A lost connection is a lost host: nobody waits for ever. One that only lends what a run can do without ends
+nobody else: whoever used it knows better what is left.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, explain_refusal
+from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.launch.jobs.exit_codes import combine
+from strop.launch.jobs.secrets import write_private
+from strop.launch.sagemaker.link_proof import is_proof, prove
 from strop.launch.sagemaker.opt_ml import Hosts
 
 PORT = 7777
@@ -27,6 +34,7 @@ SILENCE_LIMIT_S = 30.0
 END_LIMIT_S = 30.0
 """How long the others may take to end once the first host has its verdict."""
 _PAUSE_S = 0.2
+_GREETING_LIMIT_S = 5.0
 _LOST = 1
 
 
@@ -35,6 +43,10 @@ class Control:
 
     def __init__(self, hosts: Hosts, links: dict[int, socket.socket], attempt_path: Path) -> None:
         self._hosts, self._links, self._attempt_path = hosts, links, attempt_path
+        self._dispensable: Collection[int] = ()
+        self._lost: set[int] = set()
+        self._meeting_path: Path | None = None
+        self._meeting: dict[str, Any] | None = None
         self.codes: dict[int, int] = {}
         """Exit codes of nodes that have said theirs, this one's too."""
         self.causes: list[tuple[int, str]] = []
@@ -50,8 +62,15 @@ class Control:
         """Whether this host decides."""
         return self._hosts.is_head
 
-    def start(self) -> None:
-        """Begin to listen to every link, and to give signs of life."""
+    def start(self, *, meeting_path: Path | None = None, dispensable: Collection[int] = ()) -> None:
+        """Begin to listen to every link, and to give signs of life.
+
+        `meeting_path`: a file of JSON that appears and goes on the first host, and is to do so on all.
+        `dispensable`: nodes whose loss ends nobody else.
+        """
+        self._meeting_path, self._dispensable = meeting_path, dispensable
+        if meeting_path is not None and self._hosts.is_head and self._links:
+            threading.Thread(target=self._repeat_meeting, name="meeting-to-hosts", daemon=True).start()
         for node, link in self._links.items():
             threading.Thread(target=self._listen, args=(node, link), name=f"host-{node}", daemon=True).start()
         threading.Thread(target=self._give_signs, name="signs-to-hosts", daemon=True).start()
@@ -66,7 +85,8 @@ class Control:
         self._wait(lambda: len(self.codes) == len(self._hosts.names), END_LIMIT_S)
         is_success = exit_code == 0
         # After the first host's success the others are told to end: how they do so is no failure.
-        codes = [self.codes.get(node, 0 if is_success else None) for node in range(len(self._hosts.names))]
+        nodes = [node for node in range(len(self._hosts.names)) if node not in self._lost]
+        codes = [self.codes.get(node, 0 if is_success else None) for node in nodes]
         self.verdict = combine(codes)
         self._tell({"kind": "verdict", "code": self.verdict})
         return self.verdict
@@ -101,6 +121,8 @@ class Control:
         elif kind == "alive" and not self._hosts.is_head:
             with suppress(OSError):
                 (self._attempt_path / "alive").write_text(str(time.time()))
+        elif kind == "meeting" and not self._hosts.is_head and self._meeting_path is not None:
+            _write_meeting(self._meeting_path, message.get("content"))
 
     def _note(self, node: int, code: int, cause: str) -> None:
         with self._changed:
@@ -122,6 +144,14 @@ class Control:
             return
         host = self._hosts.names[node]
         cause = f"host {host} was lost: its control connection ended without an exit code"
+        if node in self._dispensable:
+            # The run knows what lived there, and goes on or ends by itself.
+            with self._changed:
+                self._lost.add(node)
+                self.codes[node] = _LOST
+                self._changed.notify_all()
+            sys.stderr.write(f"{cause}; the run decides what follows\n")
+            return
         self._note(node, _LOST, cause)
         if self._hosts.is_head:
             self._tell({"kind": "exit", "node": node, "code": _LOST, "cause": cause}, but=node)
@@ -132,6 +162,14 @@ class Control:
             for node, heard_at in list(self._heard_at.items()):
                 if time.monotonic() - heard_at > SILENCE_LIMIT_S and node not in self.codes:
                     self._lose(node)
+
+    def _repeat_meeting(self) -> None:
+        """Send the file that is there, and that there is none any more."""
+        while not self._stopped.wait(_PAUSE_S):
+            content = _read_meeting(self._meeting_path)
+            if content != self._meeting:
+                self._meeting = content
+                self._tell({"kind": "meeting", "content": content})
 
     def _tell(self, message: dict[str, Any], *, but: int | None = None) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -150,12 +188,12 @@ def join_hosts(
     hosts: Hosts,
     attempt_path: Path,
     *,
-    token: str,
+    key: str,
     limit_s: float,
     port: int = PORT,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Control:
-    """Wait until all hosts are there.
+    """Wait until all hosts are there, each of which has proven that it knows the job's `key`.
 
     Raises: CheckRefused naming the hosts that are missing after the limit, or that a stop was asked for.
     """
@@ -163,9 +201,9 @@ def join_hosts(
     if len(hosts.names) == 1:
         return Control(hosts, {}, attempt_path)
     if hosts.is_head:
-        links = _gather(hosts, token, port, deadline, is_stopped)
+        links = _gather(hosts, key, port, deadline, is_stopped)
     else:
-        links = {0: _connect(hosts, token, port, deadline, is_stopped)}
+        links = {0: _connect(hosts, key, port, deadline, is_stopped)}
     return Control(hosts, links, attempt_path)
 
 
@@ -185,9 +223,10 @@ def find_address(host: str, limit_s: float) -> str:
 
 
 def _gather(
-    hosts: Hosts, token: str, port: int, deadline: float, is_stopped: Callable[[], bool]
+    hosts: Hosts, key: str, port: int, deadline: float, is_stopped: Callable[[], bool]
 ) -> dict[int, socket.socket]:
     links: dict[int, socket.socket] = {}
+    challenges: dict[int, str] = {}
     limit_s = deadline - time.monotonic()
     with socket.create_server(("", port), backlog=len(hosts.names)) as server:
         server.settimeout(_PAUSE_S)
@@ -195,30 +234,35 @@ def _gather(
             _refuse_late(hosts, links, deadline, limit_s, is_stopped)
             with suppress(TimeoutError):
                 link, _ = server.accept()
-                node = _greet(link, hosts, token)
-                if node is None:
+                said = _greet(link, hosts, key)
+                if said is None:
                     link.close()
                 else:
-                    links[node] = link
-    for link in links.values():
-        link.sendall(b'{"kind": "start"}\n')
+                    node = hosts.names.index(said["host"])
+                    links[node], challenges[node] = link, str(said.get("challenge"))
+    for node, link in links.items():
+        proof = prove(key, "head", hosts.names[node], challenges[node])
+        _send(link, {"kind": "start", "proof": proof})
         link.settimeout(None)
     return links
 
 
-def _greet(link: socket.socket, hosts: Hosts, token: str) -> int | None:
-    """Return the node that a link belongs to; None for a stranger."""
-    link.settimeout(5.0)
+def _greet(link: socket.socket, hosts: Hosts, key: str) -> dict[str, Any] | None:
+    """Return what a host of this job says of itself; None for a stranger."""
+    link.settimeout(_GREETING_LIMIT_S)
+    challenge = secrets.token_hex(16)
     try:
+        _send(link, {"challenge": challenge})
         said = next(_read_messages(link), {})
     except (OSError, ValueError):
         return None
-    is_ours = said.get("token") == token and said.get("host") in hosts.names[1:]
-    return hosts.names.index(said["host"]) if is_ours else None
+    host = said.get("host")
+    is_ours = host in hosts.names[1:] and is_proof(said.get("proof"), key, "host", host, challenge)
+    return said if is_ours else None
 
 
 def _connect(
-    hosts: Hosts, token: str, port: int, deadline: float, is_stopped: Callable[[], bool]
+    hosts: Hosts, key: str, port: int, deadline: float, is_stopped: Callable[[], bool]
 ) -> socket.socket:
     limit_s, why = deadline - time.monotonic(), ""
     while True:
@@ -227,17 +271,42 @@ def _connect(
         except OSError as error:
             why = str(error)
         else:
-            link.sendall(json.dumps({"token": token, "host": hosts.current}).encode() + b"\n")
-            if _wait_for_start(link, deadline, is_stopped):
+            why = _introduce(link, hosts, key, deadline, is_stopped)
+            if not why:
+                link.settimeout(None)
                 return link
             link.close()
-            why = "not all hosts came"
         if time.monotonic() > deadline or is_stopped():
             raise _missing([hosts.head], limit_s, why or "a stop was asked for")
         time.sleep(_PAUSE_S)
 
 
-def _wait_for_start(link: socket.socket, deadline: float, is_stopped: Callable[[], bool]) -> bool:
+def _introduce(
+    link: socket.socket, hosts: Hosts, key: str, deadline: float, is_stopped: Callable[[], bool]
+) -> str:
+    """Say who this host is and wait for the start; return why there was none, empty once there was."""
+    greeting = _read_line(link, min(deadline, time.monotonic() + _GREETING_LIMIT_S), is_stopped)
+    if greeting is None:
+        return "whoever listens there said nothing"
+    challenge = secrets.token_hex(16)
+    proof = prove(key, "host", hosts.current, str(greeting.get("challenge")))
+    with suppress(OSError):
+        _send(link, {"host": hosts.current, "challenge": challenge, "proof": proof})
+    start = _read_line(link, deadline, is_stopped)
+    if start is None:
+        return "not all hosts came"
+    is_head = start.get("kind") == "start"
+    if not is_head or not is_proof(start.get("proof"), key, "head", hosts.current, challenge):
+        return "whoever listens there does not know the job's key"
+    return ""
+
+
+def _send(link: socket.socket, message: dict[str, Any]) -> None:
+    link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read_line(link: socket.socket, deadline: float, is_stopped: Callable[[], bool]) -> dict[str, Any] | None:
+    """Return the next message; None if the link ends, the deadline passes, or it is none."""
     link.settimeout(_PAUSE_S)
     said = b""
     while time.monotonic() < deadline and not is_stopped():
@@ -247,14 +316,16 @@ def _wait_for_start(link: socket.socket, deadline: float, is_stopped: Callable[[
         except TimeoutError:
             continue
         except OSError:
-            return False
+            return None
         if not found:
-            return False
+            return None
         said += found
         if found == b"\n":
-            link.settimeout(None)
-            return b"start" in said
-    return False
+            with suppress(ValueError):
+                message = json.loads(said)
+                return message if isinstance(message, dict) else None
+            return None
+    return None
 
 
 def _refuse_late(
@@ -291,3 +362,23 @@ def _read_messages(link: socket.socket) -> Iterator[dict[str, Any]]:
             message = json.loads(line)
             if isinstance(message, dict):
                 yield message
+
+
+def _read_meeting(path: Path | None) -> dict[str, Any] | None:
+    """Return what stands in the file by which roles meet; None without it. It appears whole."""
+    with suppress(OSError, ValueError):
+        if path is not None:
+            content = json.loads(path.read_bytes())
+            return content if isinstance(content, dict) else None
+    return None
+
+
+def _write_meeting(path: Path, content: dict[str, Any] | None) -> None:
+    """Repeat the file here, for this user alone, or remove it."""
+    # A full disk: whoever waits for the file says that it did not come.
+    with suppress(OSError, StoreError):
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(path, content)

@@ -48,10 +48,12 @@ from strop.launch.sagemaker.job_files import (
     make_job_folder,
     read_sent_plan,
 )
+from strop.launch.sagemaker.link_proof import read_key
 from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, Sink, StoreSink
 from strop.launch.sagemaker.state_keeper import StateKeeper, count_start
+from strop.record.meeting import ROLES_FOLDER, meeting_path
 from strop.store.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.store.policy import URI_VARIABLE
 
@@ -147,10 +149,8 @@ def _read_start(tree: OptMl, hosts: Hosts, settings: EntrySettings) -> _Start:
     plan = read_sent_plan(tree)
     job = find_job(plan, tree.read_parameters())
     name = os.environ.get("TRAINING_JOB_NAME") or job["name"]
+    # The same path on every host: roles of several hosts tell each other paths, each of its own disk.
     home = settings.scratch / name
-    if len(hosts.names) > 1:
-        # On one machine, as in the contract runner, hosts must not share a run's directory.
-        home = settings.scratch / hosts.current / name
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     number = int(plan.get("num_past", 0)) + count_start(tree.checkpoint_path, hosts.current, name)
@@ -167,12 +167,15 @@ def _live(start: _Start, settings: EntrySettings, stop: StopFlag, read_secret: S
     control = join_hosts(
         start.hosts,
         start.attempt_path,
-        token=start.plan["plan_hash"],
+        key=read_key(start.tree) if len(start.hosts.names) > 1 else "",
         limit_s=settings.join_limit_s,
         port=settings.port,
         is_stopped=lambda: stop.is_asked,
     )
-    control.start()
+    control.start(
+        meeting_path=meeting_path(start.home / ROLES_FOLDER, start.attempt),
+        dispensable=_find_dispensable(start),
+    )
     try:
         own_code, told = _run_agent(start, settings, stop, control, job_path, sender, hidden)
         cause = _read_cause(start)
@@ -237,6 +240,18 @@ def _run_agent(
         echo.stop()
     sys.stderr.write(f"newest state that is kept: {'none' if step is None else f'step {step}'}\n")
     return code, _read_signal(start)
+
+
+def _find_dispensable(start: _Start) -> set[int]:
+    """Return the hosts whose roles may all be lost; one without a role lends its devices to another's."""
+    roles, hosts = start.plan["roles"], start.hosts
+    found = set()
+    for node, name in enumerate(hosts.names):
+        places = {"cpu"} if name in hosts.cpu else {"all", "others" if node else "first"}
+        here = [role for role in roles if role["nodes"] in places]
+        if here and all(role.get("may_be_lost") for role in here):
+            found.add(node)
+    return found
 
 
 def _end_after_head(control: Control, released: threading.Event) -> None:

@@ -70,7 +70,7 @@ def make_job_folder(
     job_path.mkdir(parents=True, exist_ok=True)
     config_path = tree.channel_path(places.CONFIG_CHANNEL)
     for path in sorted(config_path.iterdir()):
-        if path.is_file() and path.name not in {PLAN_NAME, MEMBER_SPEC}:
+        if path.is_file() and path.name not in {PLAN_NAME, MEMBER_SPEC, places.LINK_KEY}:
             shutil.copyfile(path, job_path / path.name)
     if (config_path / MEMBER_SPEC).is_file():
         shutil.copyfile(config_path / MEMBER_SPEC, job_path / SPEC_NAME)

@@ -147,6 +147,13 @@ def build_request(
     return built
 
 
+def count_hosts(request: Mapping[str, Any]) -> int:
+    """Return how many hosts a request asks for, over all its groups."""
+    resources = request["ResourceConfig"]
+    groups = resources.get("InstanceGroups") or [resources]
+    return sum(int(group["InstanceCount"]) for group in groups)
+
+
 def _entry_python(request: JobRequest, settings: SageMakerSettings) -> str:
     """Return the interpreter in the image: of our own, made from this environment, the very path here."""
     profile = settings.profile
