@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster.ray.node import find_own_address, require_same_python
+from strop.cluster.ray.deaths import read_log
+from strop.cluster.ray.node import await_head, find_own_address, require_same_python
 from strop.cluster.ray.placement import count_roles, list_nodes
 from strop.cluster.ray.roles import prove_environment, require_environment
 from strop.cluster.ray.settings import RAY_VERSION, describe_here
 from strop.cluster.ray.workers import assign_engines
 from strop.errors import CheckRefused, ConfigError
+from strop.store import get_model
 from tests.fixtures.tiny_run import tiny_spec
 
 VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
@@ -88,6 +90,57 @@ def test_a_node_with_another_ray_or_python_does_not_join() -> None:
 def test_the_network_between_nodes_may_be_named() -> None:
     with pytest.raises(CheckRefused, match="interface 'nothing' has no IPv4 address here"):
         find_own_address({"GLOO_SOCKET_IFNAME": "nothing"})
+    # Each node asks for its own: the head's address is no other node's.
+    assert find_own_address({"GLOO_SOCKET_IFNAME": "lo"}, num_nodes=2) == "127.0.0.1"
+    assert find_own_address({"GLOO_SOCKET_IFNAME": "nothing"}, num_nodes=1) == "127.0.0.1"
+
+
+def test_a_head_that_never_comes_is_said_and_an_order_ends_the_wait(tmp_path: Path) -> None:
+    with pytest.raises(CheckRefused, match=r"no head has left \S*head\.json within 0 s"):
+        await_head(tmp_path / "head.json", lambda: None, limit_s=0.1)
+    with pytest.raises(CheckRefused, match="told to by SIGTERM"):
+        await_head(tmp_path / "head.json", lambda: "told to by SIGTERM")
+    (tmp_path / "head.json").write_text(json.dumps({"address": "a:1"}))
+    assert await_head(tmp_path / "head.json", lambda: None) == {"address": "a:1"}
+
+
+def test_the_log_of_another_machine_is_named_where_it_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "engine-0.log").write_text("one\ntwo\n")
+    assert read_log(tmp_path / "engine-0.log", "algo-2") == "one\ntwo"
+    assert read_log(tmp_path / "engine-1.log", "algo-2") == "(they are on algo-2)"
+
+
+ROLE = """
+import json, sys
+from pathlib import Path
+from strop.cluster import ModelSource
+from strop.cluster.ray.roles import RayRole, RoleStart
+from strop.errors import StropError
+role = RayRole(RoleStart(name="engine-1", node=1, log_path=sys.argv[1]))
+source = ModelSource(path=Path(sys.argv[2]), digest=sys.argv[4], uri=sys.argv[3])
+try:
+    found = str(role.bring_model(source).path)
+except StropError as error:
+    found = str(error)
+Path(sys.argv[5]).write_text(found)
+"""
+
+
+def test_a_role_fetches_the_model_where_it_is_not_and_refuses_another_one(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    digest = get_model(str(tiny_model_dir)).digest
+
+    def bring(path: Path, digest: str) -> str:
+        # In a process of its own: a role takes over its standard output.
+        words = [str(tmp_path / "log"), str(path), str(tiny_model_dir), digest, str(tmp_path / "found")]
+        subprocess.run([sys.executable, "-c", ROLE, *words], check=True)
+        return (tmp_path / "found").read_text()
+
+    assert bring(tmp_path, "unused") == str(tmp_path)
+    assert bring(tmp_path / "elsewhere", digest) == str(tiny_model_dir)
+    assert "fetching" in (tmp_path / "log").read_text()
+    assert "where role engine-1 is" in bring(tmp_path / "elsewhere", "0" * 64)
 
 
 def test_importing_the_room_imports_neither_ray_nor_torch() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,14 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from strop.cluster import ModelSource, Roles
 from strop.cluster.build import build_placement
 from strop.cluster.frozen import with_frozen
+from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
 from strop.engine.contract import GenerationRequest, WeightTransport
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router
-from strop.errors import EngineError, EngineLost
+from strop.errors import CorruptRecord, EngineError, EngineLost
 from strop.record import RunDir
 from strop.rollout import Sampling
 from strop.spec import RunSpec
@@ -120,6 +123,41 @@ def test_a_run_on_ray_follows_the_run_in_one_process(scene: Scene, model_dir: Pa
     # Checkpoints are of two ranks; the exported weights are whole.
     step_path = scene.run_dir.path / "checkpoints" / f"step-{NUM_STEPS:06d}"
     assert (step_path / "COMPLETE").is_file() or list(step_path.rglob("*.safetensors"))
+
+
+def test_the_state_of_a_rank_with_another_disk_is_sent_to_the_run_and_back(
+    scene: Scene, tmp_path: Path
+) -> None:
+    learner = scene.roles.learner
+    assert isinstance(learner, RayLearner)
+    here, sent, again = (tmp_path / name for name in ("here", "sent", "again"))
+    for path in (here, sent, again):
+        path.mkdir()
+    staged = set(Path(tempfile.gettempdir()).glob("strop-state-*"))
+    scene.loop.run_until_complete(learner.save_state(here))
+    learner._apart = {1: 1}
+    try:
+        scene.loop.run_until_complete(learner.save_state(sent))
+        # Both ranks' tensors and the counters, bit for bit what two ranks write to one disk.
+        assert read_files(sent) == read_files(here)
+        assert len(list(sent.glob("*.safetensors"))) == 2
+        scene.loop.run_until_complete(learner.load_state(sent))
+        scene.loop.run_until_complete(learner.save_state(again))
+        assert read_files(again) == read_files(here)
+        next(iter(sent.glob("*.safetensors"))).unlink()
+        with pytest.raises(CorruptRecord, match="cannot be restored"):
+            scene.loop.run_until_complete(learner.load_state(sent))
+    finally:
+        learner._apart = {}
+    assert set(Path(tempfile.gettempdir()).glob("strop-state-*")) <= staged
+
+
+def read_files(path: Path) -> dict[str, bytes]:
+    """Return counters and tensors by file; the headers' own order is any."""
+    found = {one.name: one.read_bytes() for one in path.glob("*.json")}
+    for one in path.glob("*.safetensors"):
+        found |= {f"{one.name}/{name}": value.numpy().tobytes() for name, value in load_file(one).items()}
+    return found
 
 
 async def ask_for_ever(roles: Roles) -> None:

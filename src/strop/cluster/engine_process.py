@@ -1,7 +1,8 @@
 """An engine in a child process, from its start to its end: the native one, or vLLM, as the spec says.
 
 vLLM runs with an interpreter of its own, which is shown strop's modules and no other package of ours. The
-child dies with this process, however it ends, and writes its log, `engine.log`, from its first byte. Key and address are handed over by files under `work_dir`, which go as soon as they were read.
+child dies with this process, however it ends, and writes its log, `engine.log`, from its first byte. Key and
+address are handed over by files under `work_dir`, which go as soon as they were read.
 """
 
 from __future__ import annotations

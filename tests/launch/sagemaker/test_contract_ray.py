@@ -49,7 +49,7 @@ def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
 def test_two_hosts_train_on_ray_and_the_run_outlives_the_second(
     rehearsal: Rehearsal, engine: Engine, tmp_path: Path
 ) -> None:
-    """Engines on both; weights are sent to the second, whose Ray is then killed; nothing is left at the end."""
+    """Engines on both; weights are sent to the second; its Ray is killed; at the end nothing is left."""
     model = tiny_model(tmp_path / "model")
     train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}", str(model)))
     join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")

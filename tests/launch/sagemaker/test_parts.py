@@ -1,10 +1,9 @@
-"""Small parts of the container's entry: platform files, failure file, state, control connection, record."""
+"""Small parts of the container's entry: platform files, failure file, state, network, record."""
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from strop.errors import CheckRefused
 from strop.hardware import Gpu, GpuUser
 from strop.launch.jobs.contract import Resources
-from strop.launch.sagemaker.control import Control, find_address, join_hosts
 from strop.launch.sagemaker.entry import _set_network
 from strop.launch.sagemaker.failure import describe_failure, write_failure
 from strop.launch.sagemaker.fake import FakeSageMaker
@@ -29,7 +27,6 @@ from strop.store.atomic import AtomicDirectory
 from strop.store.contract import StoredObject
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import plan_of, request_of
-from tests.launch.sagemaker.rehearsal import free_port
 
 # What the platform says.
 
@@ -258,92 +255,7 @@ def test_starts_are_counted_per_job(tmp_path: Path) -> None:
     assert numbers == [0, 1, 0, 2]
 
 
-# Hosts.
-
-
-def join(
-    node: int, port: int, path: Path, *, token: str = "t", num_hosts: int = 3, limit_s: float = 10.0
-) -> Control:
-    names = tuple(f"127.0.1.{i}" for i in range(1, num_hosts + 1))
-    hosts = Hosts(names=names, current=names[node])
-    return join_hosts(hosts, path / str(node), token=token, limit_s=limit_s, port=port)
-
-
-def join_all(port: int, path: Path, num_hosts: int = 3) -> list[Control]:
-    found: dict[int, Control] = {}
-    threads = [
-        threading.Thread(target=lambda n=node: found.update({n: join(n, port, path, num_hosts=num_hosts)}))
-        for node in range(num_hosts)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for node in range(num_hosts):
-        (path / str(node)).mkdir(exist_ok=True)
-        found[node].start()
-    return [found[node] for node in range(num_hosts)]
-
-
-def finish_all(controls: list[Control], codes: list[int], causes: list[str]) -> list[int]:
-    found: dict[int, int] = {}
-    threads = [
-        threading.Thread(target=lambda n=node: found.update({n: controls[n].finish(codes[n], causes[n])}))
-        for node in range(len(controls))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for control in controls:
-        control.close()
-    return [found[node] for node in range(len(controls))]
-
-
-@pytest.mark.parametrize(
-    ("codes", "verdict"), [([0, 0, 0], 0), ([75, 75, 75], 75), ([0, 1, 0], 1), ([76, 75, 75], 76)]
-)
-def test_all_hosts_end_with_one_code(tmp_path: Path, codes: list[int], verdict: int) -> None:
-    controls = join_all(free_port(), tmp_path)
-    causes = [f"cause {node}" if code else "" for node, code in enumerate(codes)]
-    assert finish_all(controls, codes, causes) == [verdict] * 3
-    # What the agent looks for on a shared file system is there: the others' codes.
-    assert (tmp_path / "0/exit/1").read_text() == str(codes[1])
-
-
-def test_a_host_that_is_lost_is_a_failure_for_all(tmp_path: Path) -> None:
-    controls = join_all(free_port(), tmp_path)
-    controls[2].close()
-    assert finish_all(controls[:2], [0, 0], ["", ""]) == [1, 1]
-    assert any("host 127.0.1.3 was lost" in cause for _, cause in controls[0].causes)
-    assert (tmp_path / "0/exit/2").read_text() == "1"
-
-
-def test_missing_hosts_are_named_within_the_limit(tmp_path: Path) -> None:
-    with pytest.raises(CheckRefused, match=r"host 127\.0\.1\.2, 127\.0\.1\.3 did not join within 1 s"):
-        join(0, free_port(), tmp_path, limit_s=1.0)
-    with pytest.raises(CheckRefused, match=r"host 127\.0\.1\.1 did not join within 1 s"):
-        join(1, free_port(), tmp_path, limit_s=1.0)
-
-
-def test_a_stranger_is_not_let_in(tmp_path: Path) -> None:
-    port = free_port()
-
-    def try_to_join() -> None:
-        with pytest.raises(CheckRefused):
-            join(1, port, tmp_path, token="other", num_hosts=2, limit_s=2.0)
-
-    stranger = threading.Thread(target=try_to_join)
-    stranger.start()
-    with pytest.raises(CheckRefused, match="did not join"):
-        join(0, port, tmp_path, num_hosts=2, limit_s=2.0)
-    stranger.join()
-
-
-def test_a_name_that_does_not_resolve_is_said() -> None:
-    with pytest.raises(CheckRefused, match=r"host no-such-host\.invalid did not join"):
-        find_address("no-such-host.invalid", 0.3)
-    assert find_address("127.0.0.1", 1.0) == "127.0.0.1"
+# The network between hosts.
 
 
 def test_lau_10_an_interface_that_is_not_there_is_a_refusal(
@@ -370,12 +282,6 @@ def test_lau_10_an_interface_that_is_not_there_is_a_refusal(
     assert (os.environ["FI_PROVIDER"], os.environ["FI_EFA_USE_DEVICE_RDMA"]) == ("efa", "1")
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA"):
         os.environ.pop(name, None)
-
-
-def test_one_host_needs_nobody(tmp_path: Path) -> None:
-    control = join(0, 1, tmp_path, num_hosts=1)
-    control.start()
-    assert control.finish(75, "told to stop") == 75
 
 
 # The record on its way out.

@@ -70,8 +70,11 @@ async def act(run_path: Path, model_uri: str) -> None:
                 )
             ).run()
             found = {"nodes": [node.name for node in read_nodes()], "roles": placement.role_pids}
-            found |= {"version": roles.learner.version, "served": [one.version for one in placement._engines]}
-            write(run_path / "trained.json", found)
+            versions = {
+                "version": roles.learner.version,
+                "served": [one.version for one in placement._engines],
+            }
+            write(run_path / "trained.json", found | versions)
             await wait_for_loss(roles, run_path, is_last=is_apart)
         except StropError as error:
             write(run_path / "lost.json", {"cause": str(error)})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.cluster.contract import ModelSource
+from strop.cluster.ray.node import find_own_address
 from strop.cluster.ray.roles import RayRole
 from strop.hardware.process import tail
 from strop.spec.run import RunSpec
@@ -40,14 +41,17 @@ class EngineHost(RayRole):
 
     _process: EngineProcess | None = None
 
-    def load(self, spec: RunSpec, source: ModelSource, work_dir: Path, host: str) -> EngineAddress:
-        """Start the engine and wait until it listens. Its log goes beside this role's, its key into `work_dir`.
+    def load(self, spec: RunSpec, source: ModelSource, work_dir: Path, num_nodes: int) -> EngineAddress:
+        """Start the engine and wait until it listens, of several nodes at the address of this one.
+
+        Its log goes beside this role's, its key into `work_dir`.
 
         Raises: EngineError with its last log lines if it does not; ConfigError if a part of it is missing.
         """
         from strop.cluster.engine_process import EngineProcess
 
         log_dir = Path(self._start.log_path).with_suffix("")
+        host = find_own_address(os.environ, num_nodes)
         self._process = EngineProcess(spec, source.path, work_dir, host=host, log_dir=log_dir)
         self._process.launch()
         return asyncio.run(_connect(self._process))

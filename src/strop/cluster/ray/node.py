@@ -66,12 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def find_own_address(environ: Mapping[str, str]) -> str:
-    """Return the address at which the other nodes reach this one.
+def find_own_address(environ: Mapping[str, str], num_nodes: int = 2) -> str:
+    """Return the address at which the other nodes reach this one; loopback where it is the only one.
 
     Raises: CheckRefused if this node has none but loopback.
     """
-    return find_host_address(2, environ.get("GLOO_SOCKET_IFNAME"))
+    return find_host_address(num_nodes, environ.get("GLOO_SOCKET_IFNAME"))
 
 
 def require_same_python(head: Mapping[str, Any]) -> None:

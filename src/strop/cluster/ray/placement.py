@@ -46,7 +46,6 @@ from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.errors import ConfigError, EngineError, explain_refusal
 from strop.hardware.job_variables import NAMES_VARIABLE, NUM_NODES_VARIABLE
 from strop.hardware.owned_dirs import SHARED_MEMORY
-from strop.hardware.ports import LOOPBACK
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.record.fence import ATTEMPT_VARIABLE
 from strop.record.meeting import meeting_path
@@ -148,7 +147,7 @@ class RayPlacement:
     async def _start(self) -> Roles:
         offers = list_nodes(self._spec, int(os.environ.get(NUM_NODES_VARIABLE, "1")))
         self._num_nodes = len(offers)
-        host = find_own_address(os.environ) if self._num_nodes > 1 else LOOPBACK
+        host = find_own_address(os.environ, self._num_nodes)
         slots = plan_slots(count_roles(self._spec, offers), offers)
         settings = self._choose_settings(host)
         self._weights_dir = self._choose_weights_dir(settings)
@@ -162,7 +161,7 @@ class RayPlacement:
         await self._begin_roles(slots)
         self._require_transport()
         await self._bring_model()
-        facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines(host))
+        facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines())
         return await self._connect(facts, addresses, host)
 
     async def _connect(self, facts: LearnerFacts, addresses: Sequence[EngineAddress], host: str) -> Roles:
@@ -372,11 +371,11 @@ class RayPlacement:
         found: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
         return found[0]
 
-    async def _load_engines(self, host: str) -> list[EngineAddress]:
+    async def _load_engines(self) -> list[EngineAddress]:
         # Not in the attempt's folder, all of which is sent to a store: the key is there for a while.
         own_dir = meeting_path(self._work_dir, self._attempt).parent
         calls = [
-            role.actor.load.remote(self._spec, role.source, own_dir / role.slot.name, host)
+            role.actor.load.remote(self._spec, role.source, own_dir / role.slot.name, self._num_nodes)
             for role in self._of(RoleKind.ENGINE)
         ]
         return list(await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S))

@@ -62,7 +62,10 @@ class StagedState:
 
 
 async def fetch_files(rank: Any, sizes: Mapping[str, int], target: Path, guard: Guard) -> None:
-    """Write the files that a rank has staged into a folder here. Raises: StoreError; EngineLost by `guard`."""
+    """Write the files that a rank has staged into a folder here.
+
+    Raises: StoreError; what `guard` does where the rank has ended.
+    """
     for name, num_bytes in sizes.items():
         for offset in range(0, num_bytes, PIECE_BYTES):
             piece = await guard(rank.read_staged.remote(name, offset))
@@ -70,8 +73,11 @@ async def fetch_files(rank: Any, sizes: Mapping[str, int], target: Path, guard: 
 
 
 async def send_files(source: Path, rank: Any, guard: Guard) -> None:
-    """Stage every file of a folder here with a rank. Raises: StoreError; EngineLost by `guard`."""
-    for path in sorted(source.iterdir()):
+    """Stage every file of a folder here with a rank.
+
+    Raises: StoreError; OSError if a file cannot be read; what `guard` does where the rank has ended.
+    """
+    for path in await asyncio.to_thread(lambda: sorted(source.iterdir())):
         with path.open("rb") as file:
             while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
                 await guard(rank.append_staged.remote(path.name, piece))

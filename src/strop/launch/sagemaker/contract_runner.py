@@ -287,7 +287,14 @@ class _ContainerHost:
         self._engine = settings.engine
         self._name = f"strop-contract-{mark}-{name}"
         argv = self._engine.argv("run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml")
-        argv += ["--shm-size", settings.shared_memory, "--memory", settings.memory, "--pids-limit", str(settings.num_pids)]
+        argv += [
+            "--shm-size",
+            settings.shared_memory,
+            "--memory",
+            settings.memory,
+            "--pids-limit",
+            str(settings.num_pids),
+        ]
         argv += [word for mount in settings.mounts for word in ("--volume", mount)]
         argv += ["--entrypoint", entry[0]] if settings.rootfs is None else []
         argv += _network(names)
