@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,9 +91,25 @@ def test_a_node_with_another_ray_or_python_does_not_join() -> None:
 def test_the_network_between_nodes_may_be_named() -> None:
     with pytest.raises(CheckRefused, match="interface 'nothing' has no IPv4 address here"):
         find_own_address({"GLOO_SOCKET_IFNAME": "nothing"})
-    # Each node asks for its own: the head's address is no other node's.
-    assert find_own_address({"GLOO_SOCKET_IFNAME": "lo"}, num_nodes=2) == "127.0.0.1"
+    with pytest.raises(CheckRefused, match=r"leads to 127\.0\.0\.1, loopback, in a job of 2 nodes"):
+        find_own_address({"GLOO_SOCKET_IFNAME": "lo"})
     assert find_own_address({"GLOO_SOCKET_IFNAME": "nothing"}, num_nodes=1) == "127.0.0.1"
+
+
+ENGINE = """
+import sys
+from strop.cluster.ray.engines import EngineHost
+from strop.cluster.ray.roles import RoleStart
+EngineHost(RoleStart(name="engine-1", node=1, log_path=sys.argv[1])).load(None, None, None, num_nodes=2)
+"""
+
+
+def test_an_engine_listens_at_the_address_of_its_own_node(tmp_path: Path) -> None:
+    """Symptom: engines of all nodes were told the head's address, which only one machine can bind."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "nothing"}
+    words = [sys.executable, "-c", ENGINE, str(tmp_path / "log")]
+    assert subprocess.run(words, env=environment, check=False).returncode != 0
+    assert "interface 'nothing' has no IPv4 address here" in (tmp_path / "log").read_text()
 
 
 def test_a_head_that_never_comes_is_said_and_an_order_ends_the_wait(tmp_path: Path) -> None:

@@ -57,6 +57,21 @@ def test_sec_4_no_secret_leaves_the_machine(site: Site) -> None:
     assert "canary-secret" not in json.dumps(ref.details)
 
 
+def test_sec_4_several_hosts_get_a_key_of_their_own_which_no_request_holds(site: Site) -> None:
+    plan = site.plan(instance_count=2)
+    ref = site.backend.hand_over(plan)
+    uri = f"{ref.details['jobs'][0]['config_uri']}/hosts.key"
+    key = site.objects.read(uri)
+    assert len(key) == 64
+    assert key.decode() not in json.dumps(site.fake.sent("create_training_job"))
+    assert not [path for path in Path(plan.home).rglob("*") if path.is_file() and key in path.read_bytes()]
+    # Hosts of the job may be reading it: another submission of the same leaves it.
+    site.backend._upload(plan, plan.details["jobs"][0])
+    assert site.objects.read(uri) == key
+    alone = site.backend.hand_over(site.plan(job_name="other"))
+    assert site.objects.find(f"{alone.details['jobs'][0]['config_uri']}/hosts.key") is None
+
+
 def test_the_job_log_says_what_a_job_was(site: Site) -> None:
     plan = site.plan(description="first | try", config="runs/qwen3-1.7B.toml")
     ref = site.backend.hand_over(plan)

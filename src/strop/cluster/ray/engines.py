@@ -48,10 +48,10 @@ class EngineHost(RayRole):
 
         Raises: EngineError with its last log lines if it does not; ConfigError if a part of it is missing.
         """
+        host = find_own_address(os.environ, num_nodes)
         from strop.cluster.engine_process import EngineProcess
 
         log_dir = Path(self._start.log_path).with_suffix("")
-        host = find_own_address(os.environ, num_nodes)
         self._process = EngineProcess(spec, source.path, work_dir, host=host, log_dir=log_dir)
         self._process.launch()
         return asyncio.run(_connect(self._process))

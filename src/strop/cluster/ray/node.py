@@ -71,7 +71,17 @@ def find_own_address(environ: Mapping[str, str], num_nodes: int = 2) -> str:
 
     Raises: CheckRefused if this node has none but loopback.
     """
-    return find_host_address(num_nodes, environ.get("GLOO_SOCKET_IFNAME"))
+    address = find_host_address(num_nodes, environ.get("GLOO_SOCKET_IFNAME"))
+    if num_nodes > 1 and address.startswith("127."):
+        name = environ.get("GLOO_SOCKET_IFNAME")
+        raise CheckRefused(
+            explain_refusal(
+                f"GLOO_SOCKET_IFNAME={name} leads to {address}, loopback, in a job of {num_nodes} nodes",
+                allowed="the interface of the network between the nodes: Ray joins none over loopback",
+                next_step="name that one in GLOO_SOCKET_IFNAME, or use one node",
+            )
+        )
+    return address
 
 
 def require_same_python(head: Mapping[str, Any]) -> None:
