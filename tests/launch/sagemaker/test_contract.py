@@ -410,6 +410,33 @@ def test_a_host_that_is_lost_later_ends_the_others(rehearsal: Rehearsal) -> None
     assert runner.find_leftovers() == []
 
 
+def test_a_host_that_the_run_can_do_without_may_be_silent_and_may_be_lost(rehearsal: Rehearsal) -> None:
+    """Its disk has no sign of the run's progress, and its loss is the run's to judge."""
+    lends = RolePlan(
+        name="ray",
+        argv=("python3", "-c", "import time; print('here', flush=True); time.sleep(600)"),
+        nodes="others",
+        must_succeed=False,
+        may_be_lost=True,
+    )
+    request = rehearsal.submit(
+        instance_count=2,
+        roles=(RolePlan(name="train", argv=PROGRAM), lends),
+        trainee={"STEPS": 25, "STEP_S": 0.2},
+        overrides=("job.max_silence_s=2",),
+    )
+    runner = rehearsal.start(request)
+    wait_until(lambda: "ray| here" in runner.log_of("127.0.1.2"), "it did not start")
+    time.sleep(4.0)
+    assert runner._hosts["127.0.1.2"].poll() is None, runner.log_of("127.0.1.2")
+    runner._hosts["127.0.1.2"].send(signal.SIGKILL)
+    runner.wait(LIMIT_S)
+    assert runner.codes == {HOST: 0, "127.0.1.2": 128 + signal.SIGKILL}, runner.log_of(HOST)
+    assert "host 127.0.1.2 was lost" in runner.log_of(HOST)
+    assert "the run decides what follows" in runner.log_of(HOST)
+    assert runner.find_leftovers() == []
+
+
 def test_stop_of_two_hosts(rehearsal: Rehearsal) -> None:
     request = rehearsal.submit(instance_count=2, roles=roles_on_all(), trainee={"STEPS": 200, "STEP_S": 0.2})
     runner = rehearsal.start(request)
