@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from strop.cluster import ModelSource
 from strop.cluster.ray.deaths import read_log
 from strop.cluster.ray.node import await_head, find_own_address, require_same_python
-from strop.cluster.ray.placement import count_roles, list_nodes
-from strop.cluster.ray.roles import prove_environment, require_environment
+from strop.cluster.ray.placement import RayPlacement, _Started, count_roles, list_nodes
+from strop.cluster.ray.roles import RoleFacts, prove_environment, require_environment
 from strop.cluster.ray.settings import RAY_VERSION, describe_here
+from strop.cluster.ray.slots import RoleKind, RoleSlot
 from strop.cluster.ray.workers import assign_engines
 from strop.errors import CheckRefused, ConfigError
 from strop.store import get_model
@@ -166,3 +168,51 @@ def test_importing_the_room_imports_neither_ray_nor_torch() -> None:
     code += "\nprint([name for name in ('ray', 'torch') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]", Path(__file__).name
+
+
+BEGIN = """
+import json, os, sys
+from strop.cluster.ray.roles import RoleStart
+from strop.cluster.ray.workers import RolloutWorker
+start = RoleStart(
+    name="worker-0", node=1, log_path=sys.argv[1], mark_path=sys.argv[2], store={"STROP_STORE_URI": "s3://a/b"}
+)
+facts = RolloutWorker(start).begin()
+print(json.dumps([facts.sees_run, os.environ["STROP_STORE_URI"]]))
+"""
+
+
+@pytest.mark.parametrize("sees_run", [True, False])
+def test_a_role_knows_whether_it_sees_the_runs_disk_and_follows_its_store(
+    tmp_path: Path, sees_run: bool
+) -> None:
+    mark = tmp_path / "node-0.json"
+    if sees_run:
+        mark.touch()
+    # A role takes over its standard output: what it prints is in its log.
+    environment = {**os.environ, "STROP_STORE_URI": "s3://of/the/node"}
+    words = [sys.executable, "-c", BEGIN, str(tmp_path / "log"), str(mark)]
+    subprocess.run(words, check=True, env=environment)
+    assert json.loads((tmp_path / "log").read_text().splitlines()[-1]) == [sees_run, "s3://a/b"]
+
+
+def test_weights_by_file_are_refused_where_an_engine_does_not_see_them(tmp_path: Path) -> None:
+    source = ModelSource(path=tmp_path, digest="unused")
+    role = _Started(
+        slot=RoleSlot(kind=RoleKind.ENGINE, index=1, node=1),
+        actor=None,
+        log_path=tmp_path / "engine-1.log",
+        source=source,
+        facts=RoleFacts(pid=1, host="algo-2", sees_run=False),
+    )
+    for transport in ("auto", "broadcast", "store", "file"):
+        spec = tiny_spec(placement={"kind": "ray", "engines": 2}, engine={"transport": transport})
+        placement = RayPlacement(spec, source, tmp_path / "roles")
+        placement._roles = [role]
+        if transport != "file":
+            placement._require_transport()
+            continue
+        with pytest.raises(
+            ConfigError, match=r"engine\.transport is file, and engine-1 on node 1 \(algo-2\)"
+        ):
+            placement._require_transport()
