@@ -165,6 +165,7 @@ class TrainLoop:
                     await self._stop_if_asked()
                     await self._step()
             finally:
+                await self._publishing.close()
                 if self._source is not None:
                     await self._source.close()
             self._give_notice()
@@ -205,6 +206,7 @@ class TrainLoop:
         await self._publishing.publish(self._state.step)
 
     async def _pass_gate(self) -> None:
+        await self._publishing.await_proof()
         self._watchdog.progress("gate")
         parts = self._parts
         gate = GateInput(
@@ -232,6 +234,7 @@ class TrainLoop:
         """Do one step, from its examples to its checkpoint."""
         started_at = time.perf_counter()
         collected = await self._collect()
+        await self._publishing.await_proof()
         groups = collected.groups if collected is not None else []
         num_attempted = self._note_too_long(groups)
         self._end.where_all_failed(self._state.step, groups)
@@ -422,6 +425,7 @@ class TrainLoop:
 
     async def _checkpoint(self) -> None:
         self._watchdog.progress("checkpoint")
+        await self._publishing.await_proof()
         waiting = await self._list_waiting()
         path = await save_checkpoint(
             self._run_dir, self._roles.learner, self._parts.model_dir, self._state, waiting
@@ -431,6 +435,7 @@ class TrainLoop:
 
     async def _evaluate(self) -> None:
         """Look at the held-out examples, where the run file asks for it."""
+        await self._publishing.await_proof()
         if self._parts.evaluate is None:
             return
         self._watchdog.progress("evaluate")

@@ -13,7 +13,6 @@ from strop.engine.router import ReplicaCause, ReplicaEvent
 from strop.errors import WeightMismatch, explain_refusal
 from strop.policy.scoring import pack_given
 from strop.record import Event, EventKind
-from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 from strop.train.gate import CANARY, PARITY_TOLERANCE_NATS
 
@@ -30,6 +29,7 @@ class Publishing:
             token_ids[:1], token_ids[1:], tolerance_nats=PARITY_TOLERANCE_NATS[spec.model.dtype]
         )
         self._version: int | None = None
+        self._proof: asyncio.Task[None] | None = None
         self.step = 0
         """Steps behind the weights that the engine serves."""
         if isinstance(roles.engine, Replicated):
@@ -38,19 +38,39 @@ class Publishing:
     async def publish(self, step: int) -> None:
         """Have the engine serve what `step` steps have made; nothing is sent that it serves already.
 
+        Proven afterwards, while it samples: see `await_proof`.
         Raises: WeightMismatch if no engine serves it; StoreError if it cannot be written.
         """
+        await self.await_proof()
         if self._version != self._roles.learner.version:
             update = replace(await self._roles.publisher.publish(), mode=self._mode)
+            await self._send(update)
             # What shares the learner's tensors cannot serve others.
-            if update.transport is WeightTransport.SHARED:
-                await self._send(update)
-            else:
-                # The learner has nothing else to do while engines load what it has written.
-                learner_T, _ = await asyncio.gather(self._score_canary(), self._send(update))
-                await self._canary.hear(self._roles.engine, update.version, learner_T)
+            if update.transport is not WeightTransport.SHARED:
+                self._proof = asyncio.create_task(self._prove(update))
+            if isinstance(self._roles.engine, Replicated):
+                # One of several that fails is taken out, and must not have sampled anything before.
+                await self.await_proof()
             self._version = update.version
         self.step = step
+
+    async def await_proof(self) -> None:
+        """Wait until the engine has shown that it computes with what it was sent last.
+
+        Due before anything counts that it has sampled under these weights, and before the learner has
+        something else to do.
+        Raises: WeightMismatch if it has not.
+        """
+        if self._proof is not None:
+            await self._proof
+            self._proof = None
+
+    async def close(self) -> None:
+        """Ask for no proof any more: the run has ended."""
+        if self._proof is not None:
+            self._proof.cancel()
+            await asyncio.wait([self._proof])
+            self._proof = None
 
     async def _send(self, update: WeightUpdate) -> None:
         receipt = await self._roles.engine.update(update)
@@ -64,11 +84,11 @@ class Publishing:
                 )
             )
 
-    async def _score_canary(self) -> FloatArray:
-        """Return what the learner says of the reply that every replica is asked about."""
+    async def _prove(self, update: WeightUpdate) -> None:
+        """Have every replica score the canary as the learner does."""
         given = pack_given(self._canary.prompt_ids, [self._canary.reply_ids])
         (learner_T,) = await self._roles.learner.score([given], 1.0)
-        return learner_T
+        await self._canary.hear(self._roles.engine, update.version, learner_T)
 
     def _note_replica(self, event: ReplicaEvent) -> None:
         is_good = event.cause in (ReplicaCause.JOINED, ReplicaCause.BACK)
