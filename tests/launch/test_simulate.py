@@ -104,6 +104,21 @@ def test_slow_and_dying_engines_cost_time_and_lose_no_group(tmp_path: Path, tiny
     assert sum(found.fates[name] for name in ("trained", "skipped", "filtered", "evicted", "failed")) == 64
 
 
+def test_hundreds_of_engines_with_stragglers_and_deaths_lose_no_group(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    wish = SimulationWish(
+        num_engines=300, num_steps=3, straggler_frac=0.05, failures_per_hour=20.0, repair_s=5.0
+    )
+    found = run_it(tmp_path, tiny_model_dir, wish, prompts_per_step=300, max_staleness=1)
+    assert found.fates["started"] == 900
+    assert sum(found.fates[name] for name in ("trained", "skipped", "filtered", "evicted", "failed")) == 900
+    assert found.engine_events["replica_lost"] >= 3
+    assert max(found.staleness) == 1
+    # Only a rollout that two engines in turn did not answer.
+    assert found.num_lost_rollouts < 0.01 * 3600
+
+
 def test_more_engines_generate_faster(tmp_path: Path, tiny_model_dir: Path) -> None:
     one, eight = (
         run_it(tmp_path, tiny_model_dir, SimulationWish(num_engines=number, num_steps=3)) for number in (1, 8)
