@@ -69,6 +69,10 @@ def test_rollouts_are_sampled_one_step_ahead_and_never_further(tmp_path: Path, t
     # What the weights have moved is no disagreement between engine and learner.
     assert ["drift_mean_nats" in line for line in made.notes.steps] == [True, *[False] * 5]
     assert made.notes.causes("tripwire").count("logprob_drift") == 0
+    # The event loop is free while the learner works, and every step says whether it kept up.
+    for line in made.notes.steps:
+        assert line["loop_lag_s"] >= 0.0
+        assert 0.0 <= line["loop_late_frac"] <= 1.0
 
 
 def test_every_example_is_trained_in_the_order_of_the_synchronous_run(

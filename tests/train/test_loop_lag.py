@@ -26,7 +26,7 @@ def test_a_blocking_call_is_measured_and_its_stack_told_once() -> None:
             await asyncio.sleep(0.2)
             late = watch.take()
             await asyncio.sleep(0.0)
-            return late.max_s, late.late_frac
+            return late["loop_lag_s"], late["loop_late_frac"]
 
     max_s, late_frac = asyncio.run(act())
     ((lag_s, stack),) = told
@@ -36,7 +36,7 @@ def test_a_blocking_call_is_measured_and_its_stack_told_once() -> None:
     assert "hold_the_loop(0.8)" in stack
     assert "time.sleep(seconds)" in stack
     # 0.75 of 1.0 s at least, were the machine idle.
-    assert 0.3 < late_frac <= 1.1
+    assert 0.3 < late_frac <= 1.0
 
 
 def test_a_loop_that_keeps_up_raises_no_alarm() -> None:
@@ -46,7 +46,7 @@ def test_a_loop_that_keeps_up_raises_no_alarm() -> None:
         with LoopLagWatch(lambda lag_s, stack: told.append((lag_s, stack)), limit_s=2.0) as watch:
             for _ in range(30):
                 await asyncio.sleep(0.01)
-            return watch.take().max_s
+            return watch.take()["loop_lag_s"]
 
     assert asyncio.run(act()) < 2.0
     assert told == []

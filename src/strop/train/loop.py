@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -138,6 +138,8 @@ class TrainLoop:
         expected_bytes = checkpoint_bytes(size, dtype, count_trained(size, parts.spec.lora))
         self._disk = DiskWatch(parts.run_dir, expected_bytes)
         self._stop = StopFlag()
+        # Where the learner leaves the event loop free.
+        self._lag = LoopLagWatch(self._on_lag) if parts.roles.learner.is_aside else None
         self._watchdog = Watchdog(
             parts.spec.tripwires.max_stall_s,
             self._on_stall,
@@ -150,7 +152,7 @@ class TrainLoop:
         Raises: CheckRefused by the gate; Interrupted after a signal, with a checkpoint written;
             RunStopped by a tripwire; any error of a role, with the last checkpoint intact.
         """
-        with self._stop, self._watchdog, self._watch_loop():
+        with self._stop, self._watchdog, self._lag or nullcontext():
             await self._resume()
             await self._publish()
             await self._pass_gate()
@@ -340,7 +342,7 @@ class TrainLoop:
         """Record the step's numbers, checkpoint, evaluate, and stop where a tripwire says so."""
         step, spec = self._state.step, self._spec
         metrics["policy_version"] = self._state.version
-        metrics |= _measure_memory()
+        metrics |= _measure_memory() | (self._lag.take() if self._lag is not None else {})
         self._run_dir.metrics.append(step, metrics)
         self._parts.observer.on_step({"step": step, **metrics})
         self._raise_alarms(self._find_alarms(metrics))
@@ -470,10 +472,6 @@ class TrainLoop:
     def _publish_event(self, event: Event) -> None:
         self._run_dir.events.append(event)
         self._parts.observer.on_event(event)
-
-    def _watch_loop(self) -> AbstractContextManager[object]:
-        """Watch that the event loop keeps up, where the learner leaves it free."""
-        return LoopLagWatch(self._on_lag) if self._roles.learner.is_aside else nullcontext()
 
     def _on_lag(self, late_s: float, stack: str) -> None:
         """Called by the watching thread, while the loop is kept."""

@@ -15,21 +15,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 ASK_S = 0.05
 LIMIT_S = 2.0
 """A loop that is later than that is an alarm."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoopLag:
-    """How late the loop was since the last look."""
-
-    max_s: float
-    """The longest time that a sign took to come."""
-    late_frac: float
-    """Share of the time in which signs took longer than `ASK_S`."""
 
 
 class LoopLagWatch:
@@ -61,11 +50,17 @@ class LoopLagWatch:
         self._answered.set()
         self._thread.join()
 
-    def take(self) -> LoopLag:
-        """Return the lag since the last call, for the metrics of a step."""
+    def take(self) -> dict[str, float]:
+        """Return the lag since the last call, as metrics of a step.
+
+        `loop_lag_s` is the longest time that a sign took to come, `loop_late_frac` the share of the time in
+        which signs took longer than `ASK_S`.
+        """
         now = time.monotonic()
         with self._lock:
-            lag = LoopLag(max_s=self._max_s, late_frac=self._late_s / max(now - self._taken_at, 1e-9))
+            # A call that began before the last look may have ended after it.
+            late_frac = min(1.0, self._late_s / max(now - self._taken_at, 1e-9))
+            lag = {"loop_lag_s": self._max_s, "loop_late_frac": late_frac}
             self._max_s = self._late_s = 0.0
             self._taken_at = now
         return lag

@@ -24,7 +24,7 @@ from strop.launch.jobs.home import job_path_of, read_plan
 from strop.launch.jobs.launcher import Launcher, require_member
 from strop.record import list_runs
 
-_OF_TIME = ("seconds_", "_per_s", "_bytes")
+_OF_TIME = ("seconds_", "loop_", "_per_s", "_bytes")
 """In names of metrics that differ from run to run: times, and what depends on them."""
 _POLL_S = 0.5
 
