@@ -107,10 +107,10 @@ def require_written(task: Task) -> None:
     Held-out examples of that kind are evaluated beside others that are trained on, as in a mixture.
     Raises: ConfigError; DataError like `examples`.
     """
-    if not isinstance(task, Choices):
+    if not hasattr(task, "choices"):
         return  # Without a look at the examples, of which a generator makes a million one by one.
     asked = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
-    if any(task.choices(example) for example in asked):
+    if any(choices_of(task, example) for example in asked):
         raise ConfigError(
             explain_refusal(
                 f"training on task {task.name}, whose replies are chosen by their likelihood: the model"
