@@ -142,7 +142,8 @@ def with_work_of(planned: Planned, metrics: Sequence[Mapping[str, float]]) -> Pl
 
 
 def _facts(efficiency: Efficiency) -> dict[str, Any]:
-    names = ("learn_frac", "decode_frac", "decode_layer_s", "update_frac", "source")
+    # Not its source, which names a folder of this machine: the model is in the head of every result.
+    names = ("learn_frac", "decode_frac", "decode_layer_s", "update_frac")
     return {name: getattr(efficiency, name) for name in names}
 
 
