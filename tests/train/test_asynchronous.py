@@ -205,8 +205,9 @@ def test_an_engine_that_silently_keeps_old_weights_ends_the_run(tmp_path: Path, 
     made.placement = ApartPlacement(made.spec, tiny_model_dir, weights_dir, make_engine=KeepsOldWeights)
     with pytest.raises(WeightMismatch, match=r"no engine serves version 1: .*weight_canary: its scores"):
         made.run()
-    # Nothing was trained on what it sampled afterwards.
-    assert [line["step"] for line in made.notes.steps] == []
+    # The first step was sampled under the weights that it said. Nothing was trained on what came afterwards.
+    assert [line["step"] for line in made.notes.steps] == [1]
+    assert made.run_dir.rollouts_files() == [made.run_dir.rollouts_path(1)]
 
 
 def test_the_thread_of_the_learner_ends_with_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:

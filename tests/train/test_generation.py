@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from strop.errors import EngineError, RunStopped
@@ -63,6 +63,8 @@ class World:
     begun: list[int] = field(default_factory=list)
     is_instant: bool = True
     reward_of: Callable[[int], float] = lambda number: 1.0
+    learner_version: int = 0
+    max_staleness: int = 10
 
     async def attempt(self, number: int, example: Example) -> Group:
         assert example == example_of(number)
@@ -79,14 +81,17 @@ class World:
 
     def source(self, *, ahead: int, groups: int = 2, steps: int = 10, **options: int) -> GroupSource:
         limits = SourceLimits(groups_per_step=groups, max_staleness=ahead, num_steps=steps)
+        self.max_staleness = ahead
         return GroupSource(
-            limits, find_example=example_of, attempt=self.attempt, find_flaw=find_constant, **options
+            limits, find_example=example_of, attempt=self.attempt, find_flaw=self.find_flaw, **options
         )
 
-
-def find_constant(group: Group) -> Fate | None:
-    rewards = {rollout.outcome.reward for rollout in group.rollouts}
-    return Fate.FILTERED if len(rewards) == 1 else None
+    def find_flaw(self, group: Group) -> Fate | None:
+        versions = [turn.policy_version or 0 for rollout in group.rollouts for turn in rollout.turns]
+        if self.learner_version - min(versions) > self.max_staleness:
+            return Fate.EVICTED
+        rewards = {rollout.outcome.reward for rollout in group.rollouts}
+        return Fate.FILTERED if len(rewards) == 1 else None
 
 
 def numbers_of(batch: Batch) -> list[int]:
@@ -246,6 +251,8 @@ def test_settling_waits_for_replacements_too() -> None:
     seed=st.integers(0, 1000),
     filtered=st.sets(st.integers(0, 40), max_size=12),
 )
+# A short batch leaves groups under way, which are too old for the next step.
+@example(ahead=0, sync_every=1, seed=0, filtered=set(range(7)))
 @settings(max_examples=150, deadline=None)
 def test_t8_the_schedule_starves_exactly_below_the_bound_and_the_ledger_balances(
     ahead: int, sync_every: int, seed: int, filtered: set[int]
@@ -259,6 +266,7 @@ def test_t8_the_schedule_starves_exactly_below_the_bound_and_the_ledger_balances
         source = world.source(ahead=ahead, steps=num_steps)
         published = consumed = oldest = 0
         for step in range(num_steps):
+            world.learner_version = step
             source.admit(published)
             taking = asyncio.ensure_future(source.take())
             await turn_over()
@@ -276,7 +284,8 @@ def test_t8_the_schedule_starves_exactly_below_the_bound_and_the_ledger_balances
             if (step + 1) % sync_every == 0:
                 published = world.version = step + 1
         counts = source.counts
-        assert counts["started"] == counts["trained"] + counts["filtered"] + source.num_ahead
+        num_discarded = counts["filtered"] + counts["evicted"]
+        assert counts["started"] == counts["trained"] + num_discarded + source.num_ahead
         assert counts["trained"] == consumed
         await source.close()
         return oldest, consumed

@@ -236,10 +236,10 @@ class TrainLoop:
         """Do one step, from its examples to its checkpoint."""
         started_at = time.perf_counter()
         collected = await self._collect()
-        await self._publishing.await_proof()
         groups = collected.groups if collected is not None else []
         num_attempted = self._note_too_long(groups)
         self._end.where_all_failed(self._state.step, groups)
+        await self._publishing.await_proof()
         collected_at = time.perf_counter()
         verify_s = min(self._judge.take_busy_s(), collected_at - started_at)
         self._watchdog.progress("learn")
