@@ -34,7 +34,7 @@ from strop.environments import RolloutPlan, SingleTurn, run_group
 from strop.rollout import Example, Message, Outcome, Sampling, Split, make_example
 from strop.tasks import TaskLimits
 from strop.tokenizer import Tokenizer
-from strop.train.loop_lag import collections_by_hand
+from strop.train.loop_lag import full_collections_by_hand
 
 NUM_ENGINES = 1_000
 NUM_IN_FLIGHT = 100_000
@@ -206,7 +206,7 @@ def main() -> None:
     async def measure() -> None:
         print(json.dumps(await desk.run(given.warm_up_s, given.measured_s)), flush=True)
 
-    with collections_by_hand():
+    with full_collections_by_hand():
         if given.virtual:
             run_virtually(measure())
         else:

@@ -7,7 +7,7 @@ import gc
 import time
 import weakref
 
-from strop.train.loop_lag import ASK_S, LoopLagWatch, collections_by_hand
+from strop.train.loop_lag import ASK_S, LoopLagWatch, full_collections_by_hand
 
 
 def hold_the_loop(seconds: float) -> None:
@@ -52,20 +52,33 @@ def test_a_loop_that_keeps_up_raises_no_alarm() -> None:
     assert told == []
 
 
-def test_collections_are_left_to_the_caller_inside_and_as_before_outside() -> None:
+def test_full_collections_are_left_to_the_caller_inside_and_as_before_outside() -> None:
     class Node:
         pass
 
-    assert gc.isenabled()
-    with collections_by_hand():
-        assert not gc.isenabled()
+    def churn() -> None:
+        # More than enough for a full collection, were it not put off.
+        kept: list[list[int]] = [[] for _ in range(400_000)]
+        assert kept
+
+    before = gc.get_threshold()
+    with full_collections_by_hand():
         assert gc.get_freeze_count() > 1000
         node = Node()
         node.self = node  # type: ignore[attr-defined]
         died = weakref.ref(node)
+        # It has become old.
+        gc.collect(1)
         del node
+        churn()
         assert died() is not None
         gc.collect()
         assert died() is None
-    assert gc.isenabled()
+        young = Node()
+        young.self = young  # type: ignore[attr-defined]
+        died = weakref.ref(young)
+        del young
+        churn()
+        assert died() is None
+    assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0

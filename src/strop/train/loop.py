@@ -10,6 +10,7 @@ computed again, to the same values.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ from strop.train.ending import Ending
 from strop.train.gate import pass_gate
 from strop.train.gate_input import GateCheck, GateInput
 from strop.train.generation import Batch, GroupSource
-from strop.train.loop_lag import LoopLagWatch
+from strop.train.loop_lag import LoopLagWatch, full_collections_by_hand
 from strop.train.measure import (
     count_trained_tokens,
     measure_batch,
@@ -152,7 +153,7 @@ class TrainLoop:
         Raises: CheckRefused by the gate; Interrupted after a signal, with a checkpoint written;
             RunStopped by a tripwire; any error of a role, with the last checkpoint intact.
         """
-        with self._stop, self._watchdog, self._lag or nullcontext():
+        with self._stop, self._watchdog, self._lag or nullcontext(), full_collections_by_hand():
             await self._resume()
             await self._publish()
             await self._pass_gate()
@@ -354,6 +355,7 @@ class TrainLoop:
             await self._stop_on_low_disk()
         if is_due:
             await self._checkpoint()
+        gc.collect()
 
     def _find_alarms(self, metrics: Mapping[str, float]) -> list[Event]:
         """Compare the step's numbers with their bounds and with the steps before."""
