@@ -6,18 +6,20 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strop.engine import WeightUpdate
+from strop.engine.contract import ReplyScore
 from strop.engine.native import NativeEngine
 from strop.errors import Interrupted, WeightMismatch
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
-from strop.rollout import Outcome, Rollout
+from strop.rollout import IntArray, Outcome, Rollout
 from strop.tasks import Task
 from tests.fixtures.apart import ApartPlacement
 from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
@@ -208,6 +210,26 @@ def test_an_engine_that_silently_keeps_old_weights_ends_the_run(tmp_path: Path, 
     # The first step was sampled under the weights that it said. Nothing was trained on what came afterwards.
     assert [line["step"] for line in made.notes.steps] == [1]
     assert made.run_dir.rollouts_files() == [made.run_dir.rollouts_path(1)]
+
+
+class RoundsOtherwise(NativeEngine):
+    """Has kernels of its own, which put single tokens further off than the parity gate allows on average."""
+
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
+        found = await super().score(prompt_ids, reply_ids, temperature)
+        off = np.where(np.arange(len(reply_ids)) % 2, 0.002, -0.002).astype(np.float32)
+        return replace(found, logprobs=found.logprobs + off)
+
+
+def test_an_engine_that_rounds_otherwise_is_not_taken_for_one_with_other_weights(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """A run on vLLM ended at its 43rd update: the canary was held to what thousands of tokens reach."""
+    made = compose(tmp_path, tiny_model_dir)
+    weights_dir = tmp_path / "weights"
+    made.placement = ApartPlacement(made.spec, tiny_model_dir, weights_dir, make_engine=RoundsOtherwise)
+    made.run()
+    assert len(made.notes.steps) == NUM_STEPS
 
 
 def test_the_thread_of_the_learner_ends_with_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -69,7 +69,7 @@ class WeightCanary:
     def __init__(self, prompt_ids: IntArray, reply_ids: IntArray, *, tolerance_nats: float) -> None:
         """Take the reply to score, some tens of tokens long.
 
-        `tolerance_nats` bounds the mean gap between learner and engine, as at the parity gate.
+        `tolerance_nats` bounds the mean gap between learner and engine, rounding included.
         """
         self.prompt_ids = prompt_ids
         self.reply_ids = reply_ids

@@ -16,6 +16,11 @@ from strop.record import Event, EventKind
 from strop.spec.run import RunSpec
 from strop.train.gate import CANARY, PARITY_TOLERANCE_NATS
 
+_CANARY_SPREAD = 3.0
+"""Some tens of tokens may be further off than the gate's thousands: in one run vLLM's scores of the canary
+were 0.061 nats off in bfloat16, where the gate had found 0.042. Weights of another model are off by whole
+nats, and old ones are told by how the scores move."""
+
 
 class Publishing:
     """Publishes the weights of one run."""
@@ -26,7 +31,9 @@ class Publishing:
         self._publish_event = publish_event
         token_ids = roles.tokenizer.encode(CANARY)
         self._canary = WeightCanary(
-            token_ids[:1], token_ids[1:], tolerance_nats=PARITY_TOLERANCE_NATS[spec.model.dtype]
+            token_ids[:1],
+            token_ids[1:],
+            tolerance_nats=_CANARY_SPREAD * PARITY_TOLERANCE_NATS[spec.model.dtype],
         )
         self._version: int | None = None
         self._proof: asyncio.Task[None] | None = None
