@@ -271,7 +271,7 @@ def test_smp_5_a_cache_that_outlives_an_update_is_found_by_the_canary(
 
     async def act() -> None:
         await engine.update(UPDATE)
-        with pytest.raises(WeightMismatch, match="weight_canary: 257 keys and values of other weights"):
+        with pytest.raises(WeightMismatch, match="weight_canary: 129 keys and values of other weights"):
             await engine.update(replace(UPDATE, version=8, digest="d8"))
         with pytest.raises(EngineError, match="weight_canary"):
             await engine.generate(ask(tokenizer))
