@@ -71,6 +71,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("tripwires.min_entropy_nats", "tripwires.max_length_ratio", "tripwires.max_grad_norm_ratio"),
         *(
             "tripwires.min_reward_kept_frac",
+            "tripwires.min_used_length_ratio",
             "tripwires.max_term_norm_ratio",
             "tripwires.max_memory_growth_bytes",
         ),

@@ -78,6 +78,24 @@ def test_a_reward_that_is_lost_for_eight_steps_is_an_alarm() -> None:
     assert causes(history, reward_mean=0.45) == []
 
 
+def test_long_replies_that_keep_coming_too_late_are_an_alarm() -> None:
+    # A step whose used replies are 0.68 as long lacks 0.32; three of them 0.96 of 8: 0.88 is below 0.9.
+    late = {"reply_tokens_mean": 9.0, "used_length_ratio": 0.68}
+    in_time = {"reply_tokens_mean": 9.0}
+    history = History([in_time] * 8)
+    assert causes(history, **late) == []
+    history.add(late)
+    history.add(in_time)
+    assert causes(history, **late) == []
+    history.add(late)
+    assert causes(history, **late) == ["selection_bias"]
+    # A step without evictions says nothing, and eight of them forget.
+    assert causes(history, **in_time) == []
+    assert causes(History([late] * 2 + [in_time] * 7), **late) == []
+    # Early evictions count as in a full window.
+    assert causes(History([late]), **late) == []
+
+
 def test_a_trend_that_is_switched_off_is_silent() -> None:
     spec = TripwireSpec(max_length_ratio=None, max_grad_norm_ratio=None, min_reward_kept_frac=None)
     history = History([{"reply_tokens_mean": 50.0, "reward_mean": 0.8, "grad_norm": 1.0}] * 16)

@@ -63,6 +63,13 @@ class TripwireSpec(Section):
         description="Share of the mean reward of its best 8 steps in a row that a run keeps; 8 steps in a row"
         " below it are an alarm. none = not watched.",
     )
+    min_used_length_ratio: float | None = Field(
+        default=0.9,
+        gt=0.0,
+        le=1.0,
+        description="Mean length of the replies that came in time, as a share of that of all that were"
+        " dispatched, over 8 steps. Below it is an alarm: long replies are evicted. none = not watched.",
+    )
     max_term_norm_ratio: float | None = Field(
         default=100.0,
         gt=1.0,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from strop.spec.run import RunSpec
 from strop.tasks import Task, limits_of
 from strop.tasks.judging import Judge
 from strop.train.batch import TrainBatch
-from strop.train.generation import Fate, GroupSource, SourceLimits
+from strop.train.generation import Batch, Fate, GroupSource, SourceLimits
 from strop.train.schedule import ExampleSchedule
 
 
@@ -135,9 +137,35 @@ def sort_by_fate(groups: Sequence[Group], batch: TrainBatch) -> list[Fate]:
     return fates
 
 
-def count_tokens(groups: Sequence[Group]) -> int:
+def measure_discarded(batch: Batch) -> dict[str, float]:
+    """Say what was sampled on the way to a batch and not trained on; nothing where all of it was.
+
+    `used_length_ratio` is the mean length of the replies that were young enough, over that of all that were
+    dispatched: below 1, long replies came too late more often than short ones.
+    """
+    if not batch.discarded:
+        return {}
+    num_wasted, num_used = count_tokens(group for _, group in batch.discarded), count_tokens(batch.groups)
+    metrics = {"wasted_token_frac": num_wasted / max(num_wasted + num_used, 1)}
+    for fate, num_groups in Counter(fate for fate, _ in batch.discarded).items():
+        metrics[f"num_{fate}_groups"] = float(num_groups)
+    evicted = _lengths(group for fate, group in batch.discarded if fate is Fate.EVICTED)
+    # Those that were replaced for their rewards were in time.
+    in_time = _lengths(
+        [*batch.groups, *(group for fate, group in batch.discarded if fate is not Fate.EVICTED)]
+    )
+    if any(evicted) and any(in_time):
+        metrics["used_length_ratio"] = fmean(in_time) / fmean(in_time + evicted)
+    return metrics
+
+
+def _lengths(groups: Iterable[Group]) -> list[int]:
+    return [rollout.num_sampled_tokens for group in groups for rollout in group.rollouts]
+
+
+def count_tokens(groups: Iterable[Group]) -> int:
     """Return the tokens that were sampled for groups."""
-    return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
+    return sum(_lengths(groups))
 
 
 def _versions(rollout: Rollout) -> list[int]:

@@ -23,6 +23,10 @@ from strop.errors import RunStopped, explain_refusal
 from strop.rollout import Example, Group
 
 
+class Starved(RunStopped):
+    """A step waits for rollouts that may not be sampled, and nothing under way would change that."""
+
+
 class Fate(StrEnum):
     """How a group that was started ended."""
 
@@ -137,7 +141,7 @@ class GroupSource:
     async def take(self) -> Batch:
         """Return the next batch, waiting for its groups.
 
-        Raises: whatever ended an attempt, after the others were cancelled.
+        Raises: Starved; whatever ended an attempt, after the others were cancelled.
         """
         wanted = self._limits.groups_per_step
         most_discarded = int((self._limits.max_generated_ratio - 1.0) * wanted)
@@ -222,7 +226,7 @@ class GroupSource:
         return [(fate, group) for _, fate, group in found[:num_before]]
 
     async def _wait(self) -> None:
-        """Wait until one more group is done. Raises: RunStopped where none is being sampled."""
+        """Wait until one more group is done. Raises: Starved where none is being sampled."""
         if not self._started:
             raise _starved(self._limits, self._num_consumed_steps, self._published_step)
         if not self._ended:
@@ -266,8 +270,8 @@ def _is_usable(entry: _Started) -> bool:
     return entry.group.done() and not entry.group.cancelled() and entry.group.exception() is None
 
 
-def _starved(limits: SourceLimits, step: int, published_step: int) -> RunStopped:
-    return RunStopped(
+def _starved(limits: SourceLimits, step: int, published_step: int) -> Starved:
+    return Starved(
         explain_refusal(
             f"step {step + 1} waits for rollouts, and none may be sampled: the engine serves the weights"
             f" after step {published_step}, and train.max_staleness={limits.max_staleness}",

@@ -40,12 +40,12 @@ from strop.train.checkpoint import (
     require_same_demonstrations,
     save_checkpoint,
 )
-from strop.train.collecting import Collector, count_tokens, measure_staleness, sort_by_fate
+from strop.train.collecting import Collector, measure_discarded, measure_staleness, sort_by_fate
 from strop.train.demonstrations import Demonstrations
 from strop.train.ending import Ending
 from strop.train.gate import pass_gate
 from strop.train.gate_input import GateCheck, GateInput
-from strop.train.generation import Batch, GroupSource
+from strop.train.generation import Batch, GroupSource, Starved
 from strop.train.loop_lag import LoopLagWatch, full_collections_by_hand
 from strop.train.measure import (
     count_trained_tokens,
@@ -65,11 +65,7 @@ from strop.train.schedule import schedule_demonstrations, schedule_examples
 from strop.train.signals import StopFlag
 from strop.train.step_terms import StepTerms
 from strop.train.trends import History, find_divergence, find_trend_alarms
-from strop.train.tripwires import (
-    find_alarms,
-    find_fate_leak,
-    find_format_drift,
-)
+from strop.train.tripwires import find_alarms, find_fate_leak, find_format_drift
 from strop.train.watchdog import Watchdog
 
 _SIGN_OF_LIFE = "Is anyone there?"
@@ -280,7 +276,11 @@ class TrainLoop:
             return None
         self._watchdog.progress("generate")
         source.admit(self._publishing.step)
-        batch = await source.take()
+        try:
+            batch = await source.take()
+        except Starved as error:
+            self._event(EventKind.TRIPWIRE, "stall", str(error))
+            raise
         asked = [
             (example.example_id, index)
             for example in map(schedule.numbered, batch.numbers)
@@ -302,13 +302,7 @@ class TrainLoop:
         if self._spec.train.max_staleness:
             metrics |= measure_staleness(collected.groups, self._state.version)
             metrics["num_groups_ahead"] = float(self._source.num_ahead)
-        if collected.discarded:
-            discarded = [group for _, group in collected.discarded]
-            num_wasted, num_used = count_tokens(discarded), count_tokens(collected.groups)
-            metrics["wasted_token_frac"] = num_wasted / max(num_wasted + num_used, 1)
-            for fate, num_groups in Counter(fate for fate, _ in collected.discarded).items():
-                metrics[f"num_{fate}_groups"] = float(num_groups)
-        return metrics
+        return metrics | measure_discarded(collected)
 
     async def _publish_if_due(self) -> None:
         """Publish what the step made, where the schedule or what comes next asks for it."""

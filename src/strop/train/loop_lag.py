@@ -93,12 +93,12 @@ def full_collections_by_hand() -> Iterator[None]:
 
     By itself it walks through every rollout in flight, again and again: with 40,000 of them that was half of
     the orchestrator's processor time, in pauses of up to 1.7 s, and found nothing, because rollouts that end
-    as they should leave no cycles. Young objects are looked at as ever, so that a cycle that holds a tensor
-    does not live for a whole step. What exists at the beginning is never walked through.
+    as they should leave no cycles. New objects are looked at once, as ever, so that a cycle that holds a
+    tensor does not live for a whole step. What exists at the beginning is never walked through.
     """
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(before[0], before[1], _NEVER)
+    gc.set_threshold(before[0], _NEVER, _NEVER)
     try:
         yield
     finally:

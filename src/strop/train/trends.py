@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 
+import numpy as np
+
 from strop.record.events import Event, EventKind
 from strop.spec.tripwires import TripwireSpec
 from strop.train.observer import EvalSummary
@@ -35,6 +37,8 @@ class History:
         """Mean rewards of the last steps."""
         self.best_reward: float | None = None
         """Highest mean of `NUM_LOW` rewards in a row."""
+        self.used_lengths: deque[float] = deque(maxlen=NUM_LOW)
+        """Mean length of the replies used by the last steps, over that of all that were dispatched."""
         for record in records:
             self.add(record)
 
@@ -45,6 +49,8 @@ class History:
         # A step without signal has norm 0 and says nothing about the norms of others.
         if metrics.get("grad_norm"):
             self.grad_norms.append(metrics["grad_norm"])
+        if "reply_tokens_mean" in metrics:
+            self.used_lengths.append(metrics.get("used_length_ratio", 1.0))
         if "reward_mean" in metrics:
             self.rewards.append(metrics["reward_mean"])
             if len(self.rewards) == NUM_LOW:
@@ -63,6 +69,7 @@ def find_trend_alarms(
         _find_length_change(spec.max_length_ratio, metrics, history),
         _find_norm_spike(spec.max_grad_norm_ratio, metrics, history),
         _find_reward_fall(spec.min_reward_kept_frac, metrics, history),
+        _find_selection(spec.min_used_length_ratio, metrics, history),
     )
     return [
         Event(kind=EventKind.TRIPWIRE, step=step, cause=cause, detail=detail)
@@ -122,6 +129,25 @@ def _find_reward_fall(
         f"reward_mean={now:.4g} stays below tripwires.min_reward_kept_frac={bound:g} of the best"
         f" {NUM_LOW} steps' {best:.4g} for {NUM_LOW} steps: what was learned is lost; lower optimizer.lr and"
         " go back to an earlier checkpoint"
+    )
+
+
+def _find_selection(
+    bound: float | None, metrics: Mapping[str, float], history: History
+) -> tuple[str, str] | None:
+    """Find long replies that keep coming too late to be trained on."""
+    now = metrics.get("used_length_ratio")
+    if bound is None or now is None:
+        return None
+    # What a step lacks to 1 counts as much as in a full window: one odd step is no selection.
+    missing = 1.0 - np.array([*history.used_lengths, now][-NUM_LOW:])
+    ratio = 1.0 - float(missing.sum()) / NUM_LOW
+    if ratio >= bound:
+        return None
+    return "selection_bias", (
+        f"used_length_ratio={ratio:.4g} over {NUM_LOW} steps is below tripwires.min_used_length_ratio="
+        f"{bound:g}: long replies come too late and are evicted, so the policy is trained on short ones;"
+        " raise train.max_staleness, or look for the engine that serves old weights"
     )
 
 
