@@ -17,7 +17,8 @@ from benchmarks.gpu.device import MemoryMeter, synchronize
 from benchmarks.gpu.models import QWEN_0_5B, TINY, build_model
 from benchmarks.gpu.parity import minus_advantage
 from benchmarks.gpu.result import PartResult, Setting
-from strop.policy.head import GPU_HEAD_BYTES, TokenGradient, choose_chunk_rows, loss_and_gradients
+from strop.policy.footprint import GPU_HEAD_BYTES
+from strop.policy.head import TokenGradient, choose_chunk_rows, loss_and_gradients
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.spec.optimizer import OptimizerSpec

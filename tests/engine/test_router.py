@@ -18,7 +18,7 @@ from strop.engine import (
     WeightUpdate,
 )
 from strop.engine.dummy import DummyEngine
-from strop.engine.router import ReplicaCause, Router
+from strop.engine.router import ReplicaCause, Router, RouterLimits
 from strop.errors import ConfigError, EngineError, EngineLost, WeightMismatch
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
@@ -472,3 +472,11 @@ def test_prc_3_a_long_queue_waits_no_longer_than_the_work_before_it() -> None:
     assert num_answered == 5_600
     # Under half a second on the machine where it was written.
     assert longest_wait_s < 10.0
+
+
+def test_a_replica_is_given_twice_what_it_decodes_at_once() -> None:
+    """A replica of 512 rows was given 256 requests, whatever `engine.max_rows` said."""
+    assert RouterLimits.for_rows(512).max_running == 1024
+    # Where it decodes few, enough wait at it all the same.
+    assert RouterLimits.for_rows(64).max_running == 256
+    assert RouterLimits.for_rows(64).reply_limit_s == RouterLimits().reply_limit_s

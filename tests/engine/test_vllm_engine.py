@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 from collections.abc import AsyncGenerator
@@ -17,6 +18,7 @@ from strop.engine.vllm.core import Adapter, Piece
 from strop.engine.vllm.engine import VllmEngine
 from strop.engine.vllm.environment import VLLM, find_python
 from strop.engine.vllm.limits import EngineLimits, plan_limits
+from strop.engine.vllm.serve import engine_settings
 from strop.errors import ConfigError, EngineError, WeightMismatch
 from strop.policy.footprint import ModelSize
 from strop.rollout import FinishReason, IntArray, VersionSegment
@@ -396,3 +398,19 @@ def test_scores_are_at_temperature_1(engine: VllmEngine, tokenizer: Tokenizer) -
         return await engine.score(prompt, prompt, 0.0)
 
     assert np.array_equal(asyncio.run(act()).logprobs, np.full(len(prompt), -1.0, np.float32))
+
+
+@pytest.mark.parametrize(("is_gpu", "rows", "batched"), [(True, 512, 8192), (False, 64, 4096)])
+def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched: int) -> None:
+    """By itself it decodes 128 replies at once, on a GPU that has room for thousands."""
+    options = argparse.Namespace(
+        model=Path("m"), dtype="bfloat16", eager=False, tensor_parallel=1, max_rows=None
+    )
+    options.kv_cache_bytes = options.gpu_memory_frac = options.lora_rank = None
+    limits = EngineLimits(max_positions=2048, vocab_size=100)
+    settings = engine_settings(options, limits, is_gpu=is_gpu)
+    assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (rows, batched)
+    # Cutting prompts kills it on a CPU.
+    assert settings.get("enable_chunked_prefill", True) == is_gpu
+    options.max_rows = 7
+    assert engine_settings(options, limits, is_gpu=is_gpu)["max_num_seqs"] == 7

@@ -11,7 +11,7 @@ from strop.hardware import Calibration, Gpu, Machine
 from strop.hardware.accelerators import find_accelerator
 from strop.hardware.efficiency import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.launch.estimate import Work, estimate_time, list_assumptions, list_disk_parts, step_period_s
-from strop.launch.roles import Layout, count_rows, list_roles, read_layout, split_memory
+from strop.launch.roles import Layout, RoleMemory, count_rows, list_roles, read_layout, split_memory
 from strop.launch.speeds import Speeds, choose_speeds
 from strop.policy.footprint import (
     DEFAULT_MICRO_BATCH_POSITIONS,
@@ -167,6 +167,11 @@ def test_rows_and_disk() -> None:
     assert count_rows(make_spec()) == 16
     assert count_rows(make_spec(engine={"max_rows": 5})) == 5
     assert count_rows(make_spec(train={"prompts_per_step": 200, "rollouts_per_prompt": 4})) == 64
+    # A GPU decodes 512 at once; what the run file says holds everywhere.
+    many = {"prompts_per_step": 200, "rollouts_per_prompt": 4}
+    assert count_rows(make_spec(train=many), is_gpu=True) == 512
+    assert count_rows(make_spec(train=many), 2, is_gpu=True) == 400
+    assert count_rows(make_spec(train=many, engine={"max_rows": 100}), is_gpu=True) == 100
     # Two kept and one being written, each 2000 x (2 + 4 + 8) bytes.
     here = list_disk_parts(make_spec(), SIZE, is_mirrored=False)
     assert [part.amount for part in here] == [3 * 2000 * 14]
@@ -342,6 +347,30 @@ def test_ranks_share_the_state_and_engines_the_rows() -> None:
         if part.name.startswith("activations")
     )
     assert name.endswith("computed again)")
+
+
+def test_vllm_takes_the_memory_that_it_is_given() -> None:
+    def engine_of(device_bytes: int | None, **settings: Any) -> RoleMemory:
+        spec = make_spec(placement={"kind": "process"}, engine={"kind": "vllm", **settings})
+        layout = read_layout(spec, is_processor=device_bytes is None)
+        return list_roles(spec, SIZE, layout, 8, 10, device_bytes=device_bytes)[1]
+
+    def amounts_of(role: RoleMemory) -> dict[str, float]:
+        return {part.name: part.amount for part in role.parts}
+
+    # 2000 parameters of 2 bytes, and 1 GiB for keys and values; nothing is packed, and its program is large.
+    here = engine_of(None)
+    assert amounts_of(here) == {"key-value cache of vLLM": 1 << 30, "weights of the engine's process": 4000}
+    assert here.program_bytes == 1_950_000_000
+    assert amounts_of(engine_of(None, kv_cache_bytes=1 << 20))["key-value cache of vLLM"] == 1 << 20
+    # On a GPU it fills its share: 0.92 by itself.
+    there = engine_of(10**6)
+    assert there.needed_bytes == 920_000
+    assert amounts_of(there)["key-value cache of vLLM"] == 920_000 - 4000
+    assert engine_of(10**6, gpu_memory_frac=0.5).needed_bytes == 500_000
+    # Two devices for one copy of the model: each holds half of it.
+    shared = engine_of(10**6, tensor_parallel=2)
+    assert amounts_of(shared)["weights of the engine's process"] == 2000
 
 
 def test_the_run_file_says_how_many_there_are() -> None:

@@ -19,6 +19,11 @@ DEFAULT_GPU_ROWS = 512
 """On GPUs, where a step takes about the same time up to some two hundred rows."""
 
 
+def default_rows(*, is_gpu: bool) -> int:
+    """Return how many replies an engine decodes at once where `engine.max_rows` does not say it."""
+    return DEFAULT_GPU_ROWS if is_gpu else DEFAULT_MAX_ROWS
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
     """One prompt, one reply wanted."""

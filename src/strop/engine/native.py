@@ -24,8 +24,6 @@ import numpy as np
 import torch
 
 from strop.engine.contract import (
-    DEFAULT_GPU_ROWS,
-    DEFAULT_MAX_ROWS,
     Completion,
     GenerationRequest,
     ReplyScore,
@@ -33,6 +31,7 @@ from strop.engine.contract import (
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
+    default_rows,
 )
 from strop.engine.decoding import DecodeBatch
 from strop.engine.fetching import fetched
@@ -75,7 +74,7 @@ class NativeEngine:
         self._model = model
         self._tokenizer = tokenizer
         self._is_static = model.device.type == "cuda" if is_static is None else is_static
-        self._max_rows = max_rows or (DEFAULT_GPU_ROWS if model.device.type == "cuda" else DEFAULT_MAX_ROWS)
+        self._max_rows = max_rows or default_rows(is_gpu=model.device.type == "cuda")
         self._version = version
         self._inbox: deque[Waiting] = deque()
         self._runner: asyncio.Task[None] | None = None

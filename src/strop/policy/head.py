@@ -18,12 +18,10 @@ import torch
 
 from strop.kernels import calls
 from strop.policy import plain_layers
-from strop.policy.footprint import HEAD_CHUNK_ROWS
+from strop.policy.footprint import GPU_HEAD_BYTES, HEAD_CHUNK_ROWS
 from strop.policy.gradients import add_into
 from strop.policy.packing import PackedBatch
 
-GPU_HEAD_BYTES = 2**30
-"""Workspace of the head on a GPU, whatever the vocabulary and the number of tokens."""
 _LOGIT_BYTES = 6
 """Held at once per logit: itself in bf16, and in fp32 where the passes over it are not one kernel."""
 _MAX_GPU_ROWS = 8192

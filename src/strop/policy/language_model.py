@@ -60,6 +60,8 @@ class LanguageModel:
         """The layers for this processor, if the family is known and the kernels run here."""
         self.adapters: LoraSpec | None = None
         """What is trained beside frozen weights, None where the weights are trained."""
+        self.recomputes = False
+        """Whether only the inputs of layers are kept for a backward."""
         self._trunk: Callable[..., Any] = module.base_model
 
     @classmethod
@@ -114,6 +116,7 @@ class LanguageModel:
 
     def recompute_activations(self) -> None:
         """Keep only the inputs of layers from now on: a backward computes the rest again."""
+        self.recomputes = True
         if self.fused is not None:
             self.fused.recomputes = True
             return

@@ -123,9 +123,11 @@ class Learner:
         self.teacher: FrozenModel | None = None
         """What the terms of distillation compare with, of the policy's vocabulary."""
         self._spec = spec
-        self.max_positions = micro_batch_positions or default_positions(model)
-        """Of a micro-batch."""
         self._ranks = ranks or SingleRank()
+        self.max_positions = micro_batch_positions or default_positions(
+            model, num_ranks=self._ranks.num_ranks
+        )
+        """Of a micro-batch."""
         self._weights = masters or LocalMasters(model)
         self._masters = self._weights.by_name
         self._optimizer = self._build_optimizer()

@@ -26,8 +26,8 @@ class EngineSpec(Section):
         default=None,
         ge=1,
         le=10**6,
-        description="Replies decoded at the same time; more wait until a row is free. none = derived from"
-        " the memory of the machine.",
+        description="Replies decoded at the same time; more wait until a row is free. none = 64 on"
+        " a CPU, 512 on a GPU.",
     )
     python: str | None = Field(
         default=None,

@@ -50,7 +50,7 @@ class TrainSpec(Section):
         ge=1,
         le=10**9,
         description="Tokens in one forward and backward pass at most; the gradient does not depend on it."
-        " none = derived from the memory of the machine.",
+        " none = 1280 on a CPU; on a GPU what half of the memory holds that weights and optimizer leave.",
     )
     activation_checkpointing: bool | None = Field(
         default=None,

@@ -20,7 +20,6 @@ from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.cluster.ray.state_transfer import StagedState, fetch_files, send_files
 from strop.errors import EngineLost
-from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 
@@ -44,6 +43,8 @@ class LearnerFacts:
     version: int
     shape: ModelShape
     device: str
+    max_positions: int
+    """Of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +97,12 @@ class LearnerRank(RayRole):
             self._join_ranks(rank, num_ranks, meeting)
             self._learner = build_rank(spec, source, num_ranks=num_ranks)
         model = self._learner.model
-        return LearnerFacts(version=self._learner.version, shape=model.shape, device=model.device.type)
+        return LearnerFacts(
+            version=self._learner.version,
+            shape=model.shape,
+            device=model.device.type,
+            max_positions=self._learner.max_positions,
+        )
 
     def _join_ranks(self, rank: int, num_ranks: int, meeting: tuple[str, int]) -> None:
         """Become one of the ranks that meet there."""
@@ -197,15 +203,13 @@ class RayLearner:
         watch: DeathWatch,
         facts: LearnerFacts,
         *,
-        max_positions: int = DEFAULT_MICRO_BATCH_POSITIONS,
         apart: Mapping[int, int] | None = None,
     ) -> None:
-        """`ranks` are actors of `LearnerRank` that have loaded; a micro-batch has `max_positions` at most.
+        """`ranks` are actors of `LearnerRank` that have loaded.
 
         `apart`: ranks that do not see this process's disk, and the node of each.
         """
         self._apart = dict(apart or {})
-        self._max_positions = max_positions
         self._ranks = ranks
         self._watch = watch
         self._facts = facts
@@ -333,7 +337,7 @@ class RayLearner:
         from strop.policy.shares import split_shares
 
         return split_shares(
-            groups, len(self._ranks), max_positions=self._max_positions, keeps_groups=keeps_groups
+            groups, len(self._ranks), max_positions=self._facts.max_positions, keeps_groups=keeps_groups
         )
 
     async def _gather(self, calls: Sequence[Any]) -> list[Any]:

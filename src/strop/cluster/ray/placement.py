@@ -41,12 +41,11 @@ from strop.cluster.ray.slots import NodeOffer, RoleCounts, RoleKind, RoleSlot, p
 from strop.cluster.ray.temp_dirs import choose_temp_dir
 from strop.cluster.ray.workers import RolloutWorker, RolloutWorkers, assign_engines
 from strop.cluster.starting import start_all
-from strop.engine.contract import Engine
+from strop.engine.contract import Engine, default_rows
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.errors import ConfigError, EngineError, explain_refusal
 from strop.hardware.job_variables import NAMES_VARIABLE, NUM_NODES_VARIABLE
 from strop.hardware.owned_dirs import SHARED_MEMORY
-from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS
 from strop.record.fence import ATTEMPT_VARIABLE
 from strop.record.meeting import meeting_path
 from strop.spec.run import RunSpec
@@ -171,7 +170,6 @@ class RayPlacement:
             [role.actor for role in self._of(RoleKind.LEARNER)],
             self._watch,
             facts,
-            max_positions=self._spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
             apart={
                 rank: role.slot.node
                 for rank, role in enumerate(self._of(RoleKind.LEARNER))
@@ -244,10 +242,14 @@ class RayPlacement:
     def _join_engines(self) -> Engine:
         if len(self._engines) == 1:
             return self._engines[0]
-        from strop.engine.router import ReplicaCause, Router
+        from strop.engine.router import ReplicaCause, Router, RouterLimits
 
         assert self._watch is not None
-        router = Router({f"engine-{index}": engine for index, engine in enumerate(self._engines)})
+        is_gpu = bool(self._spec.job.gpu_roles)
+        router = Router(
+            {f"engine-{index}": engine for index, engine in enumerate(self._engines)},
+            limits=RouterLimits.for_rows(self._spec.engine.max_rows or default_rows(is_gpu=is_gpu)),
+        )
         self._watch.report_to(lambda name, message: router.condemn(name, message, ReplicaCause.LOST))
         return router
 

@@ -12,6 +12,8 @@ from strop.rollout import IntArray
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Without a setting, on a CPU: vLLM's own default is nine tenths of the machine's memory."""
+GPU_MEMORY_FRAC = 0.92
+"""Without a setting, the share of a GPU's memory that vLLM 0.32 takes for everything."""
 KV_BLOCK_TOKENS = 128
 """Tokens of a block of the cache on a CPU, vLLM 0.32; only whole blocks of a prompt are cached."""
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from strop.engine.contract import default_rows
 from strop.engine.fetching import fetch_object
 from strop.engine.server import Loaded, run_server, server_parser
 from strop.engine.vllm.limits import CPU_KV_CACHE_BYTES, EngineLimits, plan_limits
@@ -26,6 +27,8 @@ _MAX_ADAPTERS = 2
 
 _BATCHED_TOKENS = 4096
 """Prompt tokens of one forward, on a CPU."""
+_GPU_BATCHED_TOKENS = 8192
+"""On a GPU, where longer prompts are cut. AsyncLLM of 0.32 takes 2,048 by itself, and 128 replies at once."""
 _ADAPTED = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj"),
@@ -65,7 +68,7 @@ async def _load(options: argparse.Namespace) -> Loaded:
     from strop.engine.vllm.weights import model_digest
 
     digest = await asyncio.to_thread(model_digest, options.model, getattr(torch, options.dtype))
-    core = _start(VllmCore, _settings(options, limits, is_gpu=is_gpu))
+    core = _start(VllmCore, engine_settings(options, limits, is_gpu=is_gpu))
     await core.follow_parents()
     await core.name_version(options.version)
     engine = VllmEngine(
@@ -93,7 +96,7 @@ def _start(make: Any, settings: dict[str, Any]) -> Any:
         ) from error
 
 
-def _settings(options: argparse.Namespace, limits: EngineLimits, *, is_gpu: bool) -> dict[str, Any]:
+def engine_settings(options: argparse.Namespace, limits: EngineLimits, *, is_gpu: bool) -> dict[str, Any]:
     """Return what AsyncEngineArgs takes."""
     settings: dict[str, Any] = {
         "model": str(options.model),
@@ -106,18 +109,19 @@ def _settings(options: argparse.Namespace, limits: EngineLimits, *, is_gpu: bool
         "enable_prefix_caching": True,
         "worker_extension_cls": "strop.engine.vllm.weights.WeightWorker",
         "disable_log_stats": True,
+        "max_num_seqs": options.max_rows or default_rows(is_gpu=is_gpu),
         # Settings of the model's own generation_config.json would change the distribution.
         "generation_config": "vllm",
         "seed": 0,
     }
-    if not is_gpu:
+    if is_gpu:
+        settings["max_num_batched_tokens"] = _GPU_BATCHED_TOKENS
+    else:
         # A seeded request whose prompt is cut into chunks kills vllm 0.32 on a CPU.
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = max(_BATCHED_TOKENS, limits.max_positions)
     if options.tensor_parallel == 1:
         settings["distributed_executor_backend"] = "uni"  # On a GPU one process less.
-    if options.max_rows is not None:
-        settings["max_num_seqs"] = options.max_rows
     if options.kv_cache_bytes is not None:
         settings["kv_cache_memory_bytes"] = options.kv_cache_bytes
     if options.gpu_memory_frac is not None:
