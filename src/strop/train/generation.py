@@ -19,12 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from strop.errors import RunStopped, explain_refusal
+from strop.errors import Starved, explain_refusal
 from strop.rollout import Example, Group
-
-
-class Starved(RunStopped):
-    """A step waits for rollouts that may not be sampled, and nothing under way would change that."""
 
 
 class Fate(StrEnum):

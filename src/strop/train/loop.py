@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from strop.cluster import Roles
-from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, explain_refusal
+from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, Starved, explain_refusal
 from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size
 from strop.policy.learner import StepReport, Term
@@ -45,7 +45,7 @@ from strop.train.demonstrations import Demonstrations
 from strop.train.ending import Ending
 from strop.train.gate import pass_gate
 from strop.train.gate_input import GateCheck, GateInput
-from strop.train.generation import Batch, GroupSource, Starved
+from strop.train.generation import Batch, GroupSource
 from strop.train.loop_lag import LoopLagWatch, full_collections_by_hand
 from strop.train.measure import (
     count_trained_tokens,
