@@ -41,7 +41,7 @@ _SIZES: dict[str, Any] = {
 
 def measure_sharded(*, is_quick: bool) -> Measured:
     """Measure each number of ranks in processes of their own."""
-    counts = NUM_RANKS[:2] if is_quick else NUM_RANKS
+    counts = (2,) if is_quick else NUM_RANKS
     found: dict[int, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for num_ranks in counts:

@@ -18,6 +18,7 @@ from strop.store.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_left
 from strop.store.lock import FileLock
 from strop.store.s3_client import missing
 from strop.store.uris import normalize_uri
+from strop.store.walking import walk_files
 
 _CHUNK_BYTES = 1 << 20
 
@@ -28,13 +29,13 @@ class LocalObjects:
     def find(self, uri: str) -> StoredObject | None:
         """Stat a file."""
         path = Path(uri)
-        return _describe(path) if path.is_file() else None
+        return _describe(path, path.stat()) if path.is_file() else None
 
     def list(self, uri: str) -> Iterator[StoredObject]:
         """Walk a directory; unfinished files are not there."""
-        for path in sorted(Path(normalize_uri(uri)).rglob("*")):
-            if path.is_file() and LEFTOVER_PATTERN.search(path.name) is None:
-                yield _describe(path)
+        for path, found in walk_files(Path(normalize_uri(uri))):
+            if LEFTOVER_PATTERN.search(path.name) is None:
+                yield _describe(path, found)
 
     def read(self, uri: str) -> bytes:
         """Read a file."""
@@ -130,12 +131,11 @@ class LocalObjects:
     def give_up_uploads(self, uri: str) -> None:
         """Remove what dead writers left; those who live remove their own."""
         root = Path(normalize_uri(uri))
-        for path in [root, *(entry for entry in root.rglob("*") if entry.is_dir())]:
+        for path in [Path(parent) for parent, _, _ in os.walk(root)]:
             remove_leftovers(path)
 
 
-def _describe(path: Path) -> StoredObject:
-    found = path.stat()
+def _describe(path: Path, found: os.stat_result) -> StoredObject:
     return StoredObject(uri=str(path), size_bytes=found.st_size, version=str(found.st_mtime_ns))
 
 

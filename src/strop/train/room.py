@@ -13,6 +13,7 @@ from pathlib import Path
 from strop.hardware import free_disk_bytes, free_memory_bytes
 from strop.record.events import Event, EventKind
 from strop.record.run_dir import RunDir
+from strop.store.walking import walk_files
 
 NUM_WARM_UP = 8
 """Steps of a process whose growth counts for nothing: caches and pools fill in them."""
@@ -96,4 +97,4 @@ class DiskWatch:
 
 def directory_bytes(path: Path) -> int:
     """Return the size of all files below a directory."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(found.st_size for _, found in walk_files(path))

@@ -16,6 +16,7 @@ from typing import Any
 
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.job_objects import JobObjects
+from strop.store.walking import walk_files
 
 
 def build_tree(
@@ -91,14 +92,10 @@ class CheckpointSync:
         self._seen = found
 
     def _look(self) -> dict[str, tuple[int, int]]:
-        found = {}
-        for path in sorted(self._folder.rglob("*")):
-            with suppress(OSError):
-                if path.is_file():
-                    described = path.stat()
-                    name = path.relative_to(self._folder).as_posix()
-                    found[name] = (described.st_mtime_ns, described.st_size)
-        return found
+        return {
+            path.relative_to(self._folder).as_posix(): (found.st_mtime_ns, found.st_size)
+            for path, found in walk_files(self._folder)
+        }
 
     def _go_on(self) -> None:
         while not self._stopped.wait(self._every_s):
