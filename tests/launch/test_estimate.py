@@ -374,9 +374,9 @@ def test_vllm_takes_the_memory_that_it_is_given() -> None:
 
 
 def test_the_run_file_says_how_many_there_are() -> None:
-    counts = {"kind": "ray", "learners": 4, "engines": 3, "rollout_workers": 2}
+    counts = {"kind": "ray", "learners": 4, "engines": 3, "rollout_workers": 6}
     assert read_layout(make_spec(placement=counts), is_processor=False) == Layout(
-        num_learners=4, num_engines=3, num_workers=2, is_shared=False
+        num_learners=4, num_engines=3, num_workers=6, is_shared=False
     )
     # Where it does not say, one rank for each GPU for learning.
     by_gpus = make_spec(placement={"kind": "ray"}, job={"train_gpus": 2, "infer_gpus": 1})

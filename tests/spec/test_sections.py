@@ -136,6 +136,16 @@ def test_the_pairs_of_a_range_by_hand() -> None:
         ({"train": {"sync_every": 2}}, "the learner would wait for rollouts of newer weights"),
         ({"train": {"max_staleness": 1}}, "nothing is sampled while the learner works"),
         ({"train": {"terms": "rl+sft"}}, "there is nothing to imitate"),
+        (
+            {"placement": {"kind": "process", "engines": 2}},
+            "placement.kind='process' and placement.engines=2: only Ray starts several processes",
+        ),
+        ({"placement": {"learners": 2}}, "placement.learners=2: only Ray starts several processes"),
+        ({"placement": {"rollout_workers": 1}}, "or processes for rollouts"),
+        (
+            {"placement": {"kind": "ray", "engines": 2, "rollout_workers": 3}},
+            "some engines would have fewer workers than others",
+        ),
         ({"sft": {"source": "/a.jsonl"}}, "would not be trained on"),
         (
             {"train": {"terms": "sft"}, "sft": {"source": "/a.jsonl", "weight": 0.5}},

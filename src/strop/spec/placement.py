@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from strop.spec.base import Section
+from strop.spec.base import Section, SpecConflict
 
 
 class PlacementSpec(Section):
@@ -40,3 +40,25 @@ class PlacementSpec(Section):
         le=4096,
         description="Compute threads. Bit-equal resume needs the same count. none = physical cores.",
     )
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> PlacementSpec:
+        counts = {"learners": self.learners or 1, "engines": self.engines}
+        several = {name: count for name, count in counts.items() if count > 1}
+        if self.rollout_workers:
+            several["rollout_workers"] = self.rollout_workers
+        if self.kind != "ray" and several:
+            raise SpecConflict(
+                {"placement.kind": self.kind, **{f"placement.{name}": n for name, n in several.items()}},
+                "only Ray starts several processes of a role, or processes for rollouts",
+                allowed="placement.kind = 'ray', or one learner, one engine and no rollout workers",
+                next_step="set placement.kind to 'ray', or leave the counts out",
+            )
+        if self.rollout_workers % self.engines:
+            raise SpecConflict(
+                {"placement.rollout_workers": self.rollout_workers, "placement.engines": self.engines},
+                "some engines would have fewer workers than others",
+                allowed="a multiple of placement.engines, or 0",
+                next_step="change one of the two",
+            )
+        return self

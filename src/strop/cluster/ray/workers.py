@@ -15,7 +15,7 @@ from strop.cluster.contract import ModelSource
 from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.engines import EngineAddress
 from strop.cluster.ray.roles import RayRole
-from strop.errors import ConfigError, EngineLost, explain_refusal
+from strop.errors import EngineLost, explain_refusal
 from strop.rollout import Group
 
 if TYPE_CHECKING:
@@ -114,16 +114,5 @@ class RolloutWorkers:
 
 
 def assign_engines(num_workers: int, num_engines: int) -> list[int]:
-    """Return the engine of each worker.
-
-    Raises: ConfigError if some engines would have fewer workers than others.
-    """
-    if num_workers % num_engines:
-        raise ConfigError(
-            explain_refusal(
-                f"placement.rollout_workers is {num_workers} and placement.engines is {num_engines}",
-                allowed="as many workers for each engine: a multiple of placement.engines, or 0",
-                next_step="change one of the two",
-            )
-        )
+    """Return the engine of each worker; the run file gives as many to each."""
     return [index % num_engines for index in range(num_workers)]
