@@ -15,25 +15,11 @@ from strop.engine import Completion, GenerationRequest
 from strop.errors import RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group
-from strop.spec import RunSpec
 from strop.train.generation import GroupSource, SourceLimits
-from tests.fixtures.apart import ApartPlacement
 from tests.fixtures.commands import Run
-from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.incidents.faulty_engines import TamperedEngine
+from tests.train.test_asynchronous import NUM_STEPS, compose
 from tests.train.test_generation import example_of, group_of
-
-NUM_STEPS = 6
-
-
-def compose(root: Path, model_dir: Path, spec: RunSpec) -> Composition:
-    placement = ApartPlacement(spec, model_dir, root / "weights")
-    return Composition(spec, model_dir, new_run(root), placement=placement)
-
-
-def spec_of(**train: Any) -> RunSpec:
-    train = {"steps": NUM_STEPS, "max_staleness": 1, "checkpoint_every": NUM_STEPS} | train
-    return tiny_spec(train=train, placement={"kind": "process"})
 
 
 def test_smp_7_a_producer_far_faster_than_the_learner_stays_within_its_bound() -> None:
@@ -81,7 +67,7 @@ def test_smp_7_evicting_what_takes_long_is_named(
     tmp_path: Path, tiny_model_dir: Path, is_biased: bool
 ) -> None:
     """Incident: batches of whatever ended first, and slow prompts evicted: short replies are trained on."""
-    made = compose(tmp_path, tiny_model_dir, spec_of())
+    made = compose(tmp_path, tiny_model_dir)
 
     def delay(roles: Roles) -> Roles:
         return replace(roles, engine=TamperedEngine(roles.engine, tamper=old_where_long))
@@ -115,7 +101,8 @@ def test_prc_2_a_run_ends_by_rule_with_a_partial_interval_at_its_end(
     tmp_path: Path, tiny_model_dir: Path, steps: int, sync_every: int, ahead: int
 ) -> None:
     """Incident: a partial batch at the end, or fewer steps than the lag, were waited for without end."""
-    made = compose(tmp_path, tiny_model_dir, spec_of(steps=steps, sync_every=sync_every, max_staleness=ahead))
+    settings: dict[str, Any] = {"steps": steps, "sync_every": sync_every, "max_staleness": ahead}
+    made = compose(tmp_path, tiny_model_dir, checkpoint_every=NUM_STEPS, **settings)
     made.run()
     assert [line["step"] for line in made.notes.steps] == list(range(1, steps + 1))
     assert made.notes.steps[-1].get("num_groups_ahead", 0) == 0
@@ -128,10 +115,10 @@ def test_prc_2_without_the_proof_the_stall_is_named_with_what_it_waits_for(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """Incident: a rewritten loop had lost the check."""
-    spec = spec_of(max_staleness=0)
+    made = compose(tmp_path, tiny_model_dir, max_staleness=0, checkpoint_every=NUM_STEPS)
     # As a loop whose spec nobody proved would have it.
-    unproven = spec.model_copy(update={"train": spec.train.model_copy(update={"sync_every": 4})})
-    made = compose(tmp_path, tiny_model_dir, unproven)
+    unproven = made.spec.train.model_copy(update={"sync_every": 4})
+    made.spec = made.spec.model_copy(update={"train": unproven})
     with pytest.raises(RunStopped, match=r"step 2 waits for rollouts, and none may be sampled"):
         made.run()
     (stall,) = [event for event in made.notes.events if event.cause == "stall"]

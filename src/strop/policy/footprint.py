@@ -7,12 +7,17 @@ the tensors that autograd keeps; norms and elementwise work are not counted as F
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.lora import LoraSpec
+
+if TYPE_CHECKING:
+    # An engine's own environment reads sizes too, without the run file.
+    from strop.spec.run import RunSpec
 
 DEFAULT_MICRO_BATCH_POSITIONS = 1280
 """Fed positions per micro-batch; its activations are what training needs beyond weights.
@@ -225,6 +230,29 @@ def must_recompute(
         return False
     weights = rank_state_bytes(size, dtype, num_ranks, num_trained) + frozen_bytes
     return weights + activation_bytes(size, dtype, num_positions) > (1 - _SPARE_FRAC) * have_bytes
+
+
+def wants_recompute(
+    spec: RunSpec, size: ModelSize, have_bytes: int | None, *, num_ranks: int, frozen: Iterable[ModelSize]
+) -> bool:
+    """Whether a learner computes activations again: as the run file says, else as `must_recompute`.
+
+    `frozen` are the models beside the one that learns.
+    """
+    if spec.train.activation_checkpointing is not None:
+        return spec.train.activation_checkpointing
+    dtype, num_positions = spec.model.dtype, spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    return must_recompute(
+        size,
+        dtype,
+        num_positions=num_positions,
+        have_bytes=have_bytes,
+        num_ranks=num_ranks,
+        num_trained=count_trained(size, spec.lora),
+        frozen_bytes=sum(
+            frozen_bytes(one, dtype, num_positions=num_positions, num_ranks=num_ranks) for one in frozen
+        ),
+    )
 
 
 def gpu_positions(

@@ -16,13 +16,15 @@ def default_positions(model: LanguageModel, *, num_ranks: int = 1) -> int:
     """
     if model.device.type != "cuda":
         return DEFAULT_MICRO_BATCH_POSITIONS
-    trained = sum(parameter.numel() for _, parameter in model.trained_parameters())
+    adapters = None
+    if model.adapters is not None:
+        adapters = sum(parameter.numel() for _, parameter in model.trained_parameters())
     return gpu_positions(
         torch.cuda.get_device_properties(model.device).total_memory,
         _size_of(model),
         str(model.dtype).removeprefix("torch."),
         num_ranks=num_ranks,
-        num_trained=None if model.adapters is None else trained,
+        num_trained=adapters,
         is_recomputed=model.recomputes,
     )
 

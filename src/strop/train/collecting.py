@@ -145,15 +145,15 @@ def measure_discarded(batch: Batch) -> dict[str, float]:
     """
     if not batch.discarded:
         return {}
-    num_wasted, num_used = count_tokens(group for _, group in batch.discarded), count_tokens(batch.groups)
-    metrics = {"wasted_token_frac": num_wasted / max(num_wasted + num_used, 1)}
+    evicted = _lengths(group for fate, group in batch.discarded if fate is Fate.EVICTED)
+    replaced = _lengths(group for fate, group in batch.discarded if fate is not Fate.EVICTED)
+    used = _lengths(batch.groups)
+    num_wasted = sum(evicted) + sum(replaced)
+    metrics = {"wasted_token_frac": num_wasted / max(num_wasted + sum(used), 1)}
     for fate, num_groups in Counter(fate for fate, _ in batch.discarded).items():
         metrics[f"num_{fate}_groups"] = float(num_groups)
-    evicted = _lengths(group for fate, group in batch.discarded if fate is Fate.EVICTED)
     # Those that were replaced for their rewards were in time.
-    in_time = _lengths(
-        [*batch.groups, *(group for fate, group in batch.discarded if fate is not Fate.EVICTED)]
-    )
+    in_time = used + replaced
     if any(evicted) and any(in_time):
         metrics["used_length_ratio"] = fmean(in_time) / fmean(in_time + evicted)
     return metrics

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 
-import numpy as np
-
 from strop.record.events import Event, EventKind
 from strop.spec.tripwires import TripwireSpec
 from strop.train.observer import EvalSummary
@@ -37,8 +35,9 @@ class History:
         """Mean rewards of the last steps."""
         self.best_reward: float | None = None
         """Highest mean of `NUM_LOW` rewards in a row."""
-        self.used_lengths: deque[float] = deque(maxlen=NUM_LOW)
-        """Mean length of the replies used by the last steps, over that of all that were dispatched."""
+        self.used_lengths = deque([1.0] * NUM_LOW, maxlen=NUM_LOW)
+        """Mean length of the replies used by the last steps, over that of all that were dispatched. Full from
+        the beginning: one odd step is no selection."""
         for record in records:
             self.add(record)
 
@@ -139,9 +138,7 @@ def _find_selection(
     now = metrics.get("used_length_ratio")
     if bound is None or now is None:
         return None
-    # What a step lacks to 1 counts as much as in a full window: one odd step is no selection.
-    missing = 1.0 - np.array([*history.used_lengths, now][-NUM_LOW:])
-    ratio = 1.0 - float(missing.sum()) / NUM_LOW
+    ratio = fmean([*history.used_lengths, now][-NUM_LOW:])
     if ratio >= bound:
         return None
     return "selection_bias", (
