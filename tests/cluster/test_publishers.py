@@ -123,7 +123,7 @@ def test_weights_go_through_a_store_and_only_what_is_needed_stays(
         await engine.close()
 
     asyncio.run(act())
-    publisher.clear()
+    asyncio.run(publisher.close())
     assert list(Path(uri).iterdir()) == []
 
 
@@ -144,7 +144,7 @@ def test_weights_go_through_s3(tiny_model_dir: Path, tmp_path: Path, s3_root: st
 
     asyncio.run(act())
     assert [stored.uri for stored in store.list(uri)] == [f"{uri}/v000001.safetensors"]
-    publisher.clear()
+    asyncio.run(publisher.close())
     assert list(store.list(uri)) == []
 
 

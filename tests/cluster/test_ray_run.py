@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from strop.cluster.ray.placement import RayPlacement
 from strop.engine.contract import GenerationRequest, WeightTransport
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router
 from strop.errors import CorruptRecord, EngineError, EngineLost
+from strop.policy.broadcast import THREAD_NAME
 from strop.record import RunDir
 from strop.rollout import Sampling
 from strop.spec import RunSpec
@@ -89,6 +91,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator
         loop.close()
     assert len(pids) == 6
     assert not [pid for pid in pids if is_alive(pid)]
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
     # Sockets, weights in shared memory, the token: all gone. Logs stay, of roles and of Ray.
     assert files_of_nodes() <= before
     assert not [path for path in (run_dir.path / "roles").rglob("*") if path.suffix in {".token", ".key"}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from strop.errors import StoreError, WeightMismatch
-from strop.policy.broadcast import WeightSender, receive_tensors
+from strop.policy.broadcast import CLOSE_LIMIT_S, THREAD_NAME, WeightSender, distributed, receive_tensors
 from strop.policy.digest import tensors_digest
+from tests.fixtures.jobs import wait_for
 
 HERE = "127.0.0.1"
 
@@ -78,15 +80,39 @@ def test_a_receiver_that_dies_in_the_middle_costs_the_others_nothing() -> None:
     started_at = time.monotonic()
     dying = subprocess.Popen([sys.executable, "-c", DYING, sender.address("v1")])
     with ThreadPoolExecutor(2) as members:
-        is_over: list[bool] = []
-        sending = members.submit(sender.send, "v1", tensors, 2, is_over=lambda: bool(is_over))
+        is_over = threading.Event()
+        sending = members.submit(sender.send, "v1", tensors, 2, is_over=is_over)
         assert dying.wait(60) == -9
         found = receive_tensors(sender.address("v1"))
-        is_over.append(True)
+        is_over.set()
         with pytest.raises(StoreError, match="publication v1 did not reach 2 receivers"):
             sending.result()
     assert tensors_digest(found.items()) == tensors_digest(tensors.items())
     assert time.monotonic() - started_at < 60
+
+
+def sending_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+
+
+def test_a_closed_sender_leaves_no_thread() -> None:
+    """Inside torch at the interpreter's end, a thread would abort the process, and its exit code be lost."""
+    sender = WeightSender(HERE)
+    sender.offer("v1", some_tensors(), 2)
+    receive_tensors(sender.address("v1"))
+    # One has come, and another says that it comes and does not: this is what a thread waits for.
+    port = int(sender.address("").rpartition(":")[2].strip("/"))
+    distributed.TCPStore(HERE, port, is_master=False).add("v1/joined", 1)
+    wait_for(lambda: len(sending_threads()) == 2)
+    sender.offer("v2", some_tensors(), 1)
+    wait_for(lambda: len(sending_threads()) == 3)  # two offers, and one that waits to meet
+    started_at = time.monotonic()
+    for _ in range(2):
+        sender.close()
+    assert sending_threads() == []
+    assert time.monotonic() - started_at < CLOSE_LIMIT_S
+    with pytest.raises(StoreError, match="publication v3 did not reach 1 receivers"):
+        sender.send("v3", some_tensors(), 1)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -116,6 +116,13 @@ class Publisher(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """End what is still being sent, and remove every publication. May be called twice.
+
+        Raises: StoreError if a store does not let them be removed.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roles:

@@ -24,6 +24,9 @@ class SharedPublisher:
         version = self._learner.version
         return WeightUpdate(version=version, digest=f"shared-{version}", transport=WeightTransport.SHARED)
 
+    async def close(self) -> None:
+        """Nothing was made."""
+
 
 class InlinePlacement:
     """Learner and engine in this process."""

@@ -8,15 +8,13 @@ Everything else under `work_dir` that this placement made is gone after `stop`.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 
-from strop.cluster.contract import ModelSource, Roles
+from strop.cluster.contract import ModelSource, Publisher, Roles
 from strop.cluster.engine_process import EngineProcess
 from strop.cluster.local_learner import LocalLearner, build_learner
 from strop.cluster.publishers import (
-    StorePublisher,
     clear_publications,
     has_memory_room,
     open_memory_dir,
@@ -44,7 +42,7 @@ class ProcessPlacement:
         self._work_dir = work_dir.absolute()
         self._weights_dir = self._work_dir / "weights"
         self._memory = ExitStack()
-        self._stored: StorePublisher | None = None
+        self._publisher: Publisher | None = None
 
     @property
     def engine_pid(self) -> int | None:
@@ -63,10 +61,9 @@ class ProcessPlacement:
     async def stop(self) -> None:
         """End the engine's process and remove key and weight files. May be called at any time, and twice."""
         await self._process.stop()
-        if self._stored is not None:
-            await asyncio.to_thread(self._stored.clear)
-            self._stored = None
-        clear_publications(self._weights_dir)
+        if self._publisher is not None:
+            await self._publisher.close()
+            self._publisher = None
         self._memory.close()
         self._weights_dir = self._work_dir / "weights"
 
@@ -79,7 +76,7 @@ class ProcessPlacement:
         )
         if self._spec.engine.transport == "auto" and has_memory_room(self._source.path):
             self._weights_dir = self._memory.enter_context(open_memory_dir())
-        publisher = open_publisher(
+        self._publisher = publisher = open_publisher(
             self._spec,
             learner,
             self._weights_dir,
@@ -87,8 +84,6 @@ class ProcessPlacement:
             run_name=self._work_dir.parent.name,
             host=LOOPBACK,
         )
-        if isinstance(publisher, StorePublisher):
-            self._stored = publisher
         engine = await self._process.connect()
         tokenizer = Tokenizer.load(self._source.path)
         await self._check_model(engine, learner.local, tokenizer)

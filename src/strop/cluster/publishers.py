@@ -7,22 +7,19 @@ memory of the machine where all roles are on one and it has room (`open_memory_d
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 from strop.cluster.contract import LearnerRole, Publisher
 from strop.cluster.engine_process import can_swap_adapters
 from strop.engine.contract import WeightTransport, WeightUpdate
-from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.errors import ConfigError, explain_refusal
 from strop.hardware.owned_dirs import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.policy.broadcast import WeightSender
 from strop.policy.footprint import read_model_size
@@ -33,7 +30,6 @@ from strop.store.policy import read_policy
 from strop.store.record_store import RecordStore
 from strop.store.uris import join_uri
 
-_log = logging.getLogger("strop.cluster.publishers")
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_COPIES = 3
 """Of the weights at the same time: the served ones, the new ones, and those being written."""
@@ -80,6 +76,10 @@ class FilePublisher:
             path=str(path),
             is_adapter=is_adapter,
         )
+
+    async def close(self) -> None:
+        """Remove every publication."""
+        clear_publications(self._weights_dir)
 
     def _remove_older(self) -> None:
         acknowledged = self.find_acknowledged()
@@ -138,7 +138,6 @@ class BroadcastPublisher:
         self._num_receivers = num_receivers
         self._sender = WeightSender(host)
         self._num_sent = 0
-        self._is_over = threading.Event()
 
     async def publish(self) -> WeightUpdate:
         """Send the learner's compute copies to whoever is told of them now.
@@ -151,12 +150,8 @@ class BroadcastPublisher:
         tensors = await asyncio.to_thread(load_file, path)
         path.unlink()
         self._num_sent += 1
-        # Who has not come for the last one is lost, or out, and comes for this one.
-        self._is_over.set()
-        self._is_over = threading.Event()
         name = f"v{version:06d}-{self._num_sent}"
-        # A daemon: where an engine is lost, nobody waits at the end for what it will never fetch.
-        threading.Thread(target=self._send, args=(name, tensors, self._is_over), daemon=True).start()
+        self._sender.offer(name, tensors, self._num_receivers)
         return WeightUpdate(
             version=version,
             digest=digest,
@@ -164,12 +159,10 @@ class BroadcastPublisher:
             path=self._sender.address(name),
         )
 
-    def _send(self, name: str, tensors: dict[str, torch.Tensor], is_over: threading.Event) -> None:
-        try:
-            self._sender.send(name, tensors, self._num_receivers, is_over=is_over.is_set)
-        except StoreError as error:
-            # The engine that did not come says so by itself, in its answer to the update.
-            _log.warning("%s", error)
+    async def close(self) -> None:
+        """End sending; called once the engines have ended, it waits for no lost one."""
+        await asyncio.to_thread(self._sender.close)
+        clear_publications(self._weights_dir)
 
 
 class StorePublisher:
@@ -198,8 +191,12 @@ class StorePublisher:
         self._sent[update.version] = uri
         return replace(update, transport=WeightTransport.STORE, path=uri)
 
-    def clear(self) -> None:
-        """Remove every publication from the store. Raises: StoreError."""
+    async def close(self) -> None:
+        """Remove every publication, here and from the store. Raises: StoreError."""
+        await self._files.close()
+        await asyncio.to_thread(self._remove_sent)
+
+    def _remove_sent(self) -> None:
         for uri in self._sent.values():
             _remove_object(self._store, uri)
         self._sent = {}

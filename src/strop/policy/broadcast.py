@@ -12,9 +12,10 @@ Not here: NCCL, encryption.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +26,12 @@ from strop.errors import StoreError, WeightMismatch, explain_refusal
 
 # Its stubs lack most of what is used here.
 distributed: Any = torch.distributed
+_log = logging.getLogger("strop.policy.broadcast")
 LIMIT_S = 300.0
 """Both sides meet within this time, and each tensor arrives within it."""
+CLOSE_LIMIT_S = 10.0
+"""Threads of a sender that is closed end within it, but for those whose receiver hangs."""
+THREAD_NAME = "strop-send-weights"
 _POLL_S = 0.01
 _FAILURES = (RuntimeError, ValueError, OSError)
 """What torch.distributed raises of lost members and addresses."""
@@ -42,16 +47,39 @@ class WeightSender:
         """
         self._limit = timedelta(seconds=limit_s)
         try:
-            self._store = distributed.TCPStore(
+            self._server: Any = distributed.TCPStore(
                 host, 0, is_master=True, wait_for_workers=False, timeout=self._limit
             )
         except _FAILURES as error:
             raise _failed(f"no place for receivers at {host}", error) from error
-        self._host = host
+        self._host, self._port = host, int(self._server.port)
+        self._connecting = threading.Lock()
+        self._is_over = threading.Event()
+        self._offers: list[threading.Thread] = []
 
     def address(self, name: str) -> str:
         """Return what a `WeightUpdate` of this publication names as its path."""
-        return f"tcp://{self._host}:{self._store.port}/{name}"
+        return f"tcp://{self._host}:{self._port}/{name}"
+
+    def offer(self, name: str, tensors: Mapping[str, torch.Tensor], num_receivers: int) -> None:
+        """Begin to send, and return at once; the receivers of the offer before have come, or are lost.
+
+        Who does not come is warned of in the log: an engine says so by itself, in its answer.
+        """
+        self._is_over.set()
+        self._is_over = is_over = threading.Event()
+
+        def send() -> None:
+            try:
+                self.send(name, tensors, num_receivers, is_over=is_over)
+            except StoreError as error:
+                if self._server is not None:
+                    _log.warning("%s", error)
+
+        self._offers = [thread for thread in self._offers if thread.is_alive()]
+        # A daemon: where a receiver hangs, the end of the process does not wait for it.
+        self._offers.append(threading.Thread(target=send, name=THREAD_NAME, daemon=True))
+        self._offers[-1].start()
 
     def send(
         self,
@@ -59,19 +87,17 @@ class WeightSender:
         tensors: Mapping[str, torch.Tensor],
         num_receivers: int,
         *,
-        is_over: Callable[[], bool] = lambda: False,
+        is_over: threading.Event | None = None,
     ) -> None:
         """Send tensors to so many receivers, and return when all have them. A name is used once.
 
-        `is_over` says when no more of them will come.
+        `is_over` is set when no more of them will come.
         Raises: StoreError if one did not come or was lost; the others have their tensors.
         """
         ordered = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
         forms = [
             [key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in ordered.items()
         ]
-        self._store.set(f"{name}/forms", json.dumps(forms))
-        deadline = time.monotonic() + self._limit.total_seconds()
         done: list[int] = []
         failures: list[BaseException] = []
         threads: list[threading.Thread] = []
@@ -83,26 +109,57 @@ class WeightSender:
             except _FAILURES as error:
                 failures.append(error)
 
-        while len(threads) < num_receivers + len(failures) and time.monotonic() < deadline and not is_over():
-            for number in range(len(threads), int(self._store.add(f"{name}/joined", 0))):
-                # Daemons: at the end of a run, nobody waits for a receiver that is lost.
-                threads.append(threading.Thread(target=give, args=(number,), daemon=True))
-                threads[-1].start()
-            time.sleep(_POLL_S)
+        deadline = time.monotonic() + self._limit.total_seconds()
+        is_over = is_over or threading.Event()
+        try:
+            store = self._connect()
+            store.set(f"{name}/forms", json.dumps(forms))
+            while len(threads) < num_receivers + len(failures) and time.monotonic() < deadline:
+                for number in range(len(threads), int(store.add(f"{name}/joined", 0))):
+                    # Daemons, as in `offer`.
+                    threads.append(
+                        threading.Thread(target=give, args=(number,), name=THREAD_NAME, daemon=True)
+                    )
+                    threads[-1].start()
+                if is_over.wait(_POLL_S):
+                    break
+        except _FAILURES as error:
+            failures.append(error)
         for thread in threads:
             thread.join()
         if len(done) < num_receivers:
             cause = failures[0] if failures else TimeoutError(f"{len(done)} came")
             raise _failed(f"publication {name} did not reach {num_receivers} receivers", cause)
 
+    def close(self) -> None:
+        """End every sending. May be called twice; nothing is sent afterwards.
+
+        A thread that is inside torch when the interpreter ends would abort the process. The one that
+        sends to a receiver that hangs cannot be ended, and comes back no more: it does no harm.
+        """
+        self._is_over.set()
+        # Whoever still waits to meet a receiver is told by the loss of this connection's other end.
+        with self._connecting:
+            self._server = None
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        for thread in self._offers:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
     def _give(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Send tensors to one receiver. Raises: what torch.distributed raises of a lost one."""
         # A connection of its own: one that waits for a dead receiver would keep the others waiting.
-        store = distributed.TCPStore(self._host, self._store.port, is_master=False, timeout=self._limit)
-        group = _join(store, name, rank=0, limit=self._limit)
+        group = _join(self._connect(), name, rank=0, limit=self._limit)
         for tensor in tensors.values():
             group.broadcast(_as_bytes(tensor), 0, self._limit).wait()
         group.barrier().wait()
+
+    def _connect(self) -> Any:
+        """Return a connection to the own server. Raises: ConnectionError once it is closed."""
+        with self._connecting:
+            # Torch tries to reach a server that is gone until its limit is over.
+            if self._server is None:
+                raise ConnectionError("the sender is closed")
+            return distributed.TCPStore(self._host, self._port, is_master=False, timeout=self._limit)
 
 
 def receive_tensors(address: str, *, limit_s: float = LIMIT_S) -> dict[str, torch.Tensor]:

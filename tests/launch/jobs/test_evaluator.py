@@ -97,8 +97,14 @@ def test_checkpoints_are_evaluated_while_training_goes_on_and_the_last_one_after
     command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
     killed_step = int(command.partition("checkpoints/step-")[2][:6])
     os.kill(pid, signal.SIGKILL)
+    # It trains no further until two are evaluated, however slow these are, and one of them twice.
+    wait_for(lambda: RunDir.open(home).checkpoint_steps()[-1] > killed_step, limit_s=LIMIT_S)
+    trainer = find_process("strop.cli train", str(home))
+    assert trainer is not None
+    os.kill(trainer, signal.SIGSTOP)
     wait_for(lambda: len(evaluated_steps(home)) >= 2 or read_verdicts(home), limit_s=LIMIT_S)
     assert not RunDir.open(home).is_finished
+    os.kill(trainer, signal.SIGCONT)
     wait_for(lambda: read_verdicts(home), limit_s=LIMIT_S)
     (status,) = launcher.status([submitted.ref])
     assert (status.state, status.reason) == (JobState.SUCCEEDED, "")

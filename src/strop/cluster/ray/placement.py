@@ -19,12 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.cluster.contract import ModelSource, Publisher, Roles
-from strop.cluster.publishers import (
-    StorePublisher,
-    clear_publications,
-    has_memory_room,
-    open_publisher,
-)
+from strop.cluster.publishers import has_memory_room, open_publisher
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole, read_log
 from strop.cluster.ray.engines import EngineAddress, EngineHost
 from strop.cluster.ray.learners import LOAD_LIMIT_S, LearnerFacts, LearnerRank, RayLearner
@@ -109,7 +104,7 @@ class RayPlacement:
         self._roles: list[_Started] = []
         self._engines: list[RemoteEngine] = []
         self._weights_dir = self._work_dir / "weights"
-        self._stored: StorePublisher | None = None
+        self._publisher: Publisher | None = None
 
     @property
     def role_pids(self) -> dict[str, int]:
@@ -138,10 +133,9 @@ class RayPlacement:
         if self._head is not None:
             await self._head.stop()
             self._head = None
-        if self._stored is not None:
-            await asyncio.to_thread(self._stored.clear)
-            self._stored = None
-        clear_publications(self._weights_dir)
+        if self._publisher is not None:
+            await self._publisher.close()
+            self._publisher = None
 
     async def _start(self) -> Roles:
         offers = list_nodes(self._spec, int(os.environ.get(NUM_NODES_VARIABLE, "1")))
@@ -185,7 +179,7 @@ class RayPlacement:
             for worker, engine in zip(workers, chosen, strict=True)
         ]
         await self._guard(asyncio.gather(*calls), START_LIMIT_S)
-        publisher = self._open_publisher(learner, host)
+        self._publisher = publisher = self._open_publisher(learner, host)
         update = await publisher.publish()
         tokenizer = Tokenizer.load(self._source.path)
         self._check_engines(addresses, update.digest, tokenizer.digest)
@@ -202,7 +196,7 @@ class RayPlacement:
     def _open_publisher(self, learner: RayLearner, host: str) -> Publisher:
         """Return what publishes from this process, which is on the first rank's node."""
         nodes = {role.slot.node for role in self._roles if role.slot.kind is not RoleKind.WORKER}
-        publisher = open_publisher(
+        return open_publisher(
             self._spec,
             learner,
             self._weights_dir,
@@ -211,9 +205,6 @@ class RayPlacement:
             host=host,
             is_apart=len(nodes) > 1,
         )
-        if isinstance(publisher, StorePublisher):
-            self._stored = publisher
-        return publisher
 
     def _join_workers(
         self, workers: Sequence[_Started], chosen: Sequence[int], engine: Engine
