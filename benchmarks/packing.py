@@ -6,7 +6,8 @@ then laid out as the flat tensors of every micro-batch, on one core. Goals: 0.2 
 
 The balancer alone deals log-normal weights into 64 x 4 and 16 x 64 bins, sixteen to a bin: 1.01, 5 ms.
 Bytes per token: of groups on their way to a learner's ranks (9 in plain GRPO), and of requests and replies
-on their way to an engine and back (17 at most), where replies have the text of arithmetic.
+on their way to an engine and back (17 at most), where replies have the text of arithmetic and come home
+together, or each alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from benchmarks.figures import Figure, Measured
 from strop.engine import Completion, GenerationRequest
-from strop.engine.wire import GenerateAnswer, GenerateCall
+from strop.engine.wire import AnswerPart, GenerateAnswer, GenerateCall
 from strop.policy.balancing import BatchPlan, PositionCost, partition, plan_batch
 from strop.policy.batch_wire import decode_groups, encode_groups
 from strop.policy.footprint import read_model_size
@@ -118,8 +119,11 @@ def _measure_balance(num_ranks: int, num_micro_batches: int, num_repeats: int) -
     ]
 
 
-def _engine_bytes(tokenizer: Tokenizer, num_steps: int) -> float:
-    """Return the bytes per token of requests and replies whose text is `num_steps` lines of sums."""
+def _engine_bytes(tokenizer: Tokenizer, num_steps: int) -> tuple[float, float]:
+    """Return the bytes per token of requests and replies whose text is `num_steps` lines of sums.
+
+    The first value is of replies that come together, the second of replies that each come alone.
+    """
     random = np.random.default_rng(0)
     requests, replies = [], []
     for group in range(8):
@@ -147,10 +151,12 @@ def _engine_bytes(tokenizer: Tokenizer, num_steps: int) -> float:
                 )
             )
     asked = GenerateCall.of(requests).model_dump_json().encode()
-    answered = GenerateAnswer.of(replies).model_dump_json(exclude_defaults=True).encode()
+    together = GenerateAnswer.of(replies).model_dump_json(exclude_defaults=True).encode()
+    lines = [AnswerPart.of({place: reply}) for place, reply in enumerate(replies)]
+    alone = "\n".join([one.model_dump_json(exclude_defaults=True) for one in lines]).encode()
     num_prompt_tokens = sum(len(request.prompt_ids) for request in requests[::GROUP_SIZE])
     num_tokens = num_prompt_tokens + sum(len(reply.token_ids) for reply in replies)
-    return (len(asked) + len(answered)) / num_tokens
+    return (len(asked) + len(together)) / num_tokens, (len(asked) + len(alone)) / num_tokens
 
 
 def measure_packing(*, is_quick: bool, model_dir: Path) -> Measured:
@@ -173,8 +179,8 @@ def measure_packing(*, is_quick: bool, model_dir: Path) -> Measured:
         _figure("to the learner: decode", _time(lambda: decode_groups(message), num_repeats), "s, median"),
     ]
     for num_steps in (2, 20):
-        found = _engine_bytes(tokenizer, num_steps)
         name = f"engine and back, replies of {num_steps} lines"
-        figures.append(_figure(name, [found], "bytes/token", at_most=17.0))
+        for manner, found in zip(("", ", each alone"), _engine_bytes(tokenizer, num_steps), strict=True):
+            figures.append(_figure(name + manner, [found], "bytes/token", at_most=17.0))
     details: dict[str, Any] = {"num_tokens": num_tokens, "num_rollouts": NUM_GROUPS * GROUP_SIZE}
     return Measured(figures=figures, details=details)

@@ -24,7 +24,16 @@ Result = TypeVar("Result")
 
 
 def run(waiting: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(waiting)
+    """Run in a loop of its own, at whose end what is under way has ended too, as an answer's last bytes."""
+
+    async def act() -> Result:
+        try:
+            return await waiting
+        finally:
+            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others, timeout=0.5)
+
+    return asyncio.run(act())
 
 
 def assert_well_formed(completion: Completion, request: GenerationRequest) -> None:

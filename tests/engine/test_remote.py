@@ -20,6 +20,7 @@ from strop.engine import Completion, Engine, WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.engine.wire import (
+    AnswerPart,
     ErrorForm,
     GenerateAnswer,
     HealthForm,
@@ -96,14 +97,15 @@ class Closing:
         return asyncio.run(act())
 
 
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["batches", "streams"])
 class TestRemoteEngine(EngineContract):
     @pytest.fixture
     def tokenizer(self, model_dir: Path) -> Tokenizer:
         return Tokenizer.load(model_dir)
 
     @pytest.fixture
-    def engine(self, server: RunningServer) -> Engine:
-        return server.connect()
+    def engine(self, server: RunningServer, is_streamed: bool) -> Engine:
+        return server.connect(is_streamed=is_streamed)
 
     @pytest.fixture
     def shared_update(self, model_dir: Path, tmp_path: Path) -> WeightUpdate:
@@ -265,22 +267,72 @@ def test_one_bad_request_leaves_the_others_of_its_batch_alone(
     assert len(good.token_ids) == len(fine.token_ids) == 12
 
 
+# ---------------------------------------------------------------- replies as they end
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_who_asks_again_waits_for_the_longest_only_where_batches_travel(
+    is_streamed: bool, server: RunningServer, tokenizer: Tokenizer
+) -> None:
+    """The second turn of a short reply, as tools have it, is over before a long first one."""
+    engine = server.connect(is_streamed=is_streamed)
+    ended: list[str] = []
+
+    async def attempt(name: str, *lengths: int) -> None:
+        for length in lengths:
+            await engine.generate(ask(tokenizer, seed=length, max_tokens=length))
+            ended.append(f"{name} {length}")
+
+    async def act() -> None:
+        await asyncio.gather(attempt("long", 500), attempt("short", 2, 3))
+
+    Closing(engine).run(act())
+    expected = ["short 2", "short 3", "long 500"] if is_streamed else ["long 500", "short 2", "short 3"]
+    assert ended == expected
+
+
+def test_replies_are_the_same_however_they_come_home(server: RunningServer, tokenizer: Tokenizer) -> None:
+    requests = mixed_requests(tokenizer)
+    found = []
+    for is_streamed in (False, True):
+        engine = server.connect(is_streamed=is_streamed)
+        found.append(Closing(engine).run(generate_all(engine, requests)))
+    assert_same_bits(*found)
+
+
+def test_one_bad_request_has_its_error_in_its_line(server: RunningServer, tokenizer: Tokenizer) -> None:
+    engine = server.connect(is_streamed=True)
+    requests = [ask(tokenizer), ask(tokenizer, max_tokens=10_000), ask(tokenizer, seed=12)]
+
+    async def act() -> list[Completion | BaseException]:
+        return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+
+    good, bad, fine = Closing(engine).run(act())
+    assert isinstance(bad, EngineError)
+    assert "asks for 10000" in str(bad)
+    assert len(good.token_ids) == len(fine.token_ids) == 12
+
+
 # ---------------------------------------------------------------- death, silence, lies
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["/v1/generate", "/v1/replies"])
 def test_prc_5_a_killed_server_is_told_with_its_cause(
-    model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+    path: str, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """Incident: an engine ended and its partner idled for hours."""
     with engine_server(model_dir, tmp_path, dtype="float32", max_rows=4) as running:
-        engine = running.connect(WaitLimits(poll_s=0.01))
+        engine = running.connect(WaitLimits(poll_s=0.01), is_streamed=path == "/v1/replies")
         requests = [ask(tokenizer, seed=seed, max_tokens=500) for seed in range(64)]
 
         async def act() -> list[Completion | BaseException]:
+            first = asyncio.create_task(engine.generate(ask(tokenizer, max_tokens=1)))
             waiting = asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
-            await asyncio.sleep(0.3)
+            # The answer has begun where it comes line by line.
+            await (first if path == "/v1/replies" else asyncio.sleep(0.3))
             os.kill(running.child.pid, signal.SIGKILL)
+            await asyncio.gather(first, return_exceptions=True)
             return await waiting
 
         started = time.monotonic()
@@ -288,19 +340,20 @@ def test_prc_5_a_killed_server_is_told_with_its_cause(
         assert time.monotonic() - started < 10
         for failure in failures:
             assert isinstance(failure, EngineError)
-            assert "did not answer /v1/generate: ended with -9" in str(failure)
+            assert f"did not answer {path}: ended with -9" in str(failure)
             assert "listening on http://127.0.0.1:" in str(failure)
 
 
-@pytest.mark.parametrize("stage", ["/v1/generate", "/v1/weights", "/v1/score", "/health"])
+@pytest.mark.parametrize("stage", ["/v1/generate", "/v1/replies", "/v1/weights", "/v1/score", "/health"])
 def test_prc_1_a_stopped_server_meets_the_deadline(
     stage: str, server: RunningServer, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """Incident: weight transfer and generation waited for ever on an engine that hung."""
     update = publish(load(model_dir), tmp_path / "w.safetensors")
-    engine, request = server.connect(QUICK), ask(tokenizer)
+    engine, request = server.connect(QUICK, is_streamed=stage == "/v1/replies"), ask(tokenizer)
     waits: dict[str, Coroutine[Any, Any, Any]] = {
         "/v1/generate": engine.generate(request),
+        "/v1/replies": engine.generate(request),
         "/v1/weights": engine.update(update),
         "/v1/score": engine.score(request.prompt_ids, request.prompt_ids, 1.0),
         "/health": engine.health(),
@@ -431,10 +484,16 @@ UNSTAMPED = GOOD.model_dump_json().replace('"policy_versions":[3],', "")
         ((401, ErrorForm(kind="EngineError", message="no key").model_dump_json()), "no key"),
     ],
 )
-def test_an_unusable_answer_is_an_engine_error(answer: Any, message: str, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_unusable_answer_is_an_engine_error(
+    is_streamed: bool, answer: Any, message: str, tokenizer: Tokenizer
+) -> None:
+    if is_streamed and not (isinstance(answer, tuple) and answer[0] != 200):
+        return  # `test_unusable_lines_are_an_engine_error`
+
     async def act() -> None:
-        async with canned_server({"/v1/generate": answer, "/health": HEALTHY}) as url:
-            engine = RemoteEngine(url, KEY)
+        async with canned_server({"/v1/generate": answer, "/v1/replies": answer, "/health": HEALTHY}) as url:
+            engine = RemoteEngine(url, KEY, is_streamed=is_streamed)
             try:
                 await engine.generate(ask(tokenizer))
             finally:
@@ -444,12 +503,51 @@ def test_an_unusable_answer_is_an_engine_error(answer: Any, message: str, tokeni
         asyncio.run(act())
 
 
-def test_a_good_canned_answer_is_a_completion(tokenizer: Tokenizer) -> None:
+def line(*places: int) -> str:
+    return AnswerPart(places=list(places), answer=GOOD).model_dump_json(exclude_defaults=True) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "2 of 2 requests are not answered"),
+        (line(0), "1 of 2 requests are not answered"),
+        (line(0) + line(0), "request 0 of 2 is answered twice, or is none"),
+        (line(2), "request 2 of 2 is answered twice, or is none"),
+        (line(0, 1), "1 replies to 2 requests"),
+        ("not json\n", "not json"),
+        # SMP-4, as above.
+        (
+            line(0) + line(1).replace('"policy_versions":[3],', "").replace(',"policy_versions":[3]', ""),
+            "used",
+        ),
+    ],
+)
+def test_whoever_a_line_does_not_answer_well_gets_an_engine_error(
+    lines: str, message: str, tokenizer: Tokenizer
+) -> None:
+    async def act() -> list[Completion | BaseException]:
+        async with canned_server({"/v1/replies": (200, lines), "/health": HEALTHY}) as url:
+            engine = RemoteEngine(url, KEY, is_streamed=True)
+            requests = [ask(tokenizer), ask(tokenizer)]
+            try:
+                return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+            finally:
+                await engine.close()
+
+    first, second = asyncio.run(act())
+    assert isinstance(first, Completion) == lines.startswith(line(0))
+    assert isinstance(second, EngineError)
+    assert message in str(second)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_good_canned_answer_is_a_completion(is_streamed: bool, tokenizer: Tokenizer) -> None:
     """The twin of the unusable ones, so that they are refused for what they say."""
 
     async def act() -> Completion:
-        async with canned_server({"/v1/generate": GOOD}) as url:
-            engine = RemoteEngine(url, KEY)
+        async with canned_server({"/v1/generate": GOOD, "/v1/replies": (200, line(0))}) as url:
+            engine = RemoteEngine(url, KEY, is_streamed=is_streamed)
             try:
                 return await engine.generate(ask(tokenizer))
             finally:

@@ -120,7 +120,12 @@ class EngineProcess:
         url = self._url = await self._await_ready(child)
         self._remove_handover()
         self._engine = RemoteEngine(
-            url, self._key, find_death=lambda: _describe_end(child), read_log=child.tail, limits=self._limits
+            url,
+            self._key,
+            find_death=lambda: _describe_end(child),
+            read_log=child.tail,
+            limits=self._limits,
+            is_streamed=streams_replies(self._spec),
         )
         return self._engine
 
@@ -247,6 +252,16 @@ def can_swap_adapters(spec: RunSpec) -> bool:
     """Whether a run's engines keep the base model and take adapters, instead of whole weights."""
     has_adapters = spec.lora.rank is not None and spec.lora.rank <= _VLLM_RANKS[-1]
     return has_adapters and spec.engine.kind == "vllm"
+
+
+def streams_replies(spec: RunSpec) -> bool:
+    """Whether an engine's replies come home as they end, and not a batch at a time.
+
+    Where a run gives the same bits each time (the native engine, nothing sampled ahead or
+    `train.deterministic`), replies that end together for the loop make their successors one batch.
+    """
+    is_free = spec.engine.kind == "vllm" or spec.train.max_staleness > 0
+    return is_free and not spec.train.deterministic
 
 
 def _round_rank(lora: LoraSpec) -> int:

@@ -2,6 +2,7 @@
 
 Calls of `generate` that are issued together travel as one batch in the order they were made, by the
 rule of the engine in this process, so the other engine forms the same batch and gives the same bits.
+Their replies come home together, or each as it ends: then who asks again does not wait for the longest.
 Calls of `score` with one prompt travel together too, a few prompts at a time.
 
 Every wait ends: with the answer, with the server's death, when the server gives no sign of life for
@@ -14,7 +15,8 @@ Weights go by file, where both processes see the same disk, or as an object of a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +33,7 @@ from strop.engine.contract import (
 from strop.engine.requests import closed
 from strop.engine.settling import Waiting, WaitingScore, deliver, fail, settle
 from strop.engine.wire import (
+    AnswerPart,
     ErrorForm,
     Form,
     GenerateAnswer,
@@ -56,6 +59,7 @@ _MAX_SCORED_PROMPTS = 8
 """Prompts whose replies are being scored. Each has a connection; the server scores one after the other."""
 
 Answer = TypeVar("Answer", bound=Form)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +79,8 @@ class RemoteEngine:
     """An `Engine` over HTTP. One instance serves one event loop at a time.
 
     `find_death` says how the server's process ended, or None while it runs; `read_log` returns its
-    last log lines. Without them only silence is noticed.
+    last log lines. Without them only silence is noticed. `is_streamed` has replies come home as they end;
+    then the batches in which their successors are asked depend on the pace of both processes.
 
     Raises: ConfigError if the server extra is not installed.
     """
@@ -88,6 +93,7 @@ class RemoteEngine:
         find_death: Callable[[], str | None] | None = None,
         read_log: Callable[[], str] | None = None,
         limits: WaitLimits | None = None,
+        is_streamed: bool = False,
     ) -> None:
         require_server_part("httpx")
         import httpx
@@ -96,6 +102,7 @@ class RemoteEngine:
         self._find_death = find_death or (lambda: None)
         self._read_log = read_log or (lambda: "")
         self._limits = limits or WaitLimits()
+        self._is_streamed = is_streamed
         # The environment's proxies and passwords are not for a server on this machine.
         self._client = httpx.AsyncClient(
             base_url=url,
@@ -229,24 +236,49 @@ class RemoteEngine:
     async def _post_batch(self, batch: Sequence[Waiting]) -> None:
         call = GenerateCall.of([waiting.request for waiting in batch])
         try:
+            if self._is_streamed:
+                await self._guard("/v1/replies", self._receive_parts("/v1/replies", call, batch))
+                return
             answer = await self._ask("/v1/generate", call, GenerateAnswer)
             for waiting, outcome in zip(batch, answer.read(len(batch)), strict=True):
-                if isinstance(outcome, StropError):
-                    fail([waiting.reply], outcome)
-                else:
-                    deliver(waiting.reply, outcome)
+                _tell(waiting, outcome)
         except StropError as error:
             fail([waiting.reply for waiting in batch], error)
 
+    async def _receive_parts(self, path: str, call: GenerateCall, batch: Sequence[Waiting]) -> None:
+        """Deliver replies line by line, as they come."""
+        left = dict(enumerate(batch))
+        async with self._post(path, call) as response:
+            if not response.is_success:
+                await response.aread()
+                raise _read_error(path, response)
+            async for line in response.aiter_lines():
+                try:
+                    part = AnswerPart.model_validate_json(line)
+                except ValidationError as error:
+                    raise _unreadable(path, line[:500]) from error
+                for place, outcome in part.read():
+                    if place not in left:
+                        raise _unreadable(
+                            path, f"request {place} of {len(batch)} is answered twice, or is none"
+                        )
+                    _tell(left.pop(place), outcome)
+        if left:
+            raise _unreadable(path, f"{len(left)} of {len(batch)} requests are not answered")
+
     async def _ask(self, path: str, call: Form | None, answer: type[Answer]) -> Answer:
-        """Exchange one message, and stop waiting when the server is dead, silent or too slow."""
-        exchange = asyncio.create_task(self._exchange(path, call))
+        """Exchange one message."""
+        return _read_answer(path, await self._guard(path, self._exchange(path, call)), answer)
+
+    async def _guard(self, path: str, exchanging: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for an exchange, and no longer when the server is dead, silent or too slow."""
+        exchange = asyncio.create_task(exchanging)
         trouble = asyncio.create_task(self._await_trouble())
         limit_s = self._limits.reply_limit_s
         try:
             await asyncio.wait({exchange, trouble}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if exchange.done():
-                return _read_answer(path, await exchange, answer)
+                return await exchange
             cause = trouble.result() if trouble.done() else f"no answer within {limit_s:g} s"
             raise self._lost(path, cause)
         finally:
@@ -255,13 +287,20 @@ class RemoteEngine:
             await asyncio.gather(exchange, trouble, return_exceptions=True)
 
     async def _exchange(self, path: str, call: Form | None) -> httpx.Response:
+        async with self._post(path, call) as response:
+            await response.aread()
+        return response
+
+    @asynccontextmanager
+    async def _post(self, path: str, call: Form | None) -> AsyncIterator[httpx.Response]:
+        """Yield an answer of which only the head has come. Without a call it is only asked for."""
         import httpx
 
+        method, content = ("GET", None) if call is None else ("POST", call.model_dump_json())
+        headers = {} if call is None else {"Content-Type": "application/json"}
         try:
-            if call is None:
-                return await self._client.get(path)
-            headers = {"Content-Type": "application/json"}
-            return await self._client.post(path, content=call.model_dump_json(), headers=headers)
+            async with self._client.stream(method, path, content=content, headers=headers) as response:
+                yield response
         except httpx.TransportError as error:
             raise self._lost(path, await self._await_obituary() or repr(error)) from error
 
@@ -307,14 +346,34 @@ class RemoteEngine:
             raise closed()
 
 
+def _tell(waiting: Waiting, outcome: Completion | StropError) -> None:
+    """Tell one who waits what became of the request."""
+    if isinstance(outcome, StropError):
+        fail([waiting.reply], outcome)
+    else:
+        deliver(waiting.reply, outcome)
+
+
 def _read_answer(path: str, response: httpx.Response, answer: type[Answer]) -> Answer:
     """Return an answer, or raise the error that the server answered with."""
+    if not response.is_success:
+        raise _read_error(path, response)
     try:
-        if response.is_success:
-            return answer.model_validate_json(response.content)
-        raise ErrorForm.model_validate_json(response.content).read()
+        return answer.model_validate_json(response.content)
     except ValidationError as error:
-        raise _unreadable(path, f"status {response.status_code}: {response.text[:500]}") from error
+        raise _unreadable(path, _shown(response)) from error
+
+
+def _read_error(path: str, response: httpx.Response) -> StropError:
+    """Return the error that the server answered with."""
+    try:
+        return ErrorForm.model_validate_json(response.content).read()
+    except ValidationError:
+        return _unreadable(path, _shown(response))
+
+
+def _shown(response: httpx.Response) -> str:
+    return f"status {response.status_code}: {response.text[:500]}"
 
 
 def _unreadable(path: str, found: str) -> EngineError:

@@ -4,8 +4,9 @@
 
 loads its own copy of the model, listens on a free port of the loopback address, writes the port into
 the ready file and serves until it is told to end. POST /v1/generate takes a whole batch and answers
-when all its replies have ended; POST /v1/score, POST /v1/weights, GET /health do what they say, and
-POST /v1/chat/completions answers who knows no token ids (`engine.chat`).
+when all its replies have ended, POST /v1/replies line by line as they end; POST /v1/score, POST
+/v1/weights, GET /health do what they say, and POST /v1/chat/completions answers who knows no token ids
+(`engine.chat`).
 `strop.engine.vllm.serve` serves vLLM by the same app, with the same arguments and more.
 
 Covered: the socket is held from the choice of its port on; every path but /health wants the key,
@@ -26,7 +27,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from strop.engine.chat import CHAT_PATH, ChatFace
 from strop.engine.contract import Completion, Engine, GenerationRequest
 from strop.engine.wire import (
+    AnswerPart,
     ErrorForm,
     GenerateAnswer,
     GenerateCall,
@@ -47,12 +49,13 @@ from strop.engine.wire import (
     read_ids,
     require_server_part,
 )
-from strop.errors import ConfigError, StropError, explain_refusal
+from strop.errors import ConfigError, EngineError, StropError, explain_refusal
 from strop.hardware.busy_clock import BusyClock
 from strop.store.atomic import write_bytes_atomically
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.responses import StreamingResponse
 
     from strop.tokenizer import Tokenizer
 
@@ -116,6 +119,12 @@ class EngineDesk:
             outcomes = await asyncio.gather(*(self._reply(request) for request in call.read()))
         return GenerateAnswer.of(outcomes)
 
+    async def generate_parts(self, call: GenerateCall) -> StreamingResponse:
+        """Ask for all replies together, and answer with a line for those that end at the same time."""
+        from starlette.responses import StreamingResponse
+
+        return StreamingResponse(self._list_parts(call.read()), media_type="application/x-ndjson")
+
     async def score(self, call: ScoreCall) -> ScoreAnswer:
         """Score all replies together."""
         prompt_ids = read_ids(call.prompt_ids)
@@ -143,11 +152,35 @@ class EngineDesk:
         """Close the engine."""
         await self._engine.close()
 
+    async def _list_parts(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[str]:
+        """Yield lines until all replies have ended. Where nobody listens any more, they are given up."""
+        places = {asyncio.create_task(self._reply(one)): place for place, one in enumerate(requests)}
+        left = set(places)
+        try:
+            with self._sampling.running():
+                while left:
+                    ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                    found = {places[task]: _outcome(task) for task in sorted(ended, key=places.__getitem__)}
+                    yield AnswerPart.of(found).model_dump_json(exclude_defaults=True) + "\n"
+        finally:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
     async def _reply(self, request: GenerationRequest) -> Completion | StropError:
         try:
             return await self._engine.generate(request)
         except StropError as error:
             return error
+
+
+def _outcome(task: asyncio.Task[Completion | StropError]) -> Completion | StropError:
+    """Return what became of a request. A bug is an error in its place: the answer has begun."""
+    error = task.exception()
+    if error is None:
+        return task.result()
+    _log.error("a reply failed", exc_info=error)
+    return EngineError(f"the reply failed in the engine: {error!r}")
 
 
 def build_app(
@@ -173,6 +206,7 @@ def build_app(
     # No pages about itself: they would be a second face that nobody guards.
     app = FastAPI(title="strop engine", openapi_url=None, docs_url=None, redoc_url=None)
     app.post("/v1/generate", response_model_exclude_defaults=True)(desk.generate)
+    app.post("/v1/replies", response_model=None)(desk.generate_parts)
     app.post("/v1/score")(desk.score)
     app.post("/v1/weights")(desk.update)
     app.get("/health")(desk.health)

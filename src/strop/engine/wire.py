@@ -4,6 +4,7 @@ Token ids in, token ids out: no prompt is ever tokenized twice. Ids and log-prob
 of their int32 and float32 values, and Python's JSON writes float64 so that it reads back equal, so a value
 that crossed is the value that was sent. What the requests of a batch share, prompts above all, is sent once,
 and replies are columns: a token costs 10.7 bytes (two values in base64) and its text, 15 in all in English.
+Where replies come home as they end, each line costs some 120 bytes more.
 Errors come home as the class that was raised.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
@@ -214,6 +215,23 @@ class GenerateAnswer(Form):
                 for start, version in self.segments.get(place, ())
             ),
         )
+
+
+class AnswerPart(Form):
+    """What became of some requests of a call: a line of an answer that comes as replies end."""
+
+    places: list[int]
+    """Of these requests in the call."""
+    answer: GenerateAnswer
+
+    @classmethod
+    def of(cls, outcomes: Mapping[int, Completion | StropError]) -> AnswerPart:
+        """Write down what became of the requests at some places."""
+        return cls(places=list(outcomes), answer=GenerateAnswer.of(list(outcomes.values())))
+
+    def read(self) -> list[tuple[int, Completion | StropError]]:
+        """Return what was written down, by place. Raises: EngineError as `GenerateAnswer.read` does."""
+        return list(zip(self.places, self.answer.read(len(self.places)), strict=True))
 
 
 class ScoreCall(Form):

@@ -88,7 +88,7 @@ def test_wheels_are_installed_from_their_folder_alone(tmp_path: Path) -> None:
     assert image_python(plan) == "/opt/strop/venv/bin/python"
 
 
-def test_values_of_a_containerfile_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sec_5_values_of_a_containerfile_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", '/odd "$HOME\\')
     assert 'ENV PATH="/odd \\"\\$HOME\\\\/bin:' in render_containerfile(plan_image(Variant.BASE))
 

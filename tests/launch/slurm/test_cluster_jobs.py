@@ -195,7 +195,7 @@ def test_a_secret_reaches_its_role_and_nothing_else(
     assert holders == []
 
 
-def test_a_home_of_quotes_and_signs_is_no_trouble(
+def test_sec_5_a_home_of_quotes_and_signs_is_no_trouble(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = open_desk(cluster, tmp_path / "a b$HOME'q\"z`id` %j;#&", monkeypatch)

@@ -25,7 +25,9 @@ def desk(frail: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     frail.clear()
 
 
-def test_a_job_of_a_lost_node_lives_again_and_the_old_life_is_cut_off(desk: Desk, frail: Cluster) -> None:
+def test_lau_3_a_job_of_a_lost_node_lives_again_and_the_old_life_is_cut_off(
+    desk: Desk, frail: Cluster
+) -> None:
     """Slurm starts it elsewhere while the old processes go on: they must neither write nor requeue it."""
     ref = desk.submit(a_role("--steps", "3000,10"))
     lost = desk.wait_for(ref, JobState.RUNNING).nodes

@@ -45,7 +45,7 @@ def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(desk: Desk) -> Non
 
 
 @pytest.mark.parametrize("words", [(), ("--ignore-signals",)], ids=["saves", "ignores signals"])
-def test_a_preempted_job_makes_room_and_lives_again(desk: Desk, words: tuple[str, ...]) -> None:
+def test_lau_3_a_preempted_job_makes_room_and_lives_again(desk: Desk, words: tuple[str, ...]) -> None:
     role = a_role("--steps", "400,40", *words, gpus=4)
     low = desk.submit(role, name="low", resources=gpus(4), options={"nodelist": "n1"})
     desk.wait_for_step(low)
@@ -63,7 +63,7 @@ def test_a_preempted_job_makes_room_and_lives_again(desk: Desk, words: tuple[str
     assert begin == 0 if words else begin > 0
 
 
-def test_a_failed_job_is_requeued_from_outside_and_a_completed_or_running_one_is_not(desk: Desk) -> None:
+def test_lau_3_a_failed_job_is_requeued_from_outside_alone_and_others_not_at_all(desk: Desk) -> None:
     ref = desk.submit(a_role("--steps", "10", "--codes", "3,0"))
     desk.wait_for(ref, JobState.RUNNING)
     with pytest.raises(CheckRefused, match="is running"):
@@ -75,6 +75,20 @@ def test_a_failed_job_is_requeued_from_outside_and_a_completed_or_running_one_is
     desk.wait_until(lambda: desk.backend.ask([ref])[ref.job_id, 0].state is JobState.SUCCEEDED)
     with pytest.raises(CheckRefused, match=r"is succeeded \(COMPLETED\)"):
         desk.backend.requeue(ref)
+
+
+def test_lau_3_a_signal_that_wakes_the_waiting_script_is_no_end(desk: Desk, cluster: Cluster) -> None:
+    """`wait` returns 128 + n for any signal with a trap, and for a resumed job Slurm sends CONT."""
+    ref = desk.submit(a_role("--steps", "40"))
+    desk.wait_for_step(ref)
+    for target in ("--batch", "--full"):
+        cluster.run("scancel", target, "--signal=CONT", str(ref.job_id))
+        time.sleep(0.3)
+    status = desk.wait_for(ref, *ALL_ENDS)
+    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
+    answer = desk.backend.ask([ref])[ref.job_id, 0]
+    assert answer.num_restarts == 0
+    assert slurm_log(ref).count("started train") == 1
 
 
 def test_cancelling_names_what_ended_a_job(desk: Desk, cluster: Cluster) -> None:

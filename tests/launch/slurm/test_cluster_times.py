@@ -19,7 +19,7 @@ def desk(early: Early, monkeypatch: pytest.MonkeyPatch) -> Desk:
     return open_desk(early.cluster, early.root, monkeypatch)
 
 
-def test_a_job_that_always_saves_is_requeued_as_often_as_it_may(desk: Desk, early: Early) -> None:
+def test_lau_3_a_job_that_always_saves_is_requeued_as_often_as_it_may(desk: Desk, early: Early) -> None:
     ref = early.refs["saving"]
     status = desk.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED

@@ -30,6 +30,8 @@ class EngineAddress:
 
     url: str
     key: str
+    is_streamed: bool
+    """Whether replies come home as they end (`streams_replies`)."""
     model_digest: str
     tokenizer_digest: str
     pid: int
@@ -49,12 +51,12 @@ class EngineHost(RayRole):
         Raises: EngineError with its last log lines if it does not; ConfigError if a part of it is missing.
         """
         host = find_own_address(os.environ, num_nodes)
-        from strop.cluster.engine_process import EngineProcess
+        from strop.cluster.engine_process import EngineProcess, streams_replies
 
         log_dir = Path(self._start.log_path).with_suffix("")
         self._process = EngineProcess(spec, source.path, work_dir, host=host, log_dir=log_dir)
         self._process.launch()
-        return asyncio.run(_connect(self._process))
+        return asyncio.run(_connect(self._process, is_streamed=streams_replies(spec)))
 
     def wait_for_end(self) -> str:
         """Return why the engine ended."""
@@ -74,7 +76,7 @@ class EngineHost(RayRole):
             asyncio.run(self._process.stop())
 
 
-async def _connect(process: EngineProcess) -> EngineAddress:
+async def _connect(process: EngineProcess, *, is_streamed: bool) -> EngineAddress:
     """Wait until an engine listens, and return what a client needs."""
     engine = await process.connect()
     health = await engine.health()
@@ -83,6 +85,7 @@ async def _connect(process: EngineProcess) -> EngineAddress:
     return EngineAddress(
         url=url,
         key=key,
+        is_streamed=is_streamed,
         model_digest=health.model_digest,
         tokenizer_digest=health.tokenizer_digest,
         pid=process.pid or 0,

@@ -228,6 +228,7 @@ class RayPlacement:
             find_death=lambda: watch.find(role.slot.name),
             read_log=lambda: read_log(log_path, role.facts.host),
             limits=self._limits,
+            is_streamed=address.is_streamed,
         )
 
     def _join_engines(self) -> Engine:

@@ -43,7 +43,7 @@ class RolloutWorker(RayRole):
 
         task = make_task()
         self._judge = open_judge(task, make_task)
-        self._engine = RemoteEngine(address.url, address.key)
+        self._engine = RemoteEngine(address.url, address.key, is_streamed=address.is_streamed)
         self._tokenizer = Tokenizer.load(source.path)
         self._make_environment = partial(SingleTurn, task, self._judge)
 
