@@ -102,9 +102,9 @@ def test_a_plan_counts_the_demonstrations(folder: Path, run: Run, sft_file: Path
     planned = json.loads(ended.out)
     schedule = planned["schedule"]
     # 2 steps of 4 of 8 rows are one pass.
-    assert (schedule["rows_per_step"], schedule["num_sft_epochs"]) == (4, 1.0)
+    assert (schedule["given_per_step"], schedule["num_given_epochs"]) == (4, 1.0)
     assert (schedule["rollouts_per_step"], schedule["num_epochs"]) == (0, None)
-    assert schedule["demonstrations"].startswith("8 demonstrations from")
+    assert schedule["given"].startswith("8 demonstrations from")
     assert planned["time"] is not None
     assert {part["name"] for part in planned["time"]["step_parts"]} >= {"learn"}
     names = {value["name"] for value in planned["algorithm"]}

@@ -5,7 +5,9 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,10 +17,14 @@ from strop.hardware import describe_machine
 from strop.hardware.accelerators import find_accelerator
 from strop.launch.plan import make_plan, plan_work, predict_run
 from strop.launch.planned import Plan
-from strop.rollout import Split
+from strop.record.rollouts import write_rollouts
+from strop.rollout import FinishReason, Outcome, Rollout, Sampling, Split, Turn
 from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
 from strop.tokenizer import Tokenizer
+from strop.train.pairs import read_pairs
+from strop.train.preferences import pack_pairs
+from tests.fixtures.tiny_run import new_run
 
 PlanIt = Callable[..., Plan]
 
@@ -215,6 +221,96 @@ def test_a_run_that_starts_is_predicted_as_it_was_planned(plan_it: PlanIt, tmp_p
     assert found.memory_bytes == planned.roles[0].needed_bytes
     assert not found.is_overlapped
     assert not found.is_measured
+
+
+def write_pairs(root: Path, model_dir: Path, num_pairs: int) -> Path:
+    """Write a run with a right reply of 3 tokens and a wrong one of 9 to each example, ends included."""
+    task, tokenizer = build_task(load_spec("run.toml").spec.task), Tokenizer.load(model_dir)
+    rollouts = []
+    for example in task.examples(Split.TRAIN)[:num_pairs]:
+        asked, prompt_ids = render_prompt(tokenizer, task.render(example), "auto")
+        for reward, length in ((1.0, 2), (0.0, 8)):
+            ids = np.append(np.full(length, 5, np.int32), np.int32(tokenizer.eos_id))
+            said = Turn(
+                role="assistant",
+                text=tokenizer.decode(ids[:-1]),
+                token_ids=ids,
+                logprobs=np.full(len(ids), -1.0, np.float32),
+                finish_reason=FinishReason.EOS,
+            )
+            turns = (Turn(role="prompt", text=asked, token_ids=prompt_ids), said)
+            outcome = Outcome(parts={"right": reward})
+            rollouts.append(
+                Rollout(
+                    example=example, step=0, sample_index=0, turns=turns, outcome=outcome, sampling=Sampling()
+                )
+            )
+    run = new_run(root)
+    write_rollouts(run.rollouts_path(1), rollouts)
+    run.release()
+    return run.path
+
+
+def test_a_run_on_pairs_is_planned_by_their_lengths(
+    plan_it: PlanIt, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    plan_it()
+    source = write_pairs(tmp_path / "runs", tiny_model_dir, 6)
+    words = ("train.terms=dpo", f"dpo.source={source}", "dpo.pairs_per_step=4", "train.steps=3")
+    planned = plan_it(*words)
+    schedule, time = planned.schedule, planned.time
+    assert (schedule.given_kind, schedule.given_per_step, schedule.num_given_epochs) == ("pairs", 4, 2.0)
+    assert schedule.given == f"6 pairs from {source}"
+    assert time is not None
+    assert {part.name: part.amount for part in time.step_parts}["generate"] == 0.0
+    activations = next(part.name for part in planned.memory.parts if "activations" in part.name)  # type: ignore[union-attr]
+    assert int(re.findall(r"\d+", activations)[0]) >= 4 * 12
+    assert {"dpo.beta", "dpo.loss", "dpo.pairs_per_step"} <= {value.name for value in planned.algorithm}
+    spec = load_spec("run.toml", words).spec
+    pairs = read_pairs(spec, build_task(spec.task), tiny_model_dir)
+    assert pairs is not None
+    # A prompt once, and replies of 3 and 9.
+    assert list(pairs.lengths) == [len(one.turns[0].token_ids) + 12 for one, _ in pairs.members]
+    assert time.num_positions == pytest.approx(4 * fmean(pairs.lengths))
+    assert pack_pairs(pairs).lengths == pairs.lengths
+    found = predict_run(spec, build_task(spec.task), tiny_model_dir, pairs, cache_dir=tmp_path / "cache")
+    assert found is not None
+    assert found.step_s == time.step_s
+
+
+def test_pairs_that_are_elsewhere_are_unknown(plan_it: PlanIt) -> None:
+    planned = plan_it("train.terms=dpo", "dpo.source=/nowhere", "dpo.pairs_per_step=4")
+    assert planned.time is None
+    assert planned.unknown == ("pairs and time: dpo.source=/nowhere is not on this machine",)
+    # A full micro-batch, where nobody knows how long they are.
+    assert any("activations (1280 positions)" in part.name for part in planned.memory.parts)  # type: ignore[union-attr]
+
+
+def test_distillation_samples_in_some_steps_and_is_shown_demonstrations_in_others(
+    plan_it: PlanIt, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"Say {number}", "completion": str(number)} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["train.terms=distill", "teacher.source=initial", "train.steps=4"]
+    shown = [f"sft.source={tmp_path / 'rows.jsonl'}", "sft.rows_per_step=4"]
+    alone, mixed, only = (
+        plan_it(*words, *more)
+        for more in ([], [*shown, "teacher.student_frac=0.25"], [*shown, "teacher.student_frac=0"])
+    )
+    assert alone.time is not None
+    assert mixed.time is not None
+    assert only.time is not None
+    assert (alone.schedule.given_kind, mixed.schedule.given_kind) == ("", "demonstrations")
+    assert (mixed.schedule.num_given_epochs, only.schedule.num_given_epochs) == (1.5, 2.0)
+    assert mixed.schedule.num_epochs == pytest.approx(0.25 * (alone.schedule.num_epochs or 0))
+    generate = [plan.time.step_parts[0].amount for plan in (alone, mixed, only)]  # type: ignore[union-attr]
+    assert generate == pytest.approx([generate[0], 0.25 * generate[0], 0.0])
+    # Every reply is taught, not half of them.
+    reply_tokens = alone.time.num_reply_tokens
+    assert alone.time.num_positions == pytest.approx(reply_tokens + 8 * alone.prompt.tokens_mean)  # type: ignore[union-attr]
+    assert mixed.time.num_positions == pytest.approx(
+        0.25 * alone.time.num_positions + 0.75 * only.time.num_positions
+    )
 
 
 def test_a_simulation_needs_what_a_plan_may_lack(plan_it: PlanIt) -> None:

@@ -160,11 +160,16 @@ def test_an_order_in_a_bucket(s3_root: str, tmp_path: Path) -> None:
         absent.examples(Split.TRAIN)
 
 
-def test_demonstrations_go_along(local_run: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "terms",
+    [["train.terms=rl+sft"], ["train.terms=distill", "teacher.source=initial"]],
+    ids=["sft", "distill"],
+)
+def test_demonstrations_go_along(local_run: str, tmp_path: Path, terms: list[str]) -> None:
     rows = [{"prompt": f"{n} + 3?", "completion": f"#### {n + 3}"} for n in range(4)]
     path = tmp_path / "shown.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    staged = stage_run(load_spec(local_run, ["train.terms=rl+sft", f"sft.source={path}"]))
+    staged = stage_run(load_spec(local_run, [*terms, f"sft.source={path}"]))
     (advice,) = [word for word in read_advice(staged) if word.startswith("sft.source=")]
     path.unlink()
     assert find_source(advice.removeprefix("sft.source=")).read_text().count("completion") == len(rows)

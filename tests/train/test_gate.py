@@ -264,6 +264,21 @@ def test_too_little_memory_or_disk_is_refused(
     assert_matches(r"room: memory about \d+\.\d GiB of .* GiB free, checkpoints \d\.\d of .* GiB free", error)
 
 
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_activations_are_counted_as_the_learner_holds_them(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool | None
+) -> None:
+    """Memory decided when the learner was loaded, and it keeps them here where nobody says otherwise."""
+    monkeypatch.setattr(
+        gate_module, "activation_bytes", lambda *_, is_recomputed: 0 if is_recomputed else 10**15
+    )
+    spec = tiny_spec(train={"steps": 1, "checkpoint_every": 1, "activation_checkpointing": wanted})
+    if wanted:
+        Composition(spec, tiny_model_dir, new_run(tmp_path)).run()
+    else:
+        assert_matches(r"room: memory about 9\d{5}\.\d GiB", refuse(tmp_path, tiny_model_dir, spec=spec))
+
+
 def test_every_cause_is_shown_at_once(tmp_path: Path, tiny_model_dir: Path) -> None:
     class Broken(Overlapping, RaisesTypeError):
         pass

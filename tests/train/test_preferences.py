@@ -19,11 +19,12 @@ from strop.record import RunDir
 from strop.rollout import FinishReason, FloatArray, Rollout
 from strop.spec.dpo import DpoSpec
 from strop.train.demonstrations import Framing
+from strop.train.pairs import Pairs, pair_rollouts
 from strop.train.preferences import (
     REFERENCE_NAME,
     Preferences,
     pack_pair,
-    pair_rollouts,
+    pack_pairs,
     read_preferences,
     with_reference,
 )
@@ -91,7 +92,7 @@ class Scripted:
 
 def some_pairs(framing: Framing, num_pairs: int = 2) -> Preferences:
     pairs = [(roll(framing, n, GOLD, 1.0), roll(framing, n, "no", 0.0)) for n in range(num_pairs)]
-    return Preferences(source="s", members=tuple(map(pack_pair, pairs)), counts={})
+    return pack_pairs(Pairs(source="s", members=tuple(pairs), counts={}))
 
 
 def attach(found: Preferences, scorer: Scripted | None, path: Path) -> Preferences:

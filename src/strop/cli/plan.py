@@ -104,11 +104,12 @@ def show_plan(output: Output, planned: Plan) -> None:
     if schedule.rollouts_per_step:
         shown = f"{schedule.rollouts_per_step} of {schedule.prompts_per_step} prompts"
         rows += [("rollouts per step", shown), ("training examples", seen)]
-    if schedule.rows_per_step:
-        imitated = "unknown"
-        if schedule.num_sft_epochs is not None:
-            imitated = f"{schedule.demonstrations}, seen {schedule.num_sft_epochs:.3g} times"
-        rows += [("demonstrations per step", str(schedule.rows_per_step)), ("demonstrations", imitated)]
+    if schedule.given_per_step:
+        seen = "unknown"
+        if schedule.num_given_epochs is not None:
+            seen = f"{schedule.given}, seen {schedule.num_given_epochs:.3g} times"
+        kind = schedule.given_kind
+        rows += [(f"{kind} per step", str(schedule.given_per_step)), (kind, seen)]
     output.give_table(
         ("schedule", "planned"),
         [

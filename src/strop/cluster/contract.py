@@ -48,6 +48,11 @@ class LearnerRole(Protocol):
         ...
 
     @property
+    def recomputes(self) -> bool:
+        """Whether it computes activations again instead of keeping them."""
+        ...
+
+    @property
     def is_aside(self) -> bool:
         """Whether a step leaves the loop's event loop free."""
         ...

@@ -58,6 +58,11 @@ class LocalLearner:
         """Kind of device that it computes on."""
         return self.local.model.device.type
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether it computes activations again."""
+        return self.local.model.recomputes
+
     async def step_terms(self, terms: Sequence[Term]) -> StepReport:
         """Take one optimizer step. See `LearnerRole.step_terms`."""
         return await self._do(partial(self.local.step_terms, terms))

@@ -106,10 +106,12 @@ class Work:
     max_reply_tokens: int
     num_eval_examples: int
     num_evals: int
-    imitated_tokens: float = 0.0
-    """Tokens of the demonstrations of one step, prompts included."""
+    given_tokens: float = 0.0
+    """Tokens of the demonstrations or pairs of one step, prompts included."""
     reply_tokens_mean: float | None = None
     """None: assumed from the limit."""
+    sampling_frac: float = 1.0
+    """Share of the steps that sample; distillation shows demonstrations in the others."""
     signal_frac: float = SIGNAL_FRAC
     layout: Layout | None = None
     """None: as the run file says."""
@@ -139,6 +141,11 @@ def verify_reply_s(spec: RunSpec) -> float:
     return VERIFY_PROGRAM_S if spec.task.name in _PROGRAM_TASKS else VERIFY_S
 
 
+def signal_frac(spec: RunSpec) -> float:
+    """Return the share of sampled groups that is forwarded; a teacher has something to say of every one."""
+    return 1.0 if spec.has_teacher else SIGNAL_FRAC
+
+
 def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tuple[Assumption, ...]:
     """Return the shares that the time estimate rests on, of the run and of the hardware."""
     known = speeds.efficiency
@@ -159,7 +166,7 @@ def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tu
         ),
         Assumption(
             name="signal_frac",
-            value=SIGNAL_FRAC,
+            value=signal_frac(spec),
             why="share of groups whose rewards differ; the others are not forwarded",
         ),
         Assumption(
@@ -199,14 +206,16 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     spec, train = work.spec, work.spec.train
     layout = work.layout or read_layout(spec, is_processor=speeds.is_processor)
     num_prompts = train.prompts_per_step if train.has_rl else 0
-    num_rollouts = num_prompts * train.rollouts_per_prompt
-    reply_tokens = num_rollouts * work.reply_tokens
+    num_rollouts: float = num_prompts * train.rollouts_per_prompt
     prompt_tokens = num_prompts * work.prompt_tokens_mean
     generate_s, limit = _generate_s(work, speeds, layout, num_rollouts, prompt_tokens)
-    positions = work.signal_frac * (prompt_tokens + reply_tokens) + work.imitated_tokens
-    scored = work.signal_frac * reply_tokens + work.imitated_tokens
+    # From here on of the mean step: not every one samples.
+    num_rollouts, prompt_tokens = num_rollouts * work.sampling_frac, prompt_tokens * work.sampling_frac
+    reply_tokens = num_rollouts * work.reply_tokens
+    positions = work.signal_frac * (prompt_tokens + reply_tokens) + work.given_tokens
+    scored = work.signal_frac * reply_tokens + work.given_tokens
     seconds = {
-        "generate": generate_s,
+        "generate": work.sampling_frac * generate_s,
         "verify": num_rollouts * verify_reply_s(spec) / max(layout.num_workers, 1),
         "learn": learn_s(work, speeds, layout, positions, scored),
         "sync": sync_s(work, speeds, layout),
@@ -226,7 +235,7 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
         step_s=step_s,
         eval_s=eval_s,
         total_s=step_s * train.steps + eval_s * work.num_evals,
-        scored_tokens_per_s=(reply_tokens + work.imitated_tokens) / step_s,
+        scored_tokens_per_s=(reply_tokens + work.given_tokens) / step_s,
         num_reply_tokens=reply_tokens,
         num_positions=positions,
         bottleneck=bottleneck,

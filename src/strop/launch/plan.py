@@ -21,6 +21,7 @@ from strop.launch.estimate import (
     estimate_time,
     list_assumptions,
     list_disk_parts,
+    signal_frac,
 )
 from strop.launch.local_data import read_task_offline, require_trainable_here, training_examples_here
 from strop.launch.locate import find_model
@@ -51,8 +52,13 @@ from strop.tasks import (
     resolve_prompt_format,
 )
 from strop.tokenizer import Tokenizer
-from strop.train.demonstrations import Demonstrations
-from strop.train.sft_source import count_imitated_positions, read_demonstrations
+from strop.train.given import (
+    Given,
+    count_given_positions,
+    given_per_step,
+    given_source,
+    read_given,
+)
 
 NUM_MEASURED_PROMPTS = 200
 """Training prompts that are rendered for their length, from the first."""
@@ -66,7 +72,7 @@ class _Known:
     size: ModelSize | None
     train: Sequence[Example] | None
     held_out: Sequence[Example] | None
-    demonstrations: Demonstrations | None
+    given: Given | None
     unknown: tuple[str, ...]
     frozen: Mapping[str, ModelSize]
 
@@ -96,16 +102,16 @@ def make_plan(
     memory = disk = time = None
     roles: tuple[RoleMemory, ...] = ()
     if known.size is not None:
-        max_prompt, imitated = prompt.tokens_max if prompt else None, _imitated_positions(spec, known)
-        roles = _plan_roles(spec, known, speeds, limit, max_prompt, imitated)
+        max_prompt, given = prompt.tokens_max if prompt else None, _given_positions(spec, known)
+        roles = _plan_roles(spec, known, speeds, limit, max_prompt, given)
         if speeds.is_processor:
             parts = split_memory(
-                spec, known.size, limit, max_prompt, imitated_positions=imitated, frozen=known.frozen
+                spec, known.size, limit, max_prompt, given_positions=given, frozen=known.frozen
             )
             memory = _room(parts, machine.memory_bytes)
         checkpoints = list_disk_parts(spec, known.size, is_mirrored=is_mirrored)
         disk = _room(checkpoints, free_disk_bytes(_output_path(spec)))
-    if known.size is not None and prompt is not None and spec.train.has_sft == bool(known.demonstrations):
+    if known.size is not None and prompt is not None and bool(given_per_step(spec)) == bool(known.given):
         time = _plan_time(spec, prompt, known, schedule, speeds, limit)
     return Plan(
         name=spec.name,
@@ -137,23 +143,21 @@ def predict_run(
     spec: RunSpec,
     task: Task,
     model_dir: Path,
-    demonstrations: Demonstrations | None,
+    given: Given | None,
     *,
     cache_dir: Path | None = None,
     machine: Machine | None = None,
 ) -> Prediction | None:
-    """Return what a run that is about to start should take here; None where nobody could say.
+    """Return what a run that is about to start should take here; None without an example to render.
 
-    That is without an example to render, and for preferences (`train.terms = "dpo"`).
+    `given`: the demonstrations or pairs that it learns from.
     """
-    if not spec.train.has_rl and not spec.train.has_sft:
-        return None
     known = _Known(
         model_path=model_dir,
         size=read_model_size(model_dir),
         train=training_examples_here(task) if spec.train.has_rl else None,
         held_out=task.examples(Split.HELD_OUT),
-        demonstrations=demonstrations,
+        given=given,
         unknown=(),
         frozen=_find_frozen(spec, cache_dir)[0],
     )
@@ -166,8 +170,8 @@ def predict_run(
     )
     limit = task.limits.max_reply_tokens
     time = _plan_time(spec, prompt, known, _plan_schedule(spec, known), speeds, limit)
-    imitated = _imitated_positions(spec, known)
-    roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, imitated)
+    positions = _given_positions(spec, known)
+    roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
     is_elsewhere = spec.placement.kind == "ray"
     return Prediction(
         hardware=speeds.device,
@@ -209,16 +213,20 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
         require_trainable_here(task)
         train = training_examples_here(task) if spec.train.has_rl else None
         held_out = task.examples(Split.HELD_OUT)
-    demonstrations = _find_demonstrations(spec, task, model_path)
+    setting, source = given_source(spec)
+    given = None
+    if source is not None and model_path is not None:
+        if Path(source).exists():
+            given = read_given(spec, task, model_path)
+        else:
+            unknown.append(f"{_given_kind(spec)} and time: {setting}={source} is not on this machine")
     frozen, lacking = _find_frozen(spec, cache_dir)
-    if spec.train.has_sft and demonstrations is None and model_path is not None:
-        unknown.append(f"demonstrations and time: sft.source={spec.sft.source} is not on this machine")
     return task, _Known(
         model_path=model_path,
         size=size,
         train=train,
         held_out=held_out,
-        demonstrations=demonstrations,
+        given=given,
         unknown=(*unknown, *lacking),
         frozen=frozen,
     )
@@ -243,19 +251,18 @@ def _find_frozen(spec: RunSpec, cache_dir: Path | None) -> tuple[dict[str, Model
     return sizes, lacking
 
 
-def _find_demonstrations(spec: RunSpec, task: Task, model_path: Path | None) -> Demonstrations | None:
-    """Read what the run imitates, where both it and the tokenizer are here."""
-    source = spec.sft.source
-    if source is None or model_path is None or not Path(source).exists():
-        return None
-    return read_demonstrations(spec, task, model_path)
+def _given_kind(spec: RunSpec) -> str:
+    """Return what is given beside rollouts, '' where nothing is."""
+    if not given_per_step(spec):
+        return ""
+    return "pairs" if spec.train.terms == "dpo" else "demonstrations"
 
 
-def _imitated_positions(spec: RunSpec, known: _Known) -> int:
-    """Return the positions of the largest micro-batch of demonstrations; a full one if they are unknown."""
-    if spec.train.has_sft and known.demonstrations is None:
+def _given_positions(spec: RunSpec, known: _Known) -> int:
+    """Return the positions of the largest micro-batch of what is given; a full one if that is unknown."""
+    if given_per_step(spec) and known.given is None:
         return spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
-    return count_imitated_positions(spec, known.demonstrations)
+    return count_given_positions(spec, known.given)
 
 
 def _output_path(spec: RunSpec) -> Path:
@@ -300,9 +307,9 @@ def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | No
 
 
 def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
-    train, every, found = spec.train, spec.eval.every, known.demonstrations
+    train, every, found = spec.train, spec.eval.every, known.given
     num_prompts = train.prompts_per_step if train.has_rl else 0
-    rows_per_step = spec.sft.rows_per_step if train.has_sft else 0
+    sampling_frac, given_frac = _step_shares(spec)
     num_train = len(known.train) if known.train is not None else None
     # Before the first step, at every multiple, and after the last; once where two coincide.
     steps = {0, train.steps} | set(range(every, train.steps, every) if every else ())
@@ -314,10 +321,15 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
         prompts_per_step=num_prompts,
         rollouts_per_step=num_prompts * train.rollouts_per_prompt,
         num_train_examples=num_train,
-        num_epochs=train.steps * num_prompts / num_train if num_train and num_prompts else None,
-        rows_per_step=rows_per_step,
-        demonstrations=found.describe() if found else None,
-        num_sft_epochs=train.steps * rows_per_step / len(found.members) if found else None,
+        num_epochs=sampling_frac * train.steps * num_prompts / num_train
+        if num_train and num_prompts
+        else None,
+        given_kind=_given_kind(spec),
+        given_per_step=given_per_step(spec),
+        given=found.describe() if found else None,
+        num_given_epochs=given_frac * train.steps * given_per_step(spec) / len(found.lengths)
+        if found
+        else None,
         num_evals=len(steps),
         num_eval_examples=num_eval_examples,
         num_checkpoints=-(-train.steps // train.checkpoint_every),
@@ -330,7 +342,7 @@ def _plan_roles(
     speeds: Speeds,
     limit: int,
     max_prompt: int | None,
-    imitated: int,
+    given_positions: int,
 ) -> tuple[RoleMemory, ...]:
     assert known.size is not None
     layout = read_layout(spec, is_processor=speeds.is_processor)
@@ -340,7 +352,7 @@ def _plan_roles(
         layout,
         limit,
         max_prompt,
-        imitated_positions=imitated,
+        given_positions=given_positions,
         frozen=known.frozen,
         device_bytes=speeds.memory_bytes,
     )
@@ -359,6 +371,8 @@ def _plan_time(
 
 def _plan_work(spec: RunSpec, prompt: PlannedPrompt, known: _Known, schedule: Schedule, limit: int) -> Work:
     assert known.size is not None
+    sampling_frac, given_frac = _step_shares(spec)
+    given_mean = fmean(known.given.lengths) if known.given else 0.0
     return Work(
         spec=spec,
         size=known.size,
@@ -366,7 +380,9 @@ def _plan_work(spec: RunSpec, prompt: PlannedPrompt, known: _Known, schedule: Sc
         max_reply_tokens=limit,
         num_eval_examples=schedule.num_eval_examples or 0,
         num_evals=schedule.num_evals,
-        imitated_tokens=schedule.rows_per_step * _mean_tokens(known.demonstrations),
+        given_tokens=given_frac * schedule.given_per_step * given_mean,
+        sampling_frac=sampling_frac,
+        signal_frac=signal_frac(spec),
         frozen=known.frozen,
     )
 
@@ -416,8 +432,11 @@ def plan_work(
     return Planned(work=work, speeds=speeds, task=task, model_path=known.model_path)
 
 
-def _mean_tokens(found: Demonstrations | None) -> float:
-    return fmean(member.num_tokens for member in found.members) if found else 0.0
+def _step_shares(spec: RunSpec) -> tuple[float, float]:
+    """Return the shares of steps that sample, and that take what is given: both, but for distillation."""
+    if spec.train.terms != "distill":
+        return 1.0, 1.0
+    return spec.teacher.student_frac, 1.0 - spec.teacher.student_frac
 
 
 def _warn_of_prompts(

@@ -70,6 +70,8 @@ def list_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
     train = resolved.spec.train
     terms = with_origins(resolved, "train", {"terms": train.terms})
     rl = _plan_algorithm(resolved, limit) if train.has_rl else ()
+    if train.terms == "dpo":
+        return (*terms, *with_origins(resolved, "dpo", resolved.spec.dpo.model_dump()))
     if not train.has_sft:
         return (*terms, *rl)
     weight = PlannedValue(

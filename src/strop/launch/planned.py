@@ -49,12 +49,14 @@ class Schedule:
     num_train_examples: int | None
     num_epochs: float | None
     """Passes over the training examples. None: their number is unknown, or they are not trained on."""
-    rows_per_step: int
-    """Demonstrations in a step; 0 where nothing is imitated."""
-    demonstrations: str | None
+    given_kind: str
+    """'demonstrations' or 'pairs'; '' where nothing is given."""
+    given_per_step: int
+    """Demonstrations or pairs in a step."""
+    given: str | None
     """How many there are, and what became of the others. None: not known or not asked for."""
-    num_sft_epochs: float | None
-    """Passes over the demonstrations."""
+    num_given_epochs: float | None
+    """Passes over them."""
     num_evals: int
     num_eval_examples: int | None
     num_checkpoints: int

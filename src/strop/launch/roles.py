@@ -104,13 +104,13 @@ def split_memory(
     max_reply_tokens: int,
     max_prompt_tokens: int | None = None,
     *,
-    imitated_positions: int = 0,
+    given_positions: int = 0,
     frozen: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> tuple[Part, ...]:
     """Return what a run keeps in this machine's memory, in bytes, programs and libraries left out.
 
-    `max_prompt_tokens` None: unknown; a micro-batch is then taken to be full. `imitated_positions` are
-    those of the largest micro-batch of demonstrations, `frozen` the sizes of the reference and the
+    `max_prompt_tokens` None: unknown; a micro-batch is then taken to be full. `given_positions` are
+    those of the largest micro-batch of demonstrations or pairs, `frozen` the sizes of the reference and the
     teacher by role, and of the run's own judges by name; one that is not given counts like the policy.
     """
     roles = list_roles(
@@ -119,7 +119,7 @@ def split_memory(
         read_layout(spec, is_processor=True),
         max_reply_tokens,
         max_prompt_tokens,
-        imitated_positions=imitated_positions,
+        given_positions=given_positions,
         frozen=frozen,
     )
     return tuple(
@@ -139,7 +139,7 @@ def list_roles(
     max_reply_tokens: int,
     max_prompt_tokens: int | None = None,
     *,
-    imitated_positions: int = 0,
+    given_positions: int = 0,
     device_bytes: int | None = None,
     frozen: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> tuple[RoleMemory, ...]:
@@ -150,7 +150,7 @@ def list_roles(
     positions = micro_batch(spec, size, layout, max_reply_tokens, max_prompt_tokens, device_bytes)
     rows = count_rows(spec, layout.num_engines, is_gpu=device_bytes is not None)
     num_slots = max_reply_tokens + positions // (rows * layout.num_engines)
-    positions = max(positions if spec.train.has_rl else 0, imitated_positions)
+    positions = max(positions if spec.train.has_rl else 0, given_positions)
     is_inline = spec.placement.kind == "inline"
     sizes = frozen_sizes(spec, size, frozen)
     learner = _learner_parts(spec, size, layout, positions, device_bytes, sizes)

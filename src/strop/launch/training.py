@@ -148,7 +148,7 @@ def _train_resolved(
                     event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                     run_dir.events.append(event)
                     observer.on_event(event)
-                prediction = predict_run(spec, task, model.path, demonstrations)
+                prediction = predict_run(spec, task, model.path, demonstrations or preferences)
                 if prediction is not None:
                     write_prediction(run_dir.path, prediction)
                 outcome = asyncio.run(

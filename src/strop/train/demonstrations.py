@@ -101,6 +101,11 @@ class Demonstrations:
             total.update(member.content + np.float64(member.weight).tobytes())
         return total.hexdigest()
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each one, prompt and reply."""
+        return tuple(member.num_tokens for member in self.members)
+
     def describe(self) -> str:
         """Return how many there are, and what became of the others."""
         found = "; ".join(f"{number} {what}" for what, number in self.counts.items() if number)

@@ -61,8 +61,8 @@ from strop.train.batch import pack_reply
 from strop.train.collecting import plan_attempts
 from strop.train.demonstrations import Demonstration, Demonstrations
 from strop.train.gate_input import GateCheck, GateInput
+from strop.train.given import count_given_positions
 from strop.train.room import LOW_DISK_FACTOR, directory_bytes
-from strop.train.sft_source import count_imitated_positions
 from strop.train.step_terms import choose_algorithm
 from strop.train.terms import pack_demonstrations
 
@@ -276,8 +276,8 @@ def check_room(gate: GateInput) -> GateCheck:
     spec, size = gate.spec, read_model_size(gate.model_dir)
     dtype = spec.model.dtype
     task, answered = gate.task, _answered_positions(gate)
-    imitated = count_imitated_positions(spec, gate.demonstrations)
-    positions = max(answered if spec.train.has_rl else 0, imitated)
+    given = count_given_positions(spec, gate.demonstrations or gate.preferences)
+    positions = max(answered if spec.train.has_rl else 0, given)
     rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
     num_terms, num_trained = spec.train.has_rl + spec.train.has_sft, count_trained(size, spec.lora)
     memory_bytes = state_bytes(size, dtype, num_trained) + terms_bytes(size, num_terms, num_trained)
@@ -290,18 +290,12 @@ def check_room(gate: GateInput) -> GateCheck:
     there_bytes = directory_bytes(gate.run_path / "checkpoints")
     free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + there_bytes
     have_memory = None if free_bytes is None else free_bytes + (rss_bytes() or 0)
-    sizes = [activation_bytes(size, dtype, positions, is_recomputed=again) for again in (False, True)]
-    # They are loaded already, and so a part of what this process holds.
-    frozen = sum(
-        frozen_bytes(read_model_size(path), dtype, num_positions=positions, beside_bytes=sizes[1])
+    activations = activation_bytes(size, dtype, positions, is_recomputed=gate.roles.learner.recomputes)
+    # Frozen models are loaded already, and so a part of what this process holds.
+    memory_bytes += activations + sum(
+        frozen_bytes(read_model_size(path), dtype, num_positions=positions, beside_bytes=activations)
         for path in gate.roles.frozen_dirs.values()
     )
-    is_tight, wants = (
-        memory_bytes + sizes[0] + frozen > (have_memory or math.inf),
-        spec.train.activation_checkpointing,
-    )
-    activations = sizes[is_tight if wants is None else wants]
-    memory_bytes += activations + frozen
     has_memory = is_elsewhere or have_memory is None or memory_bytes <= have_memory
     known = "an unknown amount" if have_memory is None else f"{have_memory / 2**30:.1f} GiB"
     detail = (

@@ -12,6 +12,7 @@ from strop.spec.run import RunSpec
 from strop.tasks import Task
 from strop.tasks.judging import Judge
 from strop.train.demonstrations import Demonstrations
+from strop.train.preferences import Preferences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,8 @@ class GateInput:
     """None: replies are judged in this process."""
     demonstrations: Demonstrations | None = None
     """None: nothing is imitated."""
+    preferences: Preferences | None = None
+    """None: nothing is preferred."""
 
     @property
     def asked(self) -> Sequence[Example]:

@@ -216,6 +216,7 @@ class TrainLoop:
             run_path=parts.run_dir.path,
             judge=parts.judge,
             demonstrations=parts.demonstrations,
+            preferences=parts.preferences,
         )
         self._checks = await pass_gate(gate)
         for check in self._checks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from strop.errors import DataError, explain_refusal
-from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, read_model_size
+from strop.policy.footprint import read_model_size
 from strop.record.run_dir import STATE_NAME
 from strop.spec.run import RunSpec
 from strop.store.data_files import DataFile, locate_named, note_data_file
@@ -74,13 +74,3 @@ def find_source(source: str, *, setting: str = "sft.source") -> Path:
             name = file.relative_to(path).as_posix()
             note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
     return path
-
-
-def count_imitated_positions(spec: RunSpec, found: Demonstrations | None) -> int:
-    """Return the positions of the largest micro-batch of demonstrations; 0 without them."""
-    if found is None:
-        return 0
-    longest = max(member.num_tokens for member in found.members)
-    budget = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
-    # One that alone exceeds the budget is a micro-batch of its own.
-    return max(longest, min(budget, spec.sft.rows_per_step * longest))

@@ -43,6 +43,7 @@ class LearnerFacts:
     version: int
     shape: ModelShape
     device: str
+    recomputes: bool
     max_positions: int
     """Of a micro-batch."""
 
@@ -101,6 +102,7 @@ class LearnerRank(RayRole):
             version=self._learner.version,
             shape=model.shape,
             device=model.device.type,
+            recomputes=model.recomputes,
             max_positions=self._learner.max_positions,
         )
 
@@ -234,6 +236,11 @@ class RayLearner:
     def device(self) -> str:
         """Kind of device that it computes on."""
         return self._facts.device
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether every rank computes activations again."""
+        return self._facts.recomputes
 
     async def step_terms(self, terms: Sequence[Term]) -> StepReport:
         """Take one optimizer step. See `LearnerRole.step_terms`."""
