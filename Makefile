@@ -49,7 +49,7 @@ demo: $(READY)
 
 # Three streams: none of them keeps both cores busy, and jobs wait for schedulers, containers and each other.
 JOBS := tests/launch
-LAST := tests/evaluate
+LAST := tests/evaluate tests/tasks/audit
 
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
