@@ -61,7 +61,10 @@ def tree_peak_bytes(pid: int) -> int:
 
 
 def run_watched(command: Sequence[str], cwd: Path, environment: dict[str, str]) -> FinishedProcess:
-    """Run a command to its end, with its output passed through, and sample its memory."""
+    """Run a command to its end, with its output passed through, and sample its memory.
+
+    Whatever ends this process ends the command: left alone it would disturb every later measurement.
+    """
     process = subprocess.Popen(command, cwd=cwd, env=environment)
     peak = 0
     ended = threading.Event()
@@ -73,7 +76,12 @@ def run_watched(command: Sequence[str], cwd: Path, environment: dict[str, str]) 
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
-    exit_code = process.wait()
-    ended.set()
-    sampler.join()
+    try:
+        exit_code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        ended.set()
+        sampler.join()
     return FinishedProcess(exit_code=exit_code, peak_bytes=peak)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.demo import STEP_SECONDS, DemoFailed, read_accuracies, read_step_seconds
+from benchmarks.demo import ROOT, STEP_SECONDS, DemoFailed, read_accuracies, read_step_seconds
 from benchmarks.process_memory import run_watched, tree_peak_bytes
+from tests.fixtures.jobs import wait_for
 
 
 def write_evaluation(run_dir: Path, step: int, accuracy: float) -> None:
@@ -50,6 +53,27 @@ def test_the_memory_of_a_grandchild_is_seen(tmp_path: Path) -> None:
     # 200 MB of zeroed, touched bytes and two small interpreters.
     assert done.exit_code == 0
     assert 200_000_000 <= done.peak_bytes < 300_000_000
+
+
+def test_what_a_benchmark_started_ends_with_it(tmp_path: Path) -> None:
+    """A run that went on after its benchmark was ended kept both cores busy under the next one."""
+    hold = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(100)"
+    act = f"""
+import os, pathlib, runpy, sys
+import benchmarks.run
+from benchmarks.process_memory import run_watched
+held = [sys.executable, "-c", {hold!r}]
+benchmarks.run.main = lambda: run_watched(held, pathlib.Path({str(tmp_path)!r}), dict(os.environ))
+runpy.run_module("benchmarks", run_name="__main__")
+"""
+    benchmark = subprocess.Popen([sys.executable, "-c", act], cwd=ROOT)
+    try:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), limit_s=60.0)
+        benchmark.terminate()
+        assert benchmark.wait(30) == 128 + signal.SIGTERM
+    finally:
+        benchmark.kill()
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 
 def test_a_process_that_is_gone_holds_nothing() -> None:

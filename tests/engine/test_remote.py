@@ -542,11 +542,14 @@ def test_whoever_a_line_does_not_answer_well_gets_an_engine_error(
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_good_canned_answer_is_a_completion(is_streamed: bool, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("text", ["x", "a\nb\r\u2028c\x85\u2029\x0b\x0c\x1cd"], ids=["plain", "line breaks"])
+def test_a_good_canned_answer_is_a_completion(is_streamed: bool, text: str, tokenizer: Tokenizer) -> None:
     """The twin of the unusable ones, so that they are refused for what they say."""
+    answer = GOOD.model_copy(update={"texts": [text]})
+    said = AnswerPart(places=[0], answer=answer).model_dump_json() + "\n"
 
     async def act() -> Completion:
-        async with canned_server({"/v1/generate": GOOD, "/v1/replies": (200, line(0))}) as url:
+        async with canned_server({"/v1/generate": answer, "/v1/replies": (200, said)}) as url:
             engine = RemoteEngine(url, KEY, is_streamed=is_streamed)
             try:
                 return await engine.generate(ask(tokenizer))
@@ -555,7 +558,7 @@ def test_a_good_canned_answer_is_a_completion(is_streamed: bool, tokenizer: Toke
 
     completion = asyncio.run(act())
     assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([5], [-1.0])
-    assert completion.policy_version == 3
+    assert (completion.policy_version, completion.text) == (3, text)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

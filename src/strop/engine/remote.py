@@ -252,11 +252,11 @@ class RemoteEngine:
             if not response.is_success:
                 await response.aread()
                 raise _read_error(path, response)
-            async for line in response.aiter_lines():
+            async for line in _read_lines(response):
                 try:
                     part = AnswerPart.model_validate_json(line)
                 except ValidationError as error:
-                    raise _unreadable(path, line[:500]) from error
+                    raise _unreadable(path, line[:500].decode(errors="replace")) from error
                 for place, outcome in part.read():
                     if place not in left:
                         raise _unreadable(
@@ -352,6 +352,19 @@ def _tell(waiting: Waiting, outcome: Completion | StropError) -> None:
         fail([waiting.reply], outcome)
     else:
         deliver(waiting.reply, outcome)
+
+
+async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield an answer's lines as they come. Only a line feed ends one: texts hold other line breaks."""
+    held: list[bytes] = []
+    async for piece in response.aiter_bytes():
+        *ended, rest = piece.split(b"\n")
+        for line in ended:
+            yield b"".join((*held, line))
+            held = []
+        held.append(rest)
+    if any(held):
+        yield b"".join(held)
 
 
 def _read_answer(path: str, response: httpx.Response, answer: type[Answer]) -> Answer:
