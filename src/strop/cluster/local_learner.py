@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -36,12 +38,13 @@ class LocalLearner:
 
     def __init__(self, local: Learner, *, is_aside: bool = False) -> None:
         self.local = local
-        self._is_aside = is_aside
+        # The same one each time: every thread that computes keeps a team of OpenMP's and the memory it freed.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner") if is_aside else None
 
     @property
     def is_aside(self) -> bool:
         """Whether steps run in a thread."""
-        return self._is_aside
+        return self._thread is not None
 
     @property
     def version(self) -> int:
@@ -97,7 +100,10 @@ class LocalLearner:
         self.local.load_state(source)
 
     async def _do(self, work: Callable[[], Answer]) -> Answer:
-        return await asyncio.to_thread(work) if self._is_aside else work()
+        if self._thread is None:
+            return work()
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run, work)
 
 
 class _LocalScorer:
