@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from strop.evaluate.harness import LM_EVAL
 
@@ -22,6 +23,9 @@ for _name in (
     *("STROP_STORE_URI", "STROP_STORE_ORDER", "STROP_OFFLINE"),
 ):
     os.environ.pop(_name, None)
+# A first call warms something up, and the machine does other work beside it.
+settings.register_profile("strop", deadline=None)
+settings.load_profile("strop")
 # What nltk splits sentences with, where the environment of lm-eval has been made. nltk asks at its import.
 os.environ["NLTK_DATA"] = str(LM_EVAL.path / "nltk_data")
 

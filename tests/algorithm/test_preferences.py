@@ -51,6 +51,20 @@ def test_a_policy_that_is_its_reference_starts_at_ln_2() -> None:
     assert terms.grad_N[4:].tolist() == [-0.05, 0.05]
 
 
+def test_what_is_reported_of_pairs_by_hand() -> None:
+    terms = Preference(name="dpo", beta=0.1)(pair_tokens())
+    # Two pairs of equal weight. The better reply gained 1 - 0, the worse one 0.5 - 1; the others nothing.
+    found = {name: float(share_M.sum()) / 2 for name, share_M in terms.shares.items()}
+    assert found == pytest.approx(
+        {
+            "pair_accuracy": 0.5,
+            "pair_margin_nats": 0.75,
+            "pair_better_gain_nats": 0.5,
+            "pair_worse_gain_nats": -0.25,
+        }
+    )
+
+
 @pytest.mark.parametrize("preference", [case[0] for case in CASES], ids=[case[0].name for case in CASES])
 @given(margin=st.floats(-300, 300))
 def test_the_gradient_is_that_of_autograd(preference: Preference, margin: float) -> None:

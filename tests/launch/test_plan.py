@@ -273,6 +273,8 @@ def test_a_run_on_pairs_is_planned_by_their_lengths(
     assert list(pairs.lengths) == [len(one.turns[0].token_ids) + 12 for one, _ in pairs.members]
     assert time.num_positions == pytest.approx(4 * fmean(pairs.lengths))
     assert pack_pairs(pairs).lengths == pairs.lengths
+    assert pairs.num_scored == pack_pairs(pairs).num_scored == 6 * 12
+    assert time.scored_tokens_per_s == pytest.approx(4 * 12 / time.step_s)
     found = predict_run(spec, build_task(spec.task), tiny_model_dir, pairs, cache_dir=tmp_path / "cache")
     assert found is not None
     assert found.step_s == time.step_s

@@ -297,6 +297,7 @@ def assert_same_step(report: StepReport, expected: StepReport, *, tolerance: flo
     assert report.loss == pytest.approx(expected.loss, rel=tolerance, abs=1e-9)
     assert report.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance, abs=1e-9)
     assert report.lr == expected.lr
+    assert report.sums == pytest.approx(expected.sums, rel=1e-3, abs=1e-4)
     assert len(report.drift_M) == len(expected.drift_M)
     np.testing.assert_allclose(np.sort(report.drift_M), np.sort(expected.drift_M), rtol=1e-3, atol=1e-4)
     for own_term, other in zip(report.terms, expected.terms, strict=True):
@@ -337,6 +338,7 @@ def test_whole_replies_pairs_and_teachers_are_those_of_one_process(
     scores, expected = play_frozen(learner, frozen, whole)
     assert [one.name for one in expected.terms] == ["gspo", "dpo", "taught"]
     assert all(one.grad_norm > 0.0 for one in expected.terms)
+    assert {"pair_accuracy", "pair_margin_nats"} <= expected.sums.keys()
     assert not torch.equal(before, learner.model.head_weight)
     for scene in played[num_ranks]:
         assert_same_step(scene["frozen"][1], expected)

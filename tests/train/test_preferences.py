@@ -147,6 +147,13 @@ def test_a_run_learns_to_prefer(tmp_path: Path, tiny_model_dir: Path, framing: F
         # 4 tokens of the better and 3 of the worse reply of each pair
         assert (line["num_pairs"], line["num_pair_tokens"]) == (3, 21)
         assert "drift_mean_nats" not in line
+        assert line["pair_margin_nats"] == pytest.approx(
+            line["pair_better_gain_nats"] - line["pair_worse_gain_nats"], abs=1e-4
+        )
+    # The policy begins as its own reference, and learns to tell them apart.
+    assert lines[0]["pair_margin_nats"] == pytest.approx(0.0, abs=1e-4)
+    assert lines[-1]["pair_margin_nats"] > 0.1
+    assert lines[-1]["pair_accuracy"] == 1.0
     assert made.notes.causes("tripwire") == []
     assert (made.run_dir.path / REFERENCE_NAME).exists()
 

@@ -52,6 +52,32 @@ def test_a_finished_run_shows_before_and_after(tmp_path: Path) -> None:
     assert [p.name for p in run.path.iterdir() if "partial" in p.name] == []
 
 
+@pytest.mark.parametrize(
+    ("terms", "method"),
+    [
+        ("rl", "grpo"),
+        ("sft", "sft"),
+        ("rl+sft", "grpo and sft"),
+        ("dpo", "cdpo"),
+        ("distill", "distillation"),
+    ],
+)
+def test_a_run_is_named_after_what_it_learned_by(tmp_path: Path, terms: str, method: str) -> None:
+    run = make_run(tmp_path)
+    sections = f'[train]\nterms = "{terms}"\n[dpo]\nloss = "cdpo"\n[algorithm]\nname = "grpo"\n'
+    (run.path / "spec.toml").write_text(sections)
+    assert f"by {method} " in text_of(write_report(run.path).read_text(encoding="utf-8"))
+
+
+def test_pairs_have_their_charts(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=0, eval_steps=())
+    for step in (1, 2):
+        run.metrics.append(step, {"loss": 0.7, "pair_accuracy": 0.5, "pair_margin_nats": 0.1 * step})
+    text = text_of(write_report(run.path).read_text(encoding="utf-8"))
+    assert "Pairs whose better reply gained more" in text
+    assert "Margin of the pairs (nats)" in text
+
+
 def test_the_page_is_well_formed_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path).path)
     # Void elements are closed here only because XML wants it; everything else must be balanced.

@@ -145,6 +145,9 @@ def test_a_run_that_only_imitates_shows_its_loss_in_place_of_rewards() -> None:
     columns = dict(lines.columns(1, {"num_sft_tokens": 16.0, "loss": 1.25, "seconds_step": 2.0}))
     assert list(columns) == ["step", "loss", "tokens/s", "took", "left"]
     assert columns["loss"] == " 1.2500"
+    pairs = dict(lines.columns(1, {"num_pairs": 4.0, "loss": 0.69, "pair_accuracy": 0.75}))
+    assert (pairs["loss"], pairs["pairs right"]) == (" 0.6900", " 75%")
+    assert "reward" not in pairs
     # Beside rollouts the rewards stay: the sum of both losses says little.
     mixed = dict(lines.columns(2, {"num_sft_tokens": 16.0, "loss": 1.25, "reward_mean": 0.5}))
     assert "loss" not in mixed

@@ -50,8 +50,19 @@ class Preference:
 
     def __call__(self, tokens: ScoredTokens, /) -> TokenTerms:
         """Return every token's share of its pair's loss, and its gradient. Nothing is differentiated."""
-        sign_M = tokens.advantage_M
-        gain_M = sign_M * (tokens.logprob_M.detach() - tokens.reference_logprob_M)
-        loss_M, grad_M = self.judge(sum_over(gain_M, tokens.group_M))
+        sign_M, is_better_M = tokens.advantage_M, tokens.advantage_M > 0
+        gain_M = tokens.logprob_M.detach() - tokens.reference_logprob_M
+        margin_M = sum_over(sign_M * gain_M, tokens.group_M)
+        loss_M, grad_M = self.judge(margin_M)
         num_tokens_M = sum_over(gain_M.new_ones(gain_M.shape), tokens.group_M)
-        return TokenTerms(loss_N=loss_M / num_tokens_M, grad_N=sign_M * grad_M)
+        return TokenTerms(
+            loss_N=loss_M / num_tokens_M,
+            grad_N=sign_M * grad_M,
+            # Both replies of a pair may become less likely while the margin grows.
+            shares={
+                "pair_accuracy": (margin_M > 0).to(gain_M.dtype) / num_tokens_M,
+                "pair_margin_nats": margin_M / num_tokens_M,
+                "pair_better_gain_nats": gain_M * is_better_M,
+                "pair_worse_gain_nats": gain_M * ~is_better_M,
+            },
+        )

@@ -108,6 +108,8 @@ class Work:
     num_evals: int
     given_tokens: float = 0.0
     """Tokens of the demonstrations or pairs of one step, prompts included."""
+    given_scored: float = 0.0
+    """Those of them that the loss counts."""
     reply_tokens_mean: float | None = None
     """None: assumed from the limit."""
     sampling_frac: float = 1.0
@@ -213,7 +215,7 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     num_rollouts, prompt_tokens = num_rollouts * work.sampling_frac, prompt_tokens * work.sampling_frac
     reply_tokens = num_rollouts * work.reply_tokens
     positions = work.signal_frac * (prompt_tokens + reply_tokens) + work.given_tokens
-    scored = work.signal_frac * reply_tokens + work.given_tokens
+    scored = work.signal_frac * reply_tokens + work.given_scored
     seconds = {
         "generate": work.sampling_frac * generate_s,
         "verify": num_rollouts * verify_reply_s(spec) / max(layout.num_workers, 1),
@@ -235,7 +237,7 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
         step_s=step_s,
         eval_s=eval_s,
         total_s=step_s * train.steps + eval_s * work.num_evals,
-        scored_tokens_per_s=(reply_tokens + work.given_tokens) / step_s,
+        scored_tokens_per_s=(reply_tokens + work.given_scored) / step_s,
         num_reply_tokens=reply_tokens,
         num_positions=positions,
         bottleneck=bottleneck,

@@ -372,7 +372,7 @@ def _plan_time(
 def _plan_work(spec: RunSpec, prompt: PlannedPrompt, known: _Known, schedule: Schedule, limit: int) -> Work:
     assert known.size is not None
     sampling_frac, given_frac = _step_shares(spec)
-    given_mean = fmean(known.given.lengths) if known.given else 0.0
+    given, given_rows = known.given, given_frac * schedule.given_per_step
     return Work(
         spec=spec,
         size=known.size,
@@ -380,7 +380,8 @@ def _plan_work(spec: RunSpec, prompt: PlannedPrompt, known: _Known, schedule: Sc
         max_reply_tokens=limit,
         num_eval_examples=schedule.num_eval_examples or 0,
         num_evals=schedule.num_evals,
-        given_tokens=given_frac * schedule.given_per_step * given_mean,
+        given_tokens=given_rows * fmean(given.lengths) if given else 0.0,
+        given_scored=given_rows * given.num_scored / len(given.lengths) if given else 0.0,
         sampling_frac=sampling_frac,
         signal_frac=signal_frac(spec),
         frozen=known.frozen,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,8 @@ class StepReport:
     """Off-policy correction of every token whose loss has one."""
     log_ratio_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """What it was computed from, proximal minus engine (nats)."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """What else the losses report, by metric."""
     compute_s: float = 0.0
     """Wall time of the step where it was computed; of the slowest rank."""
 
@@ -173,6 +175,7 @@ class Learner:
             terms=tuple(reports),
             correction_M=join(tally.corrections),
             log_ratio_M=join(tally.log_ratios),
+            sums=tally.sums,
             compute_s=max(self._ranks.gather(time.perf_counter() - begun_at)),
         )
 
@@ -400,14 +403,14 @@ class Learner:
         if term.scope is not Scope.TOKEN and len(batch.target_M):
             logprob_M = token_logprobs(scored, self.model.head_weight, batch, term.temperature)
             known = term.token_terms(batch.scored_tokens(logprob_M))
-            tally.add_terms(known)
+            tally.add_terms(known, batch.weight_M)
         given = batch.scored_tokens(batch.engine_logprob_M)
 
         def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
             weight = batch.weight_M[tokens]
             if known is None:
                 terms = term.token_terms(replace(given.part(tokens), logprob_M=logprob))
-                tally.add_terms(terms)
+                tally.add_terms(terms, weight)
                 loss, grad = terms.loss_N, terms.grad_N
             else:
                 loss, grad = known.loss_N[tokens], known.grad_N[tokens]

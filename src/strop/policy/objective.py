@@ -9,7 +9,8 @@ Shapes: m scored tokens, in the order of a micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +62,8 @@ class TokenTerms:
     """The off-policy correction; None where the loss has none."""
     log_ratio_N: Tensor | None = None
     """What it was computed from, proximal minus engine (nats)."""
+    shares: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else the step shall report, by metric: each token's share (N,), summed with the loss's weights."""
 
 
 class TokenTermsFn(Protocol):

@@ -106,6 +106,11 @@ class Demonstrations:
         """Tokens of each one, prompt and reply."""
         return tuple(member.num_tokens for member in self.members)
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens that are trained."""
+        return sum(int(member.is_trained.sum()) for member in self.members)
+
     def describe(self) -> str:
         """Return how many there are, and what became of the others."""
         found = "; ".join(f"{number} {what}" for what, number in self.counts.items() if number)

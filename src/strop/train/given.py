@@ -24,6 +24,11 @@ class Given(Protocol):
         """Tokens of each row, its prompt included."""
         ...
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens of all rows that the loss counts."""
+        ...
+
     def describe(self) -> str:
         """Return how many rows there are, and what became of the others."""
         ...

@@ -81,6 +81,7 @@ def measure_update(report: StepReport, *, is_mixed: bool = False, is_stale: bool
     """
     gap = "offpolicy" if is_stale else "drift"
     metrics = {
+        **report.sums,
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "lr": report.lr,

@@ -35,6 +35,12 @@ class Pairs:
         """Tokens of each pair: the prompt once, and both replies."""
         return tuple(map(_count_tokens, self.members))
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens of all replies that were sampled."""
+        turns = (turn for pair in self.members for one in pair for turn in one.turns)
+        return sum(len(turn.token_ids) for turn in turns if turn.is_sampled)
+
     def describe(self) -> str:
         """Return how many there are, and what became of the others."""
         return describe_pairs(len(self.members), self.source, self.counts)

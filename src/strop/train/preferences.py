@@ -54,6 +54,11 @@ class Preferences:
             for pair in self.members
         )
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens of all replies that were sampled."""
+        return sum(int(reply.is_scored.sum()) for pair in self.members for reply in pair.replies)
+
     def describe(self) -> str:
         """Return how many there are, and what became of the others."""
         return describe_pairs(len(self.members), self.source, self.counts)

@@ -103,7 +103,7 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
             detail = f"{wire.metric}={value:.4g} is {word} tripwires.{wire.setting}={bound:g}: {wire.advice}"
             alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause=wire.cause, detail=detail))
     changed_frac = metrics.get("master_changed_frac", 1.0)
-    has_signal = metrics.get("num_signal_tokens") or metrics.get("num_sft_tokens")
+    has_signal = any(map(metrics.get, ("num_signal_tokens", "num_sft_tokens", "num_pair_tokens")))
     if has_signal and changed_frac < _MIN_MASTER_CHANGED_FRAC:
         detail = (
             f"master_changed_frac={changed_frac:.3g}: updates vanish in the rounding of the weights; raise"

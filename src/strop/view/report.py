@@ -86,7 +86,7 @@ def render_report(record: RunRecord) -> str:
         name=record.path.name,
         task=_lookup(record.spec, "task", "name"),
         model=_lookup(record.spec, "model", "uri"),
-        algorithm=_lookup(record.spec, "algorithm", "name"),
+        algorithm=_name_method(record.spec),
         status=describe_status(record),
         plot_range=describe_plot_range(record),
         ends=compare_ends(record.evals),
@@ -169,6 +169,12 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
             ("grad_norm_sft", "Gradient norm of the demonstrations", False),
             ("grad_cosine", "Cosine between the two gradients", False),
         ]
+    wanted += [
+        ("pair_accuracy", "Pairs whose better reply gained more", True),
+        ("pair_margin_nats", "Margin of the pairs (nats)", False),
+        ("pair_better_gain_nats", "What the better replies gained (nats)", False),
+        ("pair_worse_gain_nats", "What the worse replies gained (nats)", False),
+    ]
     charts = [
         build_chart(
             key.replace("_", "-"),
@@ -314,6 +320,13 @@ def _cut(text: str) -> str:
     if len(shown) <= MAX_TEXT_CHARACTERS:
         return shown
     return f"{shown[:MAX_TEXT_CHARACTERS]} ... {len(shown) - MAX_TEXT_CHARACTERS} characters cut"
+
+
+def _name_method(spec: Mapping[str, Any]) -> str | None:
+    """Return by what the run learned: its algorithm where it has one."""
+    algorithm, terms = _lookup(spec, "algorithm", "name"), _lookup(spec, "train", "terms")
+    own = {"sft": "sft", "dpo": _lookup(spec, "dpo", "loss") or "dpo", "distill": "distillation"}
+    return f"{algorithm} and sft" if terms == "rl+sft" else own.get(terms or "", algorithm)
 
 
 def _lookup(spec: Mapping[str, Any], section: str, key: str) -> str | None:

@@ -75,16 +75,9 @@ class StepLines:
         if seconds is not None:
             self._last_seconds.append(seconds)
         width = len(str(self._num_steps))
-        # A run that only imitates has no reward; its loss says how it goes, that of a policy says nothing.
-        is_imitation = "num_sft_tokens" in metrics and "reward_mean" not in metrics
-        rewards = [
-            ("reward", _shown(metrics.get("reward_mean"), "{:6.3f}")),
-            ("accuracy", _shown(metrics.get("accuracy"), "{:6.1%}")),
-            ("zero-variance", _shown(metrics.get("zero_variance_frac"), "{:4.0%}")),
-        ]
         return [
             ("step", f"{step:{width}d}/{self._num_steps}"),
-            *([("loss", _shown(metrics.get("loss"), "{:7.4f}"))] if is_imitation else rewards),
+            *_describe_learning(metrics),
             ("tokens/s", _shown(metrics.get("scored_tokens_per_s"), "{:6,.0f}")),
             ("took", _shown(seconds, "{:5.1f} s")),
             ("left", self._describe_left(self._num_steps - step)),
@@ -95,6 +88,21 @@ class StepLines:
             return ABSENT
         mean_s = sum(self._last_seconds) / len(self._last_seconds)
         return describe_duration(mean_s * max(num_steps_left, 0))
+
+
+def _describe_learning(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return what says how a step's learning goes."""
+    # Where nothing is sampled there is no reward; the loss says how it goes, that of a policy says nothing.
+    loss = ("loss", _shown(metrics.get("loss"), "{:7.4f}"))
+    if "num_pairs" in metrics:
+        return [loss, ("pairs right", _shown(metrics.get("pair_accuracy"), "{:4.0%}"))]
+    if "num_sft_tokens" in metrics and "reward_mean" not in metrics:
+        return [loss]
+    return [
+        ("reward", _shown(metrics.get("reward_mean"), "{:6.3f}")),
+        ("accuracy", _shown(metrics.get("accuracy"), "{:6.1%}")),
+        ("zero-variance", _shown(metrics.get("zero_variance_frac"), "{:4.0%}")),
+    ]
 
 
 def _shown(value: float | None, form: str) -> str:
