@@ -72,8 +72,10 @@ def test_a_run_is_named_after_what_it_learned_by(tmp_path: Path, terms: str, met
 def test_pairs_have_their_charts(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=0, eval_steps=())
     for step in (1, 2):
-        run.metrics.append(step, {"loss": 0.7, "pair_accuracy": 0.5, "pair_margin_nats": 0.1 * step})
+        pairs = {"num_pairs": 4.0, "loss": 0.7, "pair_accuracy": 0.5, "pair_margin_nats": 0.1 * step}
+        run.metrics.append(step, pairs)
     text = text_of(write_report(run.path).read_text(encoding="utf-8"))
+    assert "Loss of the pairs" in text
     assert "Pairs whose better reply gained more" in text
     assert "Margin of the pairs (nats)" in text
 

@@ -169,12 +169,14 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
             ("grad_norm_sft", "Gradient norm of the demonstrations", False),
             ("grad_cosine", "Cosine between the two gradients", False),
         ]
-    wanted += [
-        ("pair_accuracy", "Pairs whose better reply gained more", True),
-        ("pair_margin_nats", "Margin of the pairs (nats)", False),
-        ("pair_better_gain_nats", "What the better replies gained (nats)", False),
-        ("pair_worse_gain_nats", "What the worse replies gained (nats)", False),
-    ]
+    if any("num_pairs" in line for line in metrics):
+        wanted += [
+            ("loss", "Loss of the pairs", False),
+            ("pair_accuracy", "Pairs whose better reply gained more", True),
+            ("pair_margin_nats", "Margin of the pairs (nats)", False),
+            ("pair_better_gain_nats", "What the better replies gained (nats)", False),
+            ("pair_worse_gain_nats", "What the worse replies gained (nats)", False),
+        ]
     charts = [
         build_chart(
             key.replace("_", "-"),
