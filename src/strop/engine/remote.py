@@ -102,7 +102,7 @@ class RemoteEngine:
         self._find_death = find_death or (lambda: None)
         self._read_log = read_log or (lambda: "")
         self._limits = limits or WaitLimits()
-        self._is_streamed = is_streamed
+        self.is_streamed = is_streamed
         # The environment's proxies and passwords are not for a server on this machine.
         self._client = httpx.AsyncClient(
             base_url=url,
@@ -236,7 +236,7 @@ class RemoteEngine:
     async def _post_batch(self, batch: Sequence[Waiting]) -> None:
         call = GenerateCall.of([waiting.request for waiting in batch])
         try:
-            if self._is_streamed:
+            if self.is_streamed:
                 await self._guard("/v1/replies", self._receive_parts("/v1/replies", call, batch))
                 return
             answer = await self._ask("/v1/generate", call, GenerateAnswer)

@@ -272,7 +272,7 @@ def test_a_program_that_ignores_term_is_killed_within_the_window(rehearsal: Rehe
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "print('deaf', flush=True)\ntime.sleep(600)\n"
     )
-    # A quarter of it is kept for the end: seconds, where other work goes on.
+    # A sixth of it is kept for the end: seconds, where other work goes on.
     runner = rehearsal.start(rehearsal.submit(), stop_window_s=16.0)
     wait_until(lambda: "deaf" in runner.log_of(HOST), "it did not start")
     started_at = time.monotonic()

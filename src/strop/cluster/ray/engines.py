@@ -31,7 +31,7 @@ class EngineAddress:
     url: str
     key: str
     is_streamed: bool
-    """Whether replies come home as they end (`streams_replies`)."""
+    """Whether replies come home as they end."""
     model_digest: str
     tokenizer_digest: str
     pid: int
@@ -51,12 +51,12 @@ class EngineHost(RayRole):
         Raises: EngineError with its last log lines if it does not; ConfigError if a part of it is missing.
         """
         host = find_own_address(os.environ, num_nodes)
-        from strop.cluster.engine_process import EngineProcess, streams_replies
+        from strop.cluster.engine_process import EngineProcess
 
         log_dir = Path(self._start.log_path).with_suffix("")
         self._process = EngineProcess(spec, source.path, work_dir, host=host, log_dir=log_dir)
         self._process.launch()
-        return asyncio.run(_connect(self._process, is_streamed=streams_replies(spec)))
+        return asyncio.run(_connect(self._process))
 
     def wait_for_end(self) -> str:
         """Return why the engine ended."""
@@ -76,7 +76,7 @@ class EngineHost(RayRole):
             asyncio.run(self._process.stop())
 
 
-async def _connect(process: EngineProcess, *, is_streamed: bool) -> EngineAddress:
+async def _connect(process: EngineProcess) -> EngineAddress:
     """Wait until an engine listens, and return what a client needs."""
     engine = await process.connect()
     health = await engine.health()
@@ -85,7 +85,7 @@ async def _connect(process: EngineProcess, *, is_streamed: bool) -> EngineAddres
     return EngineAddress(
         url=url,
         key=key,
-        is_streamed=is_streamed,
+        is_streamed=engine.is_streamed,
         model_digest=health.model_digest,
         tokenizer_digest=health.tokenizer_digest,
         pid=process.pid or 0,
