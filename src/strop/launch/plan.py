@@ -35,7 +35,7 @@ from strop.launch.roles import (
     split_memory,
 )
 from strop.launch.speeds import Speeds, choose_speeds
-from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize, read_model_size
+from strop.policy.footprint import ModelSize, read_model_size
 from strop.record.prediction import Prediction
 from strop.rollout import Example, Split
 from strop.spec import ResolvedSpec, RunSpec
@@ -55,8 +55,7 @@ from strop.tokenizer import Tokenizer
 from strop.train.given import (
     Given,
     count_given_positions,
-    given_per_step,
-    given_source,
+    find_given,
     read_given,
 )
 
@@ -102,7 +101,7 @@ def make_plan(
     memory = disk = time = None
     roles: tuple[RoleMemory, ...] = ()
     if known.size is not None:
-        max_prompt, given = prompt.tokens_max if prompt else None, _given_positions(spec, known)
+        max_prompt, given = prompt.tokens_max if prompt else None, count_given_positions(spec, known.given)
         roles = _plan_roles(spec, known, speeds, limit, max_prompt, given)
         if speeds.is_processor:
             parts = split_memory(
@@ -111,7 +110,7 @@ def make_plan(
             memory = _room(parts, machine.memory_bytes)
         checkpoints = list_disk_parts(spec, known.size, is_mirrored=is_mirrored)
         disk = _room(checkpoints, free_disk_bytes(_output_path(spec)))
-    if known.size is not None and prompt is not None and bool(given_per_step(spec)) == bool(known.given):
+    if known.size is not None and prompt is not None and bool(schedule.given_per_step) == bool(known.given):
         time = _plan_time(spec, prompt, known, schedule, speeds, limit)
     return Plan(
         name=spec.name,
@@ -170,7 +169,7 @@ def predict_run(
     )
     limit = task.limits.max_reply_tokens
     time = _plan_time(spec, prompt, known, _plan_schedule(spec, known), speeds, limit)
-    positions = _given_positions(spec, known)
+    positions = count_given_positions(spec, known.given)
     roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
     is_elsewhere = spec.placement.kind == "ray"
     return Prediction(
@@ -213,13 +212,13 @@ def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
         require_trainable_here(task)
         train = training_examples_here(task) if spec.train.has_rl else None
         held_out = task.examples(Split.HELD_OUT)
-    setting, source = given_source(spec)
-    given = None
-    if source is not None and model_path is not None:
-        if Path(source).exists():
+    wanted, given = find_given(spec), None
+    if wanted is not None and wanted.source is not None and model_path is not None:
+        if Path(wanted.source).exists():
             given = read_given(spec, task, model_path)
         else:
-            unknown.append(f"{_given_kind(spec)} and time: {setting}={source} is not on this machine")
+            what = f"{wanted.setting}={wanted.source}"
+            unknown.append(f"{wanted.kind} and time: {what} is not on this machine")
     frozen, lacking = _find_frozen(spec, cache_dir)
     return task, _Known(
         model_path=model_path,
@@ -249,20 +248,6 @@ def _find_frozen(spec: RunSpec, cache_dir: Path | None) -> tuple[dict[str, Model
                 f" machine; `strop model get {named}` fetches it"
             )
     return sizes, lacking
-
-
-def _given_kind(spec: RunSpec) -> str:
-    """Return what is given beside rollouts, '' where nothing is."""
-    if not given_per_step(spec):
-        return ""
-    return "pairs" if spec.train.terms == "dpo" else "demonstrations"
-
-
-def _given_positions(spec: RunSpec, known: _Known) -> int:
-    """Return the positions of the largest micro-batch of what is given; a full one if that is unknown."""
-    if given_per_step(spec) and known.given is None:
-        return spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
-    return count_given_positions(spec, known.given)
 
 
 def _output_path(spec: RunSpec) -> Path:
@@ -310,6 +295,8 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
     train, every, found = spec.train, spec.eval.every, known.given
     num_prompts = train.prompts_per_step if train.has_rl else 0
     sampling_frac, given_frac = _step_shares(spec)
+    wanted = find_given(spec)
+    per_step = wanted.per_step if wanted else 0
     num_train = len(known.train) if known.train is not None else None
     # Before the first step, at every multiple, and after the last; once where two coincide.
     steps = {0, train.steps} | set(range(every, train.steps, every) if every else ())
@@ -324,12 +311,10 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
         num_epochs=sampling_frac * train.steps * num_prompts / num_train
         if num_train and num_prompts
         else None,
-        given_kind=_given_kind(spec),
-        given_per_step=given_per_step(spec),
+        given_kind=wanted.kind if wanted else "",
+        given_per_step=per_step,
         given=found.describe() if found else None,
-        num_given_epochs=given_frac * train.steps * given_per_step(spec) / len(found.lengths)
-        if found
-        else None,
+        num_given_epochs=given_frac * train.steps * per_step / len(found.lengths) if found else None,
         num_evals=len(steps),
         num_eval_examples=num_eval_examples,
         num_checkpoints=-(-train.steps // train.checkpoint_every),

@@ -30,7 +30,7 @@ from strop.store.uris import is_remote, join_uri
 from strop.tasks import build_task
 from strop.tasks.llm_judge.rubric import read_rubric
 from strop.tasks.rows.layout import is_path
-from strop.train.given import given_source
+from strop.train.given import find_given
 from strop.train.sft_source import find_source
 
 _DIGEST_CHARACTERS = 8
@@ -165,9 +165,9 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
                 task.render(example)
         for judge in judge_sections(spec.task):
             _locate_files_of_judge(judge)
-        setting, source = given_source(spec)
-        if source is not None:
-            find_source(source, setting=setting)
+        given = find_given(spec)
+        if given is not None and given.source is not None:
+            find_source(given.source, setting=given.setting)
     by_source: dict[str, list[DataFile]] = {}
     for file in files:
         by_source.setdefault(file.source, []).append(file)

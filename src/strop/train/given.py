@@ -6,6 +6,7 @@ How much of it a step takes and how long it is, for whoever plans memory and tim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -34,18 +35,33 @@ class Given(Protocol):
         ...
 
 
-def given_source(spec: RunSpec) -> tuple[str, str | None]:
-    """Return the setting that says what is given, and its value; ("", None) where nothing is."""
-    if spec.train.terms == "dpo":
-        return "dpo.source", spec.dpo.source
-    return ("sft.source", spec.sft.source) if spec.has_demonstrations else ("", None)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenSource:
+    """What a run file says is given."""
+
+    kind: str
+    """'demonstrations' or 'pairs'."""
+    setting: str
+    """Which names the source."""
+    source: str | None
+    per_step: int
+    """Rows that a step takes."""
 
 
-def given_per_step(spec: RunSpec) -> int:
-    """Return how many rows a step takes."""
+def find_given(spec: RunSpec) -> GivenSource | None:
+    """Return what a run is given, None where it is nothing."""
     if spec.train.terms == "dpo":
-        return spec.dpo.pairs_per_step
-    return spec.sft.rows_per_step if spec.has_demonstrations else 0
+        return GivenSource(
+            kind="pairs", setting="dpo.source", source=spec.dpo.source, per_step=spec.dpo.pairs_per_step
+        )
+    if spec.has_demonstrations:
+        return GivenSource(
+            kind="demonstrations",
+            setting="sft.source",
+            source=spec.sft.source,
+            per_step=spec.sft.rows_per_step,
+        )
+    return None
 
 
 def read_given(spec: RunSpec, task: Task, model_dir: Path) -> Given | None:
@@ -54,10 +70,16 @@ def read_given(spec: RunSpec, task: Task, model_dir: Path) -> Given | None:
 
 
 def count_given_positions(spec: RunSpec, found: Given | None) -> int:
-    """Return the positions of the largest micro-batch of what is given; 0 where nothing is."""
-    if found is None:
+    """Return the positions of the largest micro-batch of what is given; 0 where nothing is.
+
+    A full one where it is not known: `found` is None, and the run is given something.
+    """
+    wanted = find_given(spec)
+    if wanted is None:
         return 0
-    longest = max(found.lengths)
     budget = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
+    if found is None:
+        return budget
+    longest = max(found.lengths)
     # One that alone exceeds the budget is a micro-batch of its own.
-    return max(longest, min(budget, given_per_step(spec) * longest))
+    return max(longest, min(budget, wanted.per_step * longest))
