@@ -272,8 +272,10 @@ def test_a_run_on_pairs_is_planned_by_their_lengths(
     # A prompt once, and replies of 3 and 9.
     assert list(pairs.lengths) == [len(one.turns[0].token_ids) + 12 for one, _ in pairs.members]
     assert time.num_positions == pytest.approx(4 * fmean(pairs.lengths))
-    assert pack_pairs(pairs).lengths == pairs.lengths
-    assert pairs.num_scored == pack_pairs(pairs).num_scored == 6 * 12
+    packed = pack_pairs(pairs)
+    assert packed.lengths == pairs.lengths
+    replies = [reply for pair in packed.members for reply in pair.replies]
+    assert sum(int(reply.is_scored.sum()) for reply in replies) == packed.num_scored == 6 * 12
     assert time.scored_tokens_per_s == pytest.approx(4 * 12 / time.step_s)
     found = predict_run(spec, build_task(spec.task), tiny_model_dir, pairs, cache_dir=tmp_path / "cache")
     assert found is not None

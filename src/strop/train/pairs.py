@@ -43,13 +43,8 @@ class Pairs:
 
     def describe(self) -> str:
         """Return how many there are, and what became of the others."""
-        return describe_pairs(len(self.members), self.source, self.counts)
-
-
-def describe_pairs(num_pairs: int, source: str, counts: Mapping[str, int]) -> str:
-    """Return how many pairs there are, and what became of the others."""
-    found = "; ".join(f"{number} {what}" for what, number in counts.items() if number)
-    return f"{num_pairs} pairs from {source}" + (f" ({found})" if found else "")
+        found = "; ".join(f"{number} {what}" for what, number in self.counts.items() if number)
+        return f"{len(self.members)} pairs from {self.source}" + (f" ({found})" if found else "")
 
 
 def read_pairs(spec: RunSpec, task: Task, model_dir: Path) -> Pairs | None:

@@ -7,7 +7,7 @@ finds likely in them is computed once, before the first step, and kept in the ru
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from strop.spec.run import RunSpec
 from strop.store.atomic import write_bytes_atomically
 from strop.tasks import Task
 from strop.train.batch import pack_reply
-from strop.train.pairs import Pairs, describe_pairs, read_pairs
+from strop.train.pairs import Pairs, read_pairs
 
 REFERENCE_NAME = "reference.safetensors"
 """File in a run's folder: the reference's log-probabilities of all pairs."""
@@ -32,10 +32,11 @@ _STREAM = "logprobs"
 class Preferences:
     """All pairs of a run, in the order of the source."""
 
-    source: str
     members: tuple[PackedGroup, ...]
-    counts: Mapping[str, int]
-    """What became of the rollouts that were read, in words."""
+    lengths: tuple[int, ...]
+    num_scored: int
+    words: str
+    """These three as `Pairs` says them, whose rollouts are not kept."""
 
     @property
     def digest(self) -> str:
@@ -46,22 +47,9 @@ class Preferences:
                 total.update(np.int64(len(ids)).tobytes() + ids.tobytes())
         return total.hexdigest()
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each pair: the prompt once, and both replies."""
-        return tuple(
-            len(pair.prompt_ids) + sum(len(reply.token_ids) for reply in pair.replies)
-            for pair in self.members
-        )
-
-    @property
-    def num_scored(self) -> int:
-        """Tokens of all replies that were sampled."""
-        return sum(int(reply.is_scored.sum()) for pair in self.members for reply in pair.replies)
-
     def describe(self) -> str:
         """Return how many there are, and what became of the others."""
-        return describe_pairs(len(self.members), self.source, self.counts)
+        return self.words
 
 
 def read_preferences(spec: RunSpec, task: Task, model_dir: Path) -> Preferences | None:
@@ -72,7 +60,12 @@ def read_preferences(spec: RunSpec, task: Task, model_dir: Path) -> Preferences 
 
 def pack_pairs(pairs: Pairs) -> Preferences:
     """Pack pairs for training."""
-    return Preferences(source=pairs.source, members=tuple(map(pack_pair, pairs.members)), counts=pairs.counts)
+    return Preferences(
+        members=tuple(map(pack_pair, pairs.members)),
+        lengths=pairs.lengths,
+        num_scored=pairs.num_scored,
+        words=pairs.describe(),
+    )
 
 
 def pack_pair(pair: tuple[Rollout, Rollout]) -> PackedGroup:
