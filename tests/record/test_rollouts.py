@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import CorruptRecord, DataError, StoreError
-from strop.record.rollouts import read_rollouts, write_rollouts
+from strop.record.rollouts import read_facts, read_rollouts, write_rollouts
 from strop.rollout import (
     Example,
     Failure,
@@ -177,18 +178,50 @@ def test_a_missing_file_says_where_to_look(tmp_path: Path) -> None:
         read_rollouts(tmp_path / "step-000009.parquet")
 
 
-@pytest.mark.parametrize("damage", ["cut", "footer", "page", "other"])
-def test_a_file_that_holds_no_rollouts_is_refused(tmp_path: Path, damage: str) -> None:
+def test_no_flipped_byte_goes_unnoticed(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    write_rollouts(path, [make_rollout()], facts={"strop.lost": "0"})
+    written = path.read_bytes()
+    for place in range(len(written)):
+        path.write_bytes(written[:place] + bytes([written[place] ^ 0xFF]) + written[place + 1 :])
+        for read in (read_rollouts, read_facts):
+            with pytest.raises(CorruptRecord, match=r"does not hold rollouts \(its bytes|carries no digest"):
+                read(path)
+
+
+def test_a_text_may_look_like_the_digest(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     write_rollouts(path, [make_rollout()])
-    data = bytearray(path.read_bytes())
-    if damage == "cut":
-        path.write_bytes(data[: len(data) // 2])
-    elif damage in {"footer", "page"}:
-        # The first column's page follows the magic word; the footer's length ends the file.
-        data[-6 if damage == "footer" else 40] ^= 0xFF
-        path.write_bytes(data)
-    else:
-        pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(CorruptRecord, match="does not hold rollouts"):
+    written = path.read_bytes()
+    start = written.rindex(b"strop.sha256")
+    text = written[start : start + 14 + 64].decode()
+    same = replace(make_rollout(), example=make_example(text, {"a": text}, text))
+    write_rollouts(path, [same], facts={text: text, "z": text})
+    assert [comparable(rollout) for rollout in read_rollouts(path)] == [comparable(same)]
+    assert read_facts(path)["z"] == text
+
+
+@pytest.mark.parametrize(
+    "make_other",
+    [
+        lambda written: written[: len(written) // 2],
+        lambda written: b"",
+        lambda written: _to_parquet(pa.table({"a": [1]})),
+        lambda written: _to_parquet(pq.read_table(pa.BufferReader(written))),
+    ],
+    ids=["cut", "empty", "other", "rewritten"],
+)
+def test_a_file_that_holds_no_rollouts_is_refused(
+    tmp_path: Path, make_other: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "r.parquet"
+    write_rollouts(path, [make_rollout()])
+    path.write_bytes(make_other(path.read_bytes()))
+    with pytest.raises(CorruptRecord, match=r"does not hold rollouts .* format 4\. Next: remove the file"):
         read_rollouts(path)
+
+
+def _to_parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return bytes(sink.getvalue().to_pybytes())
