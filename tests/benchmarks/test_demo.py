@@ -70,7 +70,7 @@ runpy.run_module("benchmarks", run_name="__main__")
     try:
         wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), limit_s=60.0)
         benchmark.terminate()
-        assert benchmark.wait(30) == 128 + signal.SIGTERM
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
     finally:
         benchmark.kill()
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()

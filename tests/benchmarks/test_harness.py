@@ -76,7 +76,7 @@ def test_nothing_that_a_worker_started_outlives_it(tmp_path: Path) -> None:
     helper_pid = int(worker.wait_until_ready()["helper_pid"])
     assert Path(f"/proc/{helper_pid}").exists()
     worker.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_running(helper_pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_running(helper_pid)

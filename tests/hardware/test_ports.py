@@ -53,9 +53,9 @@ def test_a_held_port_is_nobody_elses_and_a_child_listens_on_it() -> None:
             held.close()
             with pytest.raises(CheckRefused, match=rf"taken by 127\.0\.0\.1:\d+ \(process {child.pid}: "):
                 hold_port(port=held.port)
-            with socket.create_connection(("127.0.0.1", held.port), timeout=5) as caller:
+            with socket.create_connection(("127.0.0.1", held.port), timeout=60) as caller:
                 assert caller.recv(5) == b"hello"
-            assert child.wait(5) == 0
+            assert child.wait(60) == 0
 
 
 def test_a_hundred_ports_at_once_are_a_hundred_ports() -> None:

@@ -46,7 +46,7 @@ def is_running(pid: int) -> bool:
     return status not in {"Z", "X"}
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

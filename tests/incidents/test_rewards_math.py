@@ -128,7 +128,7 @@ def test_rew_7_being_right_and_keeping_the_form_are_told_apart() -> None:
 def test_rew_8_a_formula_on_which_sympy_hangs_costs_its_own_rollout() -> None:
     """Incident: pool time-outs abandoned the wait and not the process: 30 to 90 s a step."""
     pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
-    limit_s = 0.5
+    limit_s = 1.0
 
     async def run() -> tuple[list[Outcome], float, Outcome, dict[str, int]]:
         judge = WorkerJudge(partial(build_warm_task, SYMBOLIC), limit_s=limit_s, num_workers=2)
@@ -144,8 +144,8 @@ def test_rew_8_a_formula_on_which_sympy_hangs_costs_its_own_rollout() -> None:
 
     others, seconds, hung, counts = asyncio.run(run())
     assert [outcome.is_correct for outcome in others] == [True] * 50
-    # One limit and the second try's four are 2.5 s; the others do not wait for them.
-    assert seconds < 2
+    # One limit and the second try's four are 5 s; the others do not wait for them.
+    assert seconds < 4
     assert hung.reward is None
     assert hung.failure is not None
     assert (hung.failure.owner, hung.failure.kind) == (FailureOwner.TASK, "verifier_timeout")

@@ -247,7 +247,7 @@ def test_nothing_is_left_of_twenty_sandboxes(backend: str) -> None:
 
     asyncio.run(run())
     assert processes_with("7202") == []
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 60
     while num_below() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # The dead are buried a moment after they have said goodbye.
     assert num_below() <= before
@@ -313,7 +313,7 @@ asyncio.run(main())
 def test_the_death_of_the_owner_ends_everything(backend: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", _OWNER, backend], env={"PYTHONPATH": _source_dir()})
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         # The last look counts: while one becomes another program, it has no arguments for a moment.
         while len(found := processes_with("7204")) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -353,7 +353,7 @@ def test_directories_of_killed_keepers_are_removed_and_others_stay() -> None:
 
 
 def _wait_until_gone(word: str) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while processes_with(word) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_with(word) == []

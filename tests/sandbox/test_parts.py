@@ -133,7 +133,7 @@ def test_descendants_are_found_measured_and_signaled() -> None:
     # sh and two sleeps, one of them in a session of its own.
     tree = subprocess.Popen(["/bin/sh", "-c", "setsid sleep 7401 & sleep 7401; true"])
     try:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(find_descendants(tree.pid)) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         below = find_descendants(tree.pid)
@@ -142,7 +142,7 @@ def test_descendants_are_found_measured_and_signaled() -> None:
         # The exact sum, taken beyond the limit, counts shared pages by their share.
         assert 0 < memory_bytes(below, 0) <= memory_bytes(below, 1 << 40) < 1 << 27
         signal_descendants(tree.pid, signal.SIGKILL)
-        assert tree.wait(5) == 0
+        assert tree.wait(60) == 0
     finally:
         tree.kill()
         tree.wait()
@@ -153,7 +153,7 @@ def test_only_strays_are_killed() -> None:
     others = set(find_descendants(os.getpid())) - {own.pid, stray.pid}
     try:
         kill_strays(os.getpid(), {own.pid, *others})
-        assert stray.wait(5) == -signal.SIGKILL
+        assert stray.wait(60) == -signal.SIGKILL
         assert own.poll() is None
     finally:
         for process in (own, stray):

@@ -107,7 +107,7 @@ try:
                 total += file.write(block)
 except OSError as error:
     print(error.errno, total, flush=True)
-import time; time.sleep(1)
+import time; time.sleep(3)
 """
 
 
@@ -160,7 +160,7 @@ print(attempt(sparse), attempt(descriptors), flush=True)
 for number in range(3000):
     if attempt(lambda: open(f"empty-{number}", "w").close()):
         break
-import time; time.sleep(1)
+import time; time.sleep(3)
 """
     result = python(backend, code, limits=Limits(max_scratch_files=200))
     # 27 is EFBIG, 24 is EMFILE.

@@ -52,13 +52,16 @@ def test_prc_1_a_hung_stage_ends_the_process(tmp_path: Path, listener: str) -> N
         assert taken.is_locked_here
 
 
-CHILD = "import time\\ndef serves_no_more():\\n    time.sleep(600)\\nserves_no_more()"
+CHILD = (
+    "import time\\ndef serves_no_more():\\n    print('up', flush=True); time.sleep(600)\\nserves_no_more()"
+)
 HANG_WITH_CHILD = f"""
 import os, signal, subprocess, sys, threading, time
 from strop.train.watchdog import Watchdog
 os.environ["PYTHONFAULTHANDLER"] = "1"
-child = subprocess.Popen([sys.executable, "-c", "{CHILD}"])
-time.sleep(1.0)
+child = subprocess.Popen([sys.executable, "-c", "{CHILD}"], stdout=subprocess.PIPE)
+child.stdout.readline()
+time.sleep(0.1)  # From its word to its sleep.
 os.kill(child.pid, signal.SIGSTOP)
 with Watchdog(0.3, lambda stage, stalled_s: None):
     threading.Event().wait()

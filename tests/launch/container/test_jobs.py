@@ -268,7 +268,7 @@ def test_an_ended_container_that_nobody_watched_is_found_by_its_label(
 
 
 def test_a_time_limit_ends_the_job_with_its_state_saved(project: Path, agent_image: BuiltImage) -> None:
-    request = box(project, agent_image, [saver(10_000)], 'job.time_limit="8s"', "job.grace_s=5.0")
+    request = box(project, agent_image, [saver(10_000)], 'job.time_limit="18s"', "job.grace_s=8.0")
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
     status = wait_for_end(launcher, ref)

@@ -423,12 +423,12 @@ def test_a_host_that_the_run_can_do_without_may_be_silent_and_may_be_lost(rehear
     request = rehearsal.submit(
         instance_count=2,
         roles=(RolePlan(name="train", argv=PROGRAM), lends),
-        trainee={"STEPS": 25, "STEP_S": 0.2},
-        overrides=("job.max_silence_s=2",),
+        trainee={"STEPS": 50, "STEP_S": 0.2},
+        overrides=("job.max_silence_s=4",),
     )
     runner = rehearsal.start(request)
     wait_until(lambda: "ray| here" in runner.log_of("127.0.1.2"), "it did not start")
-    time.sleep(4.0)
+    time.sleep(6.0)
     assert runner._hosts["127.0.1.2"].poll() is None, runner.log_of("127.0.1.2")
     runner._hosts["127.0.1.2"].send(signal.SIGKILL)
     runner.wait(LIMIT_S)

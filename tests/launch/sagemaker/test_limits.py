@@ -190,7 +190,7 @@ def test_no_network_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     load_model.cache_clear()
     started_at = time.monotonic()
     assert check_request(GOOD) == []
-    assert time.monotonic() - started_at < 5
+    assert time.monotonic() - started_at < 30
 
 
 def test_without_botocore_the_message_says_what_to_install() -> None:

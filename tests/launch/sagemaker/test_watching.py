@@ -212,7 +212,7 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
             "STROP_STORE_URI": f"s3://strop-test/{site.prefix}",
         }
         settings = RunnerSettings(
-            environment=environment, stop_window_s=10.0, sync_every_s=0.2, port=free_port()
+            environment=environment, stop_window_s=30.0, sync_every_s=0.2, port=free_port()
         )
         runners.append(ContractRunner(tmp_path / f"instance-{len(runners)}", site.objects, settings))
         return runners[-1]

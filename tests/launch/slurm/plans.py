@@ -118,7 +118,7 @@ class Desk:
         self.wait_until(lambda: list(folder.glob(f"seen-*-{attempt}-0.json")), limit_s=60.0)
         time.sleep(0.5)
 
-    def wait_until(self, what: Callable[[], object], limit_s: float = 30.0) -> None:
+    def wait_until(self, what: Callable[[], object], limit_s: float = 60.0) -> None:
         """Wait until something is so."""
         deadline = time.monotonic() + limit_s
         while not what():

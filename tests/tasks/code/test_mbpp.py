@@ -105,8 +105,8 @@ def test_the_rules_of_lm_eval_know_no_thinking_and_no_names(
 
 
 def test_lm_eval_gives_three_seconds(tmp_path: Path) -> None:
-    slow = "import time\ndef double(x):\n    time.sleep(1.3)\n    return 2 * x"
-    # Three tests of 1.3 s are 3.9 s: too many for 3 s, and few enough for 5 s.
+    slow = "import time\ndef double(x):\n    time.sleep(1.1)\n    return 2 * x"
+    # Three tests of 1.1 s are 3.3 s: too many for 3 s, and few enough for 5 s.
     for rules, is_correct in (("own", True), ("lm-eval", False)):
         task = mbpp(tmp_path, rules=rules)
         outcome = task.verify(task.examples(Split.TRAIN)[0], f"{slow}\n[DONE]")

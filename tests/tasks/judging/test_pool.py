@@ -118,7 +118,7 @@ def read_stat(pid: int) -> list[str]:
 
 
 def wait_until_dead(pid: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not is_alive(pid)
@@ -152,7 +152,7 @@ def test_a_hung_call_is_killed_tried_once_more_and_counted(caplog: pytest.LogCap
     assert caplog.records == []  # No answer that nobody waits for.
     assert failure == CallFailure(kind="timeout", detail="no verdict after 0.8 s")
     assert counts == {"call": 1, "start": 2, "timeout": 2, "retry": 1}
-    assert 1.0 <= seconds < 5.0
+    assert 1.0 <= seconds < 30.0
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_hung_call_does_not_hold_up_the_others() -> None:
     seconds, replies = with_pool(work, num_workers=2, limit_s=60.0)
     assert [reply["echo"]["number"] for reply in replies] == list(range(50))
     # Sixty seconds if they waited for one of the four.
-    assert seconds < 5.0
+    assert seconds < 30.0
 
 
 def test_a_call_that_waits_gives_up_its_place_and_one_that_computes_also_steps_back(
@@ -317,7 +317,7 @@ def test_closing_ends_what_is_under_way() -> None:
         # Two sleep, and the third waits for its turn.
         calls = [asyncio.ensure_future(workers.call({"sleep": 60, "number": n})) for n in range(3)]
         await asyncio.sleep(0.2)
-        await asyncio.wait_for(workers.close(), timeout=10)
+        await asyncio.wait_for(workers.close(), timeout=60)
         assert not is_alive(nursery)
         return [call.result() for call in calls], await workers.call({}), workers
 
