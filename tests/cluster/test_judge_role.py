@@ -11,14 +11,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from strop.cluster import ModelSource
+from strop.cluster import ModelSource, judge_role
 from strop.cluster.judge_role import JudgeRoles
 from strop.engine.chat import CHAT_PATH
 from strop.errors import ConfigError, EngineError
 from strop.rollout import Failure, Split
 from strop.spec.run import RunSpec
 from strop.tasks.llm_judge import LlmJudge
-from strop.tasks.llm_judge.role import ROLES_VARIABLE, handover_path, read_handover
+from strop.tasks.llm_judge.role import (
+    ROLES_VARIABLE,
+    adopt_handovers,
+    handover_path,
+    list_handovers,
+    read_handover,
+    write_handover,
+)
 from tests.fixtures.judged import judge_spec
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -77,6 +84,40 @@ def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: P
         assert ROLES_VARIABLE not in os.environ
 
     asyncio.run(act())
+
+
+def test_who_judges_on_another_machine_is_handed_the_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ROLES_VARIABLE, raising=False)
+    assert list_handovers() == {}
+    (tmp_path / "run").mkdir()
+    for number, model in enumerate(("org/judge", "org/other")):
+        write_handover(handover_path(tmp_path / "run", model), f"http://10.0.0.1:{number}", f"key-{number}")
+    monkeypatch.setenv(ROLES_VARIABLE, str(tmp_path / "run"))
+    handed = list_handovers()
+    monkeypatch.setenv(ROLES_VARIABLE, "/nowhere")
+    folder = tmp_path / "worker" / "keys"
+    for _ in range(2):
+        adopt_handovers(folder, handed)
+    assert read_handover("org/judge") == ("http://10.0.0.1:0/v1", "key-0")
+    assert read_handover("org/other") == ("http://10.0.0.1:1/v1", "key-1")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_nodes", "is_local"), [(0, 2, True), (2, 1, True), (2, 2, False)]
+)
+def test_a_judge_listens_where_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, num_nodes: int, is_local: bool
+) -> None:
+    monkeypatch.setenv("STROP_NUM_NODES", str(num_nodes))
+    outside = "strop.cluster.ray.node.find_host_address"
+    monkeypatch.setattr(outside, lambda count, interface: "127.0.0.1" if count == 1 else "10.0.0.7")
+    run = run_of(tmp_path)
+    placement = {"kind": "ray", "rollout_workers": num_workers}
+    run = run.model_copy(update={"placement": run.placement.model_copy(update=placement)})
+    assert judge_role._find_host(run) == ("127.0.0.1" if is_local else "10.0.0.7")
 
 
 def test_what_passes_while_no_judge_dies_is_handed_on(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Judges of a run's own: an engine process for each, from before the first reply to the end of the run.
 
-A judge's process listens on this machine only and dies with this one. What it does not answer stays
-unscored; its death ends the run with its name.
+A judge's process dies with this one. It listens on this machine only, or where rollout workers of other
+nodes ask it too. What it does not answer stays unscored; its death ends the run with its name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 from strop.cluster.contract import ModelSource
 from strop.cluster.engine_process import EngineProcess
+from strop.engine.server import LOOPBACK
 from strop.errors import ConfigError, EngineError, explain_refusal
+from strop.hardware.job_variables import count_nodes
 from strop.hardware.process import tail
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.spec.judge_tasks import LlmJudgeSpec
@@ -60,10 +62,11 @@ class JudgeRoles:
         """Start every judge and wait until it listens.
 
         Raises: EngineError with its last log lines if one does not come up; StoreError if the directory of
-        the run cannot be written.
+        the run cannot be written; CheckRefused if other nodes are to ask it and could not.
         """
+        host = _find_host(self._spec) if self._sections else LOOPBACK
         for index, (name, section) in enumerate(self._sections.items()):
-            process = self._make_process(section, self._work_dir / f"judge-{index}")
+            process = self._make_process(section, self._work_dir / f"judge-{index}", host)
             self._started.append(_Started(model=name, process=process))
             process.launch()
         for one in self._started:
@@ -100,7 +103,7 @@ class JudgeRoles:
                 task.cancel()
                 await asyncio.wait({task})
 
-    def _make_process(self, section: LlmJudgeSpec, work_dir: Path) -> EngineProcess:
+    def _make_process(self, section: LlmJudgeSpec, work_dir: Path, host: str) -> EngineProcess:
         engine = self._spec.engine.model_copy(update={"kind": section.judge_engine})
         spec = self._spec.model_copy(update={"engine": engine, "lora": LoraSpec()})
         devices = section.judge_devices
@@ -108,6 +111,7 @@ class JudgeRoles:
             spec,
             self._models[section.judge_model].path,
             work_dir,
+            host=host,
             environment={} if devices is None else {VISIBLE_DEVICES: devices},
         )
 
@@ -124,6 +128,17 @@ class JudgeRoles:
                         " checkpoint, and no reply was scored without the judge",
                     )
                 )
+
+
+def _find_host(spec: RunSpec) -> str:
+    """Return the address of this machine at which all ask who judge in this run."""
+    if not spec.placement.rollout_workers:
+        return LOOPBACK
+    # Here: a run without Ray does without these modules.
+    from strop.cluster.ray.node import find_own_address
+    from strop.cluster.ray.placement import list_nodes
+
+    return find_own_address(os.environ, len(list_nodes(spec, count_nodes(os.environ))))
 
 
 def _require_fit(section: LlmJudgeSpec, found: ModelSource, policy: ModelSource) -> None:

@@ -10,7 +10,6 @@ from strop.spec.dpo import DpoSpec
 from strop.spec.engine import EngineSpec
 from strop.spec.eval import EvalSpec
 from strop.spec.job import JobSpec
-from strop.spec.judge_tasks import ROLE
 from strop.spec.lora import LoraSpec
 from strop.spec.model import ModelSpec
 from strop.spec.objectives import (
@@ -191,13 +190,6 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _check_judges(self) -> RunSpec:
         for judge in judge_sections(self.task):
-            if judge.judge_url == ROLE and self.job.nodes > 1:
-                raise SpecConflict(
-                    {"task.judge_url": judge.judge_url, "job.nodes": self.job.nodes},
-                    "a judge that the run starts listens on its own node only",
-                    allowed="one node, or the address of a judge that all nodes reach",
-                    next_step="set task.judge_url to an address, or job.nodes to 1",
-                )
             if not judge.can_judge_itself and last_name(judge.judge_model) == last_name(self.model.uri):
                 raise SpecConflict(
                     {"task.judge_model": judge.judge_model, "model.uri": self.model.uri},

@@ -333,11 +333,12 @@ def test_settings_that_cannot_be_meant_are_refused(
         load_spec(write_run(tmp_path, **settings))
 
 
-def test_a_judge_that_the_run_starts_is_on_its_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", [[], ["job.nodes=2", "placement.kind=ray"]])
+def test_a_judge_that_the_run_starts_may_have_devices_of_its_own(
+    tmp_path: Path, overrides: list[str]
+) -> None:
     path = write_run(tmp_path, judge_url='"role"', judge_engine='"vllm"', judge_devices='"2,3"')
-    assert [one.judge_devices for one in role_judges(load_spec(path).spec.task)] == ["2,3"]
-    with pytest.raises(ConfigError, match="a judge that the run starts listens on its own node only"):
-        load_spec(path, ["job.nodes=2", "placement.kind=ray"])
+    assert [one.judge_devices for one in role_judges(load_spec(path, overrides).spec.task)] == ["2,3"]
 
 
 def test_a_judge_of_itself_must_be_meant(tmp_path: Path) -> None:

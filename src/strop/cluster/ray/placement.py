@@ -39,13 +39,14 @@ from strop.cluster.starting import start_all
 from strop.engine.contract import Engine, default_rows
 from strop.engine.remote import RemoteEngine, WaitLimits
 from strop.errors import ConfigError, EngineError, explain_refusal
-from strop.hardware.job_variables import NAMES_VARIABLE, NUM_NODES_VARIABLE
+from strop.hardware.job_variables import NAMES_VARIABLE, count_nodes
 from strop.hardware.owned_dirs import SHARED_MEMORY
 from strop.record.fence import ATTEMPT_VARIABLE
 from strop.record.meeting import meeting_path
 from strop.spec.run import RunSpec
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, build_warm_task
+from strop.tasks.llm_judge.role import list_handovers
 from strop.tokenizer import Tokenizer
 
 DEFAULT_OBJECT_STORE_BYTES = 256 << 20
@@ -138,7 +139,7 @@ class RayPlacement:
             self._publisher = None
 
     async def _start(self) -> Roles:
-        offers = list_nodes(self._spec, int(os.environ.get(NUM_NODES_VARIABLE, "1")))
+        offers = list_nodes(self._spec, count_nodes(os.environ))
         self._num_nodes = len(offers)
         host = find_own_address(os.environ, self._num_nodes)
         slots = plan_slots(count_roles(self._spec, offers), offers)
@@ -174,8 +175,11 @@ class RayPlacement:
             self._engines.append(self._make_client(role, address))
         workers = self._of(RoleKind.WORKER)
         chosen = assign_engines(len(workers), len(addresses))
+        own_dir, judges = self._find_own_dir(), list_handovers()
         calls = [
-            worker.actor.load.remote(worker.source, addresses[engine], self._make_task)
+            worker.actor.load.remote(
+                worker.source, addresses[engine], self._make_task, judges, own_dir / worker.slot.name
+            )
             for worker, engine in zip(workers, chosen, strict=True)
         ]
         await self._guard(asyncio.gather(*calls), START_LIMIT_S)
@@ -366,8 +370,7 @@ class RayPlacement:
         return found[0]
 
     async def _load_engines(self) -> list[EngineAddress]:
-        # Not in the attempt's folder, all of which is sent to a store: the key is there for a while.
-        own_dir = meeting_path(self._work_dir, self._attempt).parent
+        own_dir = self._find_own_dir()
         calls = [
             role.actor.load.remote(self._spec, role.source, own_dir / role.slot.name, self._num_nodes)
             for role in self._of(RoleKind.ENGINE)
@@ -403,7 +406,7 @@ class RayPlacement:
         ray = self._spec.ray
         store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
         check_object_store(store_bytes)
-        own_dir = meeting_path(self._work_dir, self._attempt).parent
+        own_dir = self._find_own_dir()
         logs_dir = self._find_logs_dir()
         first, last = ray.port_range
         return NodeSettings(
@@ -420,6 +423,10 @@ class RayPlacement:
             first_port=first,
             last_port=last,
         )
+
+    def _find_own_dir(self) -> Path:
+        """Return where keys lie for a while: not the attempt's folder, all of which is sent to a store."""
+        return meeting_path(self._work_dir, self._attempt).parent
 
     def _find_logs_dir(self) -> Path:
         """Return where roles write: the attempt's folder, where the run has begun one."""

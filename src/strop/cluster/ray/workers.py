@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cluster.contract import ModelSource
@@ -30,17 +32,31 @@ class RolloutWorker(RayRole):
     """Attempts groups, many at once. All methods that wait are coroutines: Ray runs them in one loop."""
 
     computes = False
+    _keys_dir: Path | None = None
 
-    async def load(self, source: ModelSource, address: EngineAddress, make_task: Callable[[], Task]) -> None:
+    async def load(
+        self,
+        source: ModelSource,
+        address: EngineAddress,
+        make_task: Callable[[], Task],
+        judges: Mapping[str, str],
+        work_dir: Path,
+    ) -> None:
         """Build the task, open its judge and the engine's client.
 
-        Raises: StropError as building the task does.
+        `judges` are those of the run's own, as `list_handovers` tells them: their keys go into `work_dir`.
+
+        Raises: StropError as building the task does; OSError if `work_dir` cannot be written.
         """
         from strop.engine.remote import RemoteEngine
         from strop.environments import SingleTurn
         from strop.tasks.judging import open_judge
+        from strop.tasks.llm_judge.role import adopt_handovers
         from strop.tokenizer import Tokenizer
 
+        if judges:
+            self._keys_dir = work_dir
+            adopt_handovers(work_dir, judges)
         task = make_task()
         self._judge = open_judge(task, make_task)
         self._engine = RemoteEngine(address.url, address.key, is_streamed=address.is_streamed)
@@ -59,8 +75,10 @@ class RolloutWorker(RayRole):
         return "it was told to end"
 
     async def end(self) -> None:  # type: ignore[override]
-        """Close judge and client."""
+        """Close judge and client, and remove the judges' keys."""
         self._ended.set()
+        if self._keys_dir is not None:
+            shutil.rmtree(self._keys_dir, ignore_errors=True)
         if hasattr(self, "_judge"):
             await self._judge.close()
             await self._engine.close()
