@@ -4,8 +4,9 @@
 `num_sampled_tokens` repeat what the others imply, so that a query needs no arithmetic.
 
 The file's metadata carries a SHA-256 of the whole file, taken with zeros in the digest's own place.
-Parquet's checksums cover pages alone: of the bytes of a small file 15 % may be flipped unnoticed, and one
-in a thousand such flips changes what is read.
+Parquet's checksums cover pages alone: in a small file 15 % of the bytes may be flipped unnoticed, and for
+one byte in a thousand this changes what is read.
+
 Importing this module imports pyarrow, so it is not part of the room's light face.
 """
 
