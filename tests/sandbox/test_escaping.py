@@ -11,7 +11,6 @@ import os
 import platform
 import socket
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -62,14 +61,14 @@ def test_11_a_planted_secret_is_nowhere(backend: str, tmp_path: Path) -> None:
     secret_path.touch()
     # Every user of a host may read command lines; only other processes hidden altogether prevent that.
     names = ["environ", "cmdline"] if backend == "bubblewrap" else ["environ"]
-    argv = ["/bin/sleep", "30"] if backend == "process" else ["/bin/sh", "-c", f": {canary}; sleep 30"]
+    argv = ["/bin/sleep", "600"] if backend == "process" else ["/bin/sh", "-c", f": {canary}; sleep 600"]
     with secret_path.open() as held:
         holder = subprocess.Popen(argv, env={"SECRET": canary}, stdin=held)
         try:
             result = in_sandbox(
                 backend,
                 lambda sandbox: sandbox.exec(
-                    [*sandbox.python_argv, "-c", SEARCH, canary.encode().hex(), *names], wall_limit_s=20
+                    [*sandbox.python_argv, "-c", SEARCH, canary.encode().hex(), *names], wall_limit_s=60
                 ),
             )
         finally:
@@ -84,15 +83,15 @@ def test_13_killing_everybody_ends_nothing_but_oneself(backend: str) -> None:
     async def run() -> None:
         async with await make_backend(backend).create(spec_of()) as sandbox:
             code = "import os; os.kill(-1, 19); os.kill(-1, 9)"
-            result = await sandbox.exec([*sandbox.python_argv, "-c", code], wall_limit_s=5)
+            result = await sandbox.exec([*sandbox.python_argv, "-c", code], wall_limit_s=60)
             if IS_ROOT:
                 # kill(-1) spares the caller and reaches nobody else.
                 assert result.kind is ExecKind.EXITED
-                assert (await sandbox.exec(["/bin/true"], wall_limit_s=10)).exit_code == 0
+                assert (await sandbox.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
                 return
             assert result.kind in (ExecKind.FROM_INSIDE, ExecKind.TIMED_OUT)
             with pytest.raises(SandboxLost) as caught:
-                await sandbox.exec(["/bin/true"], wall_limit_s=10)
+                await sandbox.exec(["/bin/true"], wall_limit_s=60)
             assert caught.value.kind == "from_inside"
 
     asyncio.run(run())
@@ -107,7 +106,7 @@ assert libc.ptrace(16, 1, 0, 0) == 0, ctypes.get_errno()
 os.waitpid(1, 0x40000000)
 assert libc.ptrace(6, 1, 16 * 8, 0) == 0
 libc.ptrace(17, 1, 0, 0)
-import time; time.sleep(20)
+import time; time.sleep(600)
 """
 
 
@@ -116,10 +115,10 @@ import time; time.sleep(20)
 def test_13_who_breaks_process_1_ends_only_the_own_sandbox_and_is_seen() -> None:
     async def run() -> None:
         async with await make_backend("bubblewrap").create(spec_of()) as sandbox:
-            result = await sandbox.exec([*sandbox.python_argv, "-c", TRACE], wall_limit_s=10)
+            result = await sandbox.exec([*sandbox.python_argv, "-c", TRACE], wall_limit_s=60)
             assert (result.kind, result.exit_code) == (ExecKind.FROM_INSIDE, None), result
             with pytest.raises(SandboxLost) as caught:
-                await sandbox.exec(["/bin/true"], wall_limit_s=10)
+                await sandbox.exec(["/bin/true"], wall_limit_s=60)
             assert caught.value.kind == "from_inside"
 
     asyncio.run(run())
@@ -149,7 +148,7 @@ def test_14_only_declared_paths_are_there(tmp_path: Path) -> None:
         usual = {"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "proc", "dev", "tmp", "data"}
         assert seen == "seen"
         assert set(names) - usual <= prefix_tops | {"root", "home", "opt"}
-        etc = await sandbox.exec(["/bin/ls", "-A", "/etc"], wall_limit_s=10)
+        etc = await sandbox.exec(["/bin/ls", "-A", "/etc"], wall_limit_s=60)
         assert set(etc.stdout.decode().split()) <= {"ld.so.cache", "alternatives"}
 
     in_sandbox("bubblewrap", work, mounts=mounts)
@@ -163,7 +162,7 @@ def test_14_a_mount_that_is_declared_writable_is(tmp_path: Path) -> None:
     mounts = (Mount(host_path=str(tmp_path / "out"), inside_path="/out", read_only=False),)
     in_sandbox(
         "bubblewrap",
-        lambda sandbox: sandbox.exec(["/bin/sh", "-c", "echo made > /out/file"], wall_limit_s=10),
+        lambda sandbox: sandbox.exec(["/bin/sh", "-c", "echo made > /out/file"], wall_limit_s=60),
         mounts=mounts,
     )
     assert (tmp_path / "out/file").read_text() == "made\n"
@@ -204,21 +203,20 @@ def attempt(work):
 def abstract():
     socket.socket(socket.AF_UNIX).connect({abstract!r})
 print(
-    attempt(lambda: socket.create_connection(("127.0.0.1", {port}), 2)),
+    attempt(lambda: socket.create_connection(("127.0.0.1", {port}), 30)),
     attempt(abstract),
     attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)),
     [name for _, name in socket.if_nameindex()],
 )
 """
-        heard: list[str] = []
-        thread = threading.Thread(target=_hear, args=(listener, heard), daemon=True)
-        thread.start()
         result = python("bubblewrap", code)
-        thread.join()
+        # Whoever had come would be waiting.
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
     assert result.stdout == b"ConnectionRefusedError ConnectionRefusedError PermissionError ['lo']\n", (
         result.stderr
     )
-    assert heard == []
 
 
 @on_every_backend
@@ -273,16 +271,16 @@ def test_23_one_sandbox_neither_sees_nor_signals_another(backend: str) -> None:
         kind = make_backend(backend)
         async with await kind.create(spec_of()) as first, await kind.create(spec_of()) as second:
             await first.write("secret", b"of the first\n")
-            running = asyncio.create_task(first.exec(["/bin/sleep", "7305"], wall_limit_s=30))
+            running = asyncio.create_task(first.exec(["/bin/sleep", "7305"], wall_limit_s=600))
             (pid,) = await appearance_of("7305")
             script = (
                 f"kill -9 {pid} 2>/dev/null && echo killed; cat '{first.scratch}/secret' 2>/dev/null; ls -A"
             )
-            seen = await second.exec(["/bin/sh", "-c", script], wall_limit_s=10)
+            seen = await second.exec(["/bin/sh", "-c", script], wall_limit_s=60)
             assert seen.stdout == b""
             assert processes_with("7305") == [pid]
             if backend == "bubblewrap":
-                count = await second.exec(["/bin/sh", "-c", "ls -d /proc/[0-9]* | wc -l"], wall_limit_s=10)
+                count = await second.exec(["/bin/sh", "-c", "ls -d /proc/[0-9]* | wc -l"], wall_limit_s=60)
                 # Process 1, the one above the command, and the command's own.
                 assert int(count.stdout) <= 6
             running.cancel()
@@ -320,13 +318,3 @@ def test_what_was_reached_is_recorded(backend: str) -> None:
             assert (reached.pids, reached.disk) == (Guard.ENFORCED, Guard.ENFORCED)
 
     in_sandbox(backend, work)
-
-
-def _hear(listener: socket.socket, heard: list[str]) -> None:
-    listener.settimeout(2)
-    try:
-        connection, _ = listener.accept()
-    except TimeoutError:
-        return
-    with connection:
-        heard.append("somebody")

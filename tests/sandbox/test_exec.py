@@ -19,6 +19,7 @@ from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
 from tests.fixtures.sandboxes import (
     appearance_of,
+    cut_off,
     in_sandbox,
     num_below,
     on_every_backend,
@@ -35,8 +36,8 @@ def test_an_exit_code_is_a_value(backend: str) -> None:
     assert (result.kind, result.exit_code, result.signal) == (ExecKind.EXITED, 3, None)
     assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
     assert (result.truncated, result.timed_out, result.oom_kills) == (False, False, 0)
-    assert 0 < result.duration_s < 20
-    assert 0 <= result.cpu_s < 20
+    assert 0 < result.duration_s < 60
+    assert 0 <= result.cpu_s < 60
 
 
 @on_every_backend
@@ -56,7 +57,7 @@ def test_bytes_are_exact_both_ways(backend: str) -> None:
 
 @on_every_backend
 def test_an_empty_standard_input_ends_at_once(backend: str) -> None:
-    result = shell(backend, "cat; echo read", wall_limit_s=10)
+    result = shell(backend, "cat; echo read")
     assert result.stdout == b"read\n"
 
 
@@ -79,30 +80,29 @@ def test_the_middle_of_long_output_is_counted_and_left_out(backend: str) -> None
 
 @on_every_backend
 def test_a_time_out_keeps_what_was_written(backend: str) -> None:
-    started_at = time.monotonic()
-    result = shell(backend, "echo before; sleep 60; echo after", wall_limit_s=0.3)
-    assert time.monotonic() - started_at < 20  # A third of what the program wanted.
+    script = "echo before; : > begun; sleep 7206; echo after"
+    result = in_sandbox(backend, lambda sandbox: cut_off(sandbox, script))
     assert (result.kind, result.timed_out, result.stdout) == (ExecKind.TIMED_OUT, True, b"before\n")
-    assert 0.25 < result.duration_s < 20
+    assert 0.25 < result.duration_s < 600  # The program wanted two hours.
 
 
 @on_every_backend
 def test_a_program_that_ignores_terminate_is_killed(backend: str) -> None:
-    result = shell(backend, "trap '' TERM; echo on; while :; do sleep 1; done", wall_limit_s=0.2)
+    script = "trap '' TERM; echo on; : > begun; while :; do sleep 1; done"
+    result = in_sandbox(backend, lambda sandbox: cut_off(sandbox, script))
     assert (result.kind, result.stdout) == (ExecKind.TIMED_OUT, b"on\n")
-    assert result.duration_s < 20
 
 
 @on_every_backend
 def test_a_program_that_is_not_there_is_a_value_too(backend: str) -> None:
     async def work(sandbox: Sandbox) -> None:
-        result = await sandbox.exec(["/no/such/program"], wall_limit_s=10)
+        result = await sandbox.exec(["/no/such/program"], wall_limit_s=60)
         assert (result.kind, result.exit_code) == (ExecKind.NOT_STARTED, 127)
         assert b"No such file" in result.stderr
-        result = await sandbox.exec(["/bin/true"], cwd="/no/such/place", wall_limit_s=10)
+        result = await sandbox.exec(["/bin/true"], cwd="/no/such/place", wall_limit_s=60)
         assert result.kind is ExecKind.NOT_STARTED
         # The same number, but from a program.
-        result = await sandbox.exec(["/bin/sh", "-c", "exit 127"], wall_limit_s=10)
+        result = await sandbox.exec(["/bin/sh", "-c", "exit 127"], wall_limit_s=60)
         assert (result.kind, result.exit_code) == (ExecKind.EXITED, 127)
 
     in_sandbox(backend, work)
@@ -110,23 +110,22 @@ def test_a_program_that_is_not_there_is_a_value_too(backend: str) -> None:
 
 @on_every_backend
 def test_eight_commands_run_at_once(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> float:
-        started_at = time.monotonic()
+    async def work(sandbox: Sandbox) -> None:
+        # Each waits for all others: one after the other, none would end.
+        script = ": > {0}; until [ $(ls | wc -l) = 8 ]; do sleep 0.1; done; echo {0}"
         commands = [
-            sandbox.exec(["/bin/sh", "-c", f"sleep 1; echo {number}"], wall_limit_s=20) for number in range(8)
+            sandbox.exec(["/bin/sh", "-c", script.format(number)], wall_limit_s=60) for number in range(8)
         ]
         results = await asyncio.gather(*commands)
         assert [result.stdout for result in results] == [f"{number}\n".encode() for number in range(8)]
-        return time.monotonic() - started_at
 
-    # One after the other they would take 8 s.
-    assert in_sandbox(backend, work) < 7
+    in_sandbox(backend, work)
 
 
 @on_every_backend
 def test_the_environment_is_clean_and_can_be_added_to(backend: str) -> None:
     async def work(sandbox: Sandbox) -> None:
-        result = await sandbox.exec(["/usr/bin/env"], env={"WORD": "b=c"}, wall_limit_s=10)
+        result = await sandbox.exec(["/usr/bin/env"], env={"WORD": "b=c"}, wall_limit_s=60)
         names = dict(line.split("=", 1) for line in result.stdout.decode().splitlines())
         assert names.pop("WORD") == "b=c"
         assert sorted(names) == ["HOME", "LANG", "PATH", "PYTHONHASHSEED", "TMPDIR"]
@@ -145,8 +144,8 @@ def test_python_runs_isolated(backend: str) -> None:
 @on_every_backend
 def test_files_stay_between_commands_and_not_between_sandboxes(backend: str) -> None:
     async def work(sandbox: Sandbox) -> bytes:
-        await sandbox.exec(["/bin/sh", "-c", "echo 1 > kept"], wall_limit_s=10)
-        return (await sandbox.exec(["/bin/sh", "-c", "cat kept; ls -A"], wall_limit_s=10)).stdout
+        await sandbox.exec(["/bin/sh", "-c", "echo 1 > kept"], wall_limit_s=60)
+        return (await sandbox.exec(["/bin/sh", "-c", "cat kept; ls -A"], wall_limit_s=60)).stdout
 
     assert in_sandbox(backend, work) == b"1\nkept\n"
     assert shell(backend, "ls -A").stdout == b""
@@ -161,7 +160,7 @@ def test_files_go_in_and_out_byte_for_byte(backend: str) -> None:
         assert await sandbox.read("deep/er/\n name", offset=76_790) == data[76_790:]
         assert await sandbox.read(f"{sandbox.scratch}/deep/er/\n name", offset=10**6) == b""
         seen = await sandbox.exec(
-            ["/bin/sh", "-c", "stat -c %a:%s deep/er/*; ls -A deep/er | wc -l"], wall_limit_s=10
+            ["/bin/sh", "-c", "stat -c %a:%s deep/er/*; ls -A deep/er | wc -l"], wall_limit_s=60
         )
         assert seen.stdout == b"700:76800\n2\n"  # One name of two lines: no partial file is left.
 
@@ -172,7 +171,7 @@ def test_files_go_in_and_out_byte_for_byte(backend: str) -> None:
 def test_files_that_cannot_be_read_or_written_say_why(backend: str) -> None:
     async def work(sandbox: Sandbox) -> None:
         await sandbox.exec(
-            ["/bin/sh", "-c", "mkdir d; mkfifo f; ln -s /etc/passwd l; echo 12345 > n"], wall_limit_s=10
+            ["/bin/sh", "-c", "mkdir d; mkfifo f; ln -s /etc/passwd l; echo 12345 > n"], wall_limit_s=60
         )
 
         async def kind_of(path: str, **options: int) -> str:
@@ -200,7 +199,7 @@ def test_a_file_beyond_the_limit_is_refused_whole(backend: str) -> None:
         with pytest.raises(SandboxError) as caught:
             await sandbox.write("big", bytes(3000))
         assert caught.value.kind == "too_large"
-        assert (await sandbox.exec(["/bin/ls", "-A"], wall_limit_s=10)).stdout == b""
+        assert (await sandbox.exec(["/bin/ls", "-A"], wall_limit_s=60)).stdout == b""
 
     in_sandbox(backend, work, limits=Limits(file_bytes=2000))
 
@@ -212,7 +211,7 @@ def test_a_stopped_sandbox_says_so(backend: str) -> None:
         await sandbox.stop()
         await sandbox.stop()
         with pytest.raises(SandboxLost, match="does not answer") as caught:
-            await sandbox.exec(["/bin/true"], wall_limit_s=10)
+            await sandbox.exec(["/bin/true"], wall_limit_s=60)
         assert caught.value.kind == "stopped"
 
     asyncio.run(run())
@@ -221,11 +220,12 @@ def test_a_stopped_sandbox_says_so(backend: str) -> None:
 @on_every_backend
 def test_a_cancelled_command_is_killed_and_the_sandbox_lives(backend: str) -> None:
     async def work(sandbox: Sandbox) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(sandbox.exec(["/bin/sleep", "7201"], wall_limit_s=60), 0.5)
-        result = await sandbox.exec(["/bin/sh", "-c", "sleep 0.3; echo here"], wall_limit_s=10)
-        assert result.stdout == b"here\n"
-        assert processes_with("7201") == []
+        command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7201"], wall_limit_s=600))
+        await appearance_of("7201")
+        command.cancel()
+        await asyncio.gather(command, return_exceptions=True)
+        assert (await sandbox.exec(["/bin/echo", "here"], wall_limit_s=60)).stdout == b"here\n"
+        _wait_until_gone("7201")
 
     in_sandbox(backend, work)
 
@@ -239,7 +239,7 @@ def test_nothing_is_left_of_twenty_sandboxes(backend: str) -> None:
         async def one(number: int) -> None:
             async with await make_backend(backend).create(spec_of()) as sandbox:
                 script = f"echo {number} > file; sleep 7202 & setsid sleep 7202 & echo {number}"
-                result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=20)
+                result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
                 assert result.stdout == f"{number}\n".encode()
 
         for first in (0, 10):
@@ -258,7 +258,7 @@ def test_nothing_is_left_of_twenty_sandboxes(backend: str) -> None:
 def test_the_death_of_the_keeper_loses_its_sandboxes_and_the_next_has_a_new_one(backend: str) -> None:
     async def run() -> None:
         sandbox = await make_backend(backend).create(spec_of())
-        command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7203"], wall_limit_s=60))
+        command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7203"], wall_limit_s=600))
         pid, *_ = await appearance_of("7203")
         # The keeper is the one of its ancestors that this process started; other tests have children too.
         while (parent := _parent(pid)) != os.getpid():
@@ -269,7 +269,7 @@ def test_the_death_of_the_keeper_loses_its_sandboxes_and_the_next_has_a_new_one(
             await command
         await sandbox.stop()
         async with await make_backend(backend).create(spec_of()) as another:
-            assert (await another.exec(["/bin/true"], wall_limit_s=10)).exit_code == 0
+            assert (await another.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
 
     asyncio.run(run())
     _wait_until_gone("7203")
@@ -280,7 +280,7 @@ def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) 
     async def run() -> None:
         sandbox = await make_backend(backend).create(spec_of())
         await sandbox.write("file", b"x")
-        command = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", "setsid sleep 7205"], wall_limit_s=60))
+        command = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", "setsid sleep 7205"], wall_limit_s=600))
         (pid,) = await appearance_of("7205")
         own = os.getpid()
         line = [pid]
@@ -313,7 +313,7 @@ asyncio.run(main())
 def test_the_death_of_the_owner_ends_everything(backend: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", _OWNER, backend], env={"PYTHONPATH": _source_dir()})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         # The last look counts: while one becomes another program, it has no arguments for a moment.
         while len(found := processes_with("7204")) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -38,7 +38,8 @@ for _ in range(100):
     except OSError:
         refused += 1
 print(started, refused, flush=True)
-time.sleep(0.5)
+# Whoever watches comes by.
+time.sleep(600 if refused == 0 else 0)
 """
 
 
@@ -62,13 +63,17 @@ def test_1_many_background_children_are_gone_with_the_command(backend: str) -> N
 
 BALLOON = """
 import os, time
+children = set()
 for _ in range(4):
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         block = bytearray(60 << 20)
         block[::4096] = b"x" * len(block[::4096])
-        time.sleep(1)
-        os._exit(0)
-for _ in range(4):
+        time.sleep(600)
+    children.add(child)
+# All stay until one of them is killed.
+children.remove(os.wait()[0])
+for child in children:
+    os.kill(child, 9)
     os.wait()
 """
 
@@ -80,11 +85,11 @@ def test_2_memory_is_bounded_and_the_kill_is_seen_behind_exit_0(backend: str) ->
         python_words = " ".join(sandbox.python_argv)
         # 4 x 60 MiB do not fit into 128 MiB; the pipeline ends with 0 all the same.
         result = await sandbox.exec(
-            ["/bin/sh", "-c", f"{python_words} balloon.py | cat; exit 0"], wall_limit_s=20
+            ["/bin/sh", "-c", f"{python_words} balloon.py | cat; exit 0"], wall_limit_s=60
         )
         assert (result.kind, result.exit_code) == (ExecKind.OOM, 0)
         assert result.oom_kills >= 1
-        after = await sandbox.exec(["/bin/echo", "alive"], wall_limit_s=10)
+        after = await sandbox.exec(["/bin/echo", "alive"], wall_limit_s=60)
         assert (after.stdout, after.oom_kills, after.kind) == (b"alive\n", 0, ExecKind.EXITED)
 
     in_sandbox(backend, work, limits=Limits(memory_bytes=128 * MIB))
@@ -107,7 +112,9 @@ try:
                 total += file.write(block)
 except OSError as error:
     print(error.errno, total, flush=True)
-import time; time.sleep(3)
+else:
+    # Whoever watches comes by.
+    import time; time.sleep(600)
 """
 
 
@@ -115,7 +122,7 @@ import time; time.sleep(3)
 def test_3_the_private_directory_is_bounded(backend: str) -> None:
     async def work(sandbox: Sandbox) -> None:
         command = [*sandbox.python_argv, "-c", FILL, sandbox.scratch]
-        result = await sandbox.exec(command, wall_limit_s=20)
+        result = await sandbox.exec(command, wall_limit_s=60)
         if sandbox.isolation.disk is Guard.WATCHED:
             assert result.kind is ExecKind.OVER_LIMIT
             return
@@ -130,13 +137,13 @@ def test_3_the_private_directory_is_bounded(backend: str) -> None:
 @needs_bubblewrap
 def test_3_shared_memory_is_bounded_and_nothing_else_is_writable() -> None:
     async def work(sandbox: Sandbox) -> None:
-        result = await sandbox.exec([*sandbox.python_argv, "-c", FILL, "/dev/shm"], wall_limit_s=20)
+        result = await sandbox.exec([*sandbox.python_argv, "-c", FILL, "/dev/shm"], wall_limit_s=60)
         number, total = map(int, result.stdout.split())
         assert (number, total <= 4 * MIB) == (28, True)
         script = (
             "for d in $(find / -xdev -type d; find /dev -type d); do touch $d/x 2>/dev/null && echo $d; done"
         )
-        writable = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=20)
+        writable = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
         assert set(writable.stdout.decode().split()) <= {"/tmp", "/dev/shm"}
 
     in_sandbox("bubblewrap", work, limits=Limits(scratch_bytes=4 * MIB))
@@ -160,7 +167,9 @@ print(attempt(sparse), attempt(descriptors), flush=True)
 for number in range(3000):
     if attempt(lambda: open(f"empty-{number}", "w").close()):
         break
-import time; time.sleep(3)
+else:
+    # Whoever watches comes by.
+    import time; time.sleep(600)
 """
     result = python(backend, code, limits=Limits(max_scratch_files=200))
     # 27 is EFBIG, 24 is EMFILE.
@@ -170,11 +179,11 @@ import time; time.sleep(3)
 
 
 SURVIVORS = {
-    "setsid": "setsid sleep 7303 & sleep 60",
-    "double fork": "(setsid sh -c 'sleep 7303 & exit' &) ; sleep 60",
-    "nohup": "nohup setsid nohup sleep 7303 >/dev/null 2>&1 & sleep 60",
+    "setsid": "setsid sleep 7303 & sleep 600",
+    "double fork": "(setsid sh -c 'sleep 7303 & exit' &) ; sleep 600",
+    "nohup": "nohup setsid nohup sleep 7303 >/dev/null 2>&1 & sleep 600",
     "ignores TERM": "trap '' TERM; setsid sh -c \"trap '' TERM; sleep 7303; sleep 7303\" & sleep 7303",
-    "stopped": "sh -c 'kill -STOP $$; sleep 60' & sleep 7303 & kill -STOP $!; kill -STOP $$",
+    "stopped": "sh -c 'kill -STOP $$; sleep 600' & sleep 7303 & kill -STOP $!; kill -STOP $$",
 }
 
 
@@ -184,7 +193,7 @@ def test_6_nothing_survives_a_time_out(backend: str, attack: str) -> None:
     async def work(sandbox: Sandbox) -> None:
         started_at = time.monotonic()
         result = await sandbox.exec(["/bin/sh", "-c", SURVIVORS[attack]], wall_limit_s=0.5)
-        assert time.monotonic() - started_at < 15
+        assert time.monotonic() - started_at < 60
         assert result.kind is ExecKind.TIMED_OUT
         assert processes_with("7303") == []
 
@@ -193,9 +202,9 @@ def test_6_nothing_survives_a_time_out(backend: str, attack: str) -> None:
 
 @on_every_backend
 def test_7_a_background_child_holds_nobody_up(backend: str) -> None:
-    result = shell(backend, "(sleep 7304; echo late) & cat; exit 5", wall_limit_s=30)
+    result = shell(backend, "(sleep 7304; echo late) & cat; exit 5", wall_limit_s=120)
     assert (result.kind, result.exit_code, result.stdout) == (ExecKind.EXITED, 5, b"")
-    assert result.duration_s < 10
+    assert result.duration_s < 60
     assert processes_with("7304") == []
 
 
