@@ -13,6 +13,7 @@ from strop.errors import ConfigError, DataError, SandboxError
 from strop.rollout import Split
 from strop.spec import MbppSpec
 from strop.tasks import Task, build_task
+from strop.tasks.code.outcome import WALL_S
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.sandboxed import best_level
 
@@ -106,7 +107,8 @@ def test_the_rules_of_lm_eval_know_no_thinking_and_no_names(
 
 def test_lm_eval_gives_three_seconds(tmp_path: Path) -> None:
     slow = "import time\ndef double(x):\n    time.sleep(1.1)\n    return 2 * x"
-    # Three tests of 1.1 s are 3.3 s: too many for 3 s, and few enough for 5 s.
+    # Three tests of 1.1 s are 3.3 s: too many for 3 s, and few enough for 5 s, which is a minute here.
+    assert WALL_S == 5.0
     for rules, is_correct in (("own", True), ("lm-eval", False)):
         task = mbpp(tmp_path, rules=rules)
         outcome = task.verify(task.examples(Split.TRAIN)[0], f"{slow}\n[DONE]")
@@ -153,7 +155,8 @@ def test_a_reply_without_the_function_is_not_run(tmp_path: Path, reply: str) -> 
 
 
 @pytest.mark.slow
-def test_an_endless_function_is_a_time_out(tmp_path: Path) -> None:
+def test_an_endless_function_is_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.tasks.code.mbpp.WALL_S", WALL_S)
     task = mbpp(tmp_path)
     outcome = task.verify(task.examples(Split.TRAIN)[0], fenced("def double(x):\n    while True: pass"))
     assert (outcome.reward, outcome.timed_out, outcome.format_ok) == (0.0, True, True)

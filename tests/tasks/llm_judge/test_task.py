@@ -115,10 +115,10 @@ def test_nobody_there_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_judge_that_stays_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "CALL_LIMIT_S", 0.2)
-    with judge_server(lambda question: scored(1.0), delay_s=8.0) as server:
+    with judge_server(lambda question: scored(1.0), delay_s=120.0) as server:
         started_at = time.monotonic()
         outcome = verify(judge_task(tmp_path, server.url), "word-0")
-        assert time.monotonic() - started_at < 6
+        assert time.monotonic() - started_at < 60
     assert outcome.failure is not None
     assert outcome.failure.kind == "judge_timeout"
 
