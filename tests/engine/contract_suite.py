@@ -31,7 +31,7 @@ def run(waiting: Coroutine[Any, Any, Result]) -> Result:
             return await waiting
         finally:
             if others := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(others, timeout=0.5)
+                await asyncio.wait(others, timeout=30.0)
 
     return asyncio.run(act())
 

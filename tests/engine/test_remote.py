@@ -329,8 +329,11 @@ def test_prc_5_a_killed_server_is_told_with_its_cause(
             return await waiting
 
         started = time.monotonic()
-        failures = Closing(engine).run(act())
+        found = Closing(engine).run(act())
         assert time.monotonic() - started < 60
+        failures = [answer for answer in found if not isinstance(answer, Completion)]
+        # Four are under way at once, for seconds. Line by line, some may be home before the kill.
+        assert len(failures) >= (32 if path == "/v1/replies" else 64)
         for failure in failures:
             assert isinstance(failure, EngineError)
             assert f"did not answer {path}: ended with -9" in str(failure)
@@ -360,7 +363,7 @@ def test_prc_1_a_stopped_server_meets_the_deadline(
             Closing(engine).run(waits[stage])
     finally:
         os.kill(server.child.pid, signal.SIGCONT)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
 
 
 def test_prc_1_an_answer_that_takes_too_long_ends_the_wait(
@@ -401,11 +404,15 @@ def test_closing_answers_those_who_wait(server: RunningServer, tokenizer: Tokeni
         await engine.close()
         return (await waiting)[0]
 
-    # Before the batch is sent, and while it is under way.
-    for pause_s in (0.0, 0.2):
-        failure = asyncio.run(act(server.connect(), pause_s))
-        assert isinstance(failure, EngineError)
-        assert "closed" in str(failure)
+    # Before the batch is sent, and while it is under way: it does not end meanwhile.
+    os.kill(server.child.pid, signal.SIGSTOP)
+    try:
+        for pause_s in (0.0, 0.2):
+            failure = asyncio.run(act(server.connect(), pause_s))
+            assert isinstance(failure, EngineError)
+            assert "closed" in str(failure)
+    finally:
+        os.kill(server.child.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("kind", ["generate", "score"])
@@ -424,7 +431,7 @@ def test_closing_at_any_moment_leaves_nobody_waiting(tokenizer: Tokenizer, kind:
             await asyncio.sleep(0)
         await engine.close()
         with pytest.raises(EngineError):
-            await asyncio.wait_for(waiting, 10.0)
+            await asyncio.wait_for(waiting, 60.0)
 
     for num_steps in range(1, 40):
         asyncio.run(act(num_steps))

@@ -183,7 +183,7 @@ def test_prc_6_the_socket_is_held_from_its_choice_on_and_bound_to_loopback(tmp_p
         assert (ready.url, ready.pid) == (url, os.getpid())
         # It answers the connection before anyone accepts it: nothing lies between choice and use.
         with pytest.raises(httpx.ReadTimeout):
-            httpx.get(f"{url}/health", timeout=0.1, trust_env=False)
+            httpx.get(f"{url}/health", timeout=httpx.Timeout(60.0, read=0.1), trust_env=False)
         assert [entry.name for entry in tmp_path.iterdir()] == ["ready"]
     finally:
         for listener in listeners:
