@@ -58,7 +58,7 @@ def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: P
         assert key not in " ".join(os.environ.values())
         body = {"model": "org/judge", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
         address = url.removesuffix("/v1") + CHAT_PATH
-        async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=300.0) as client:
             assert (await client.post(address, json=body)).status_code == 401
             headers = {"Authorization": f"Bearer {key}"}
             answer = (await client.post(address, json=body, headers=headers)).json()
@@ -73,7 +73,7 @@ def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(tiny_model_dir: P
         with pytest.raises(
             EngineError, match=r"the judge org/judge is gone: its process \d+ ended with signal 9"
         ):
-            await judges.guard(asyncio.sleep(30))
+            await judges.guard(asyncio.sleep(300))
         outcome = await asyncio.to_thread(task.verify, example, "word-7")
         assert outcome.parts == {"judge": None}
         assert isinstance(outcome.failure, Failure)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,18 @@ class Desk:
 
     async def end(self, name: str) -> None:
         self.endings[name].set_result("signal 9")
-        await asyncio.sleep(0.05)
+        await until(lambda: self.watch.find_end(name) is not None)
 
     def run_is_over(self) -> str | None:
         return self.watch.find("somebody else")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that the watch notices."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the watch did not notice it"
+        await asyncio.sleep(0.02)
 
 
 def test_the_run_outlives_all_engines_but_the_last(tmp_path: Path) -> None:
@@ -61,7 +70,7 @@ def test_the_run_outlives_all_engines_but_the_last(tmp_path: Path) -> None:
         assert desk.lost == ["engine-0"]
         assert "role engine-1" in (desk.run_is_over() or "")
         with pytest.raises(EngineLost, match="role engine-1"):
-            await desk.watch.guard(asyncio.sleep(60), 60.0)
+            await desk.watch.guard(asyncio.sleep(600), 600.0)
         desk.watch.stop()
 
     asyncio.run(act())
@@ -90,7 +99,8 @@ def test_a_lost_node_ends_the_run_if_more_than_replicas_were_on_it(
         desk.nodes = [
             JoinedNode(ray_id="b", name="1@other", address="10.0.0.2", is_alive=False, why="silent")
         ]
-        await asyncio.sleep(1.3)
+        # The watch looks every second.
+        await until(lambda: desk.watch.find("engine-1") is not None)
         assert (desk.run_is_over() is not None) == is_over
         assert desk.lost == ([] if is_over else ["engine-1"])
         assert "node 1@other (10.0.0.2) was lost, and with it engine-1" in str(desk.watch.find("engine-1"))

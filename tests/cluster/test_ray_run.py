@@ -220,7 +220,7 @@ def test_prc_5_a_killed_engine_is_survived_and_the_last_one_ends_every_wait(scen
     scene.loop.run_until_complete(survive())
     started_at = time.monotonic()
     message = scene.loop.run_until_complete(end())
-    assert time.monotonic() - started_at < 60.0
+    assert time.monotonic() - started_at < 120.0
     assert message.startswith("role engine-1 on node 0"), message
     assert "signal 9" in message
     assert f"process {pids[1]}" in message

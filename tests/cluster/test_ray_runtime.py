@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class EchoRole(RayRole):
         raise EngineError("refused by the role")
 
     def sleep(self) -> None:
-        time.sleep(60)
+        time.sleep(600)
 
 
 @dataclass
@@ -138,7 +139,7 @@ def test_everything_is_as_it_was_set(scene: Scene) -> None:
     assert not Path("/tmp/ray").exists()
     assert oct((scene.work_dir / TOKEN_NAME).stat().st_mode & 0o777) == "0o600"
     assert oct((scene.work_dir / "head.json").stat().st_mode & 0o777) == "0o600"
-    scene.loop.run_until_complete(scene.head.await_nodes([0], 10.0))
+    scene.loop.run_until_complete(scene.head.await_nodes([0], 60.0))
 
 
 def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -> None:
@@ -153,14 +154,14 @@ def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -
         "import os, sys; os.environ['RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'] = '0'\n"
         "from ray._raylet import GcsClient\n"
         "client = GcsClient(address=sys.argv[1], cluster_id=sys.argv[2])\n"
-        "print(client.internal_kv_keys(b'', None, timeout=5))"
+        "print(client.internal_kv_keys(b'', None, timeout=60))"
     )
     import ray
 
     context = ray.get_runtime_context()
     asked = [sys.executable, "-c", code, str(context.gcs_address), "00" * 28]
     bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    found = subprocess.run(asked, env=bare, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(asked, env=bare, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode != 0
     assert "InvalidAuthToken" in found.stderr, found.stderr
 
@@ -180,15 +181,16 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
         watch = DeathWatch(read_nodes, scene.head.find_death)
         watch.start()
         with pytest.raises(CheckRefused, match="role lacking would start without NOT_THERE"):
-            await watch.guard(lacking.begin.remote(), 60.0)
+            await watch.guard(lacking.begin.remote(), 300.0)
         with pytest.raises(EngineError, match="refused by the role"):
-            await watch.guard(role.refuse.remote(), 60.0)
+            await watch.guard(role.refuse.remote(), 300.0)
         watch.stop()
 
     scene.loop.run_until_complete(act())
     # Neither value nor name of a secret is in a command line.
     for pid in descendants(scene.head.keeper_pid or 0):
-        if is_alive(pid):
+        # One may end meanwhile.
+        with suppress(OSError):
             assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
@@ -203,7 +205,7 @@ def test_prc_5_a_killed_role_is_named_with_its_last_words_while_another_is_asked
                 name=name, node=0, pid=facts.pid, host=facts.host, log_path=scene.work_dir / f"{name}.log"
             )
             watch.follow(followed, role.wait_for_end.options(concurrency_group="watch").remote())
-        call = asyncio.ensure_future(watch.guard(asked.sleep.remote(), 60.0))
+        call = asyncio.ensure_future(watch.guard(asked.sleep.remote(), 600.0))
         await asyncio.sleep(0.2)
         assert watch.find("killed") is None
         os.kill(facts.pid, signal.SIGKILL)
@@ -219,7 +221,8 @@ def test_prc_5_a_killed_role_is_named_with_its_last_words_while_another_is_asked
         watch.stop()
         return time.monotonic() - killed_at
 
-    assert scene.loop.run_until_complete(act()) < 5.0
+    # Ten minutes, were the answer of the other one waited for.
+    assert scene.loop.run_until_complete(act()) < 60.0
 
 
 def test_a_full_object_store_goes_on_from_disk(scene: Scene) -> None:
@@ -234,12 +237,12 @@ def test_a_full_object_store_goes_on_from_disk(scene: Scene) -> None:
 def test_prc_4_a_killed_owner_takes_all_of_ray_along(tmp_path: Path) -> None:
     before = files_of_nodes()
     owner = subprocess.run(
-        [sys.executable, "-c", OWNER, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", OWNER, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert owner.returncode == -signal.SIGKILL, owner.stderr
     keeper = int(owner.stdout.split()[0])
     left = descendants(keeper) | {keeper}
-    wait_until(lambda: not [pid for pid in left | descendants(keeper) if is_alive(pid)], 30.0)
+    wait_until(lambda: not [pid for pid in left | descendants(keeper) if is_alive(pid)], 120.0)
     assert files_of_nodes() <= before
 
 
