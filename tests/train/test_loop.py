@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,14 +243,22 @@ def test_held_out_examples_are_looked_at_before_between_and_after(
 
 
 @pytest.mark.slow
-def test_a_long_evaluation_that_comes_further_is_no_hung_one(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_long_evaluation_that_comes_further_is_no_hung_one(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only evaluations move: a pause of the machine would end the tests themselves."""
+    now_s = 0.0
+    monkeypatch.setattr("strop.train.watchdog.time", SimpleNamespace(monotonic=lambda: now_s))
+
     async def evaluate(step: int, on_progress: Callable[[], None]) -> EvalSummary:
-        for _ in range(4):  # 8 s in all, with 2 s between two signs of life
-            await asyncio.sleep(2.0)
+        nonlocal now_s
+        for _ in range(4):  # 6 s in all, with 1.5 s between two signs of life
+            now_s += 1.5
+            await asyncio.sleep(0.7)  # The watchdog looks every 0.5 s.
             on_progress()
         return summary(step)
 
-    spec = tiny_spec(train={"steps": 1}, eval={"every": None}, tripwires={"max_stall_s": 5.0})
+    spec = tiny_spec(train={"steps": 1}, eval={"every": None}, tripwires={"max_stall_s": 2.0})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), evaluate=evaluate)
     # A stall ends this process.
     made.run()
