@@ -19,7 +19,7 @@ FEW = ["train.steps=2", "eval.num_examples=8", "train.checkpoint_every=2"]
 
 def run_command(*words: str) -> str:
     ended = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False, stdin=subprocess.DEVNULL
+        words, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False, stdin=subprocess.DEVNULL
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout + ended.stderr

@@ -36,7 +36,7 @@ assert not loaded, f"importing loaded: {loaded}"
 
 def run_fresh(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )
 
 

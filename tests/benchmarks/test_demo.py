@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.demo import ROOT, STEP_SECONDS, DemoFailed, read_accuracies, read_step_seconds
-from benchmarks.process_memory import run_watched, tree_peak_bytes
+from benchmarks.process_memory import run_watched, tree_bytes, tree_peak_bytes
 from tests.fixtures.jobs import wait_for
 
 
@@ -46,8 +46,22 @@ def test_metrics_without_step_seconds_are_named(tmp_path: Path) -> None:
         read_step_seconds(tmp_path)
 
 
-def test_the_memory_of_a_grandchild_is_seen(tmp_path: Path) -> None:
-    hold = "import time; block = bytearray(200_000_000); time.sleep(1.5)"
+def test_the_memory_of_a_grandchild_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tmp_path / "seen"
+
+    def look(pid: int) -> int:
+        if (num_bytes := tree_bytes(pid)) >= 200_000_000:
+            seen.touch()
+        return num_bytes
+
+    monkeypatch.setattr("benchmarks.process_memory.tree_bytes", look)
+    # Until it was seen, or never will be.
+    hold = f"""
+import pathlib, time
+block, until = bytearray(200_000_000), time.monotonic() + 60
+while not pathlib.Path({str(seen)!r}).exists() and time.monotonic() < until:
+    time.sleep(0.05)
+"""
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"
     done = run_watched([sys.executable, "-c", parent], tmp_path, dict(os.environ))
     # 200 MB of zeroed, touched bytes and two small interpreters.
@@ -57,7 +71,7 @@ def test_the_memory_of_a_grandchild_is_seen(tmp_path: Path) -> None:
 
 def test_what_a_benchmark_started_ends_with_it(tmp_path: Path) -> None:
     """A run that went on after its benchmark was ended kept both cores busy under the next one."""
-    hold = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(100)"
+    hold = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)"
     act = f"""
 import os, pathlib, runpy, sys
 import benchmarks.run
@@ -68,11 +82,12 @@ runpy.run_module("benchmarks", run_name="__main__")
 """
     benchmark = subprocess.Popen([sys.executable, "-c", act], cwd=ROOT)
     try:
-        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), limit_s=60.0)
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), limit_s=120.0)
         benchmark.terminate()
-        assert benchmark.wait(60) == 128 + signal.SIGTERM
+        assert benchmark.wait(120) == 128 + signal.SIGTERM
     finally:
         benchmark.kill()
+    # Its end is waited for, so that nothing is left of it, not even for a moment.
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 

@@ -85,6 +85,6 @@ def test_nothing_that_a_worker_started_outlives_it(tmp_path: Path) -> None:
 def is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except OSError:
         return False
     return state != "Z"  # An ended orphan may wait a moment for its new parent.

@@ -59,7 +59,8 @@ def test_a_sender_that_is_not_there_is_told(act: Callable[[WeightSender], object
 
 def test_a_receiver_that_does_not_come_is_told() -> None:
     with pytest.raises(StoreError, match="publication v1 did not reach 1 receivers"):
-        WeightSender(HERE, limit_s=0.3).send("v1", some_tensors(), 1)
+        # Its own place has to be there within the limit too.
+        WeightSender(HERE, limit_s=1.5).send("v1", some_tensors(), 1)
 
 
 DYING = """
@@ -77,18 +78,18 @@ broadcast.receive_tensors(sys.argv[1])
 
 def test_a_receiver_that_dies_in_the_middle_costs_the_others_nothing() -> None:
     sender, tensors = WeightSender(HERE), {f"{n}": torch.full((1 << 20,), float(n)) for n in range(4)}
-    started_at = time.monotonic()
     dying = subprocess.Popen([sys.executable, "-c", DYING, sender.address("v1")])
     with ThreadPoolExecutor(2) as members:
         is_over = threading.Event()
         sending = members.submit(sender.send, "v1", tensors, 2, is_over=is_over)
-        assert dying.wait(60) == -9
+        assert dying.wait(300) == -9
+        died_at = time.monotonic()
         found = receive_tensors(sender.address("v1"))
         is_over.set()
         with pytest.raises(StoreError, match="publication v1 did not reach 2 receivers"):
             sending.result()
     assert tensors_digest(found.items()) == tensors_digest(tensors.items())
-    assert time.monotonic() - started_at < 60
+    assert time.monotonic() - died_at < 60
 
 
 def sending_threads() -> list[threading.Thread]:

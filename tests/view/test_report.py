@@ -243,7 +243,7 @@ def test_a_browser_shows_the_whole_page_without_a_sideways_scroll(tmp_path: Path
     probe.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--dump-dom"]
     dumped = subprocess.run(
-        [*command, probe.as_uri()], capture_output=True, text=True, timeout=60, check=True
+        [*command, probe.as_uri()], capture_output=True, text=True, timeout=300, check=True
     )
     title = re.search(r"<title>(\d+) of (\d+)</title>", dumped.stdout)
     assert title is not None, dumped.stderr[-500:]
