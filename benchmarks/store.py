@@ -36,7 +36,7 @@ from strop.store.s3_objects import S3Objects
 
 BUCKET = "strop-bench"
 GOAL_FRAC = 0.8
-START_LIMIT_S = 60.0
+START_LIMIT_S = 300.0
 SETTINGS = S3Settings()
 _MB = 1 << 20
 _SERVER = "import sys; from moto.server import main; main(sys.argv[1:])"
