@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from strop.evaluate.harness import LM_EVAL
 
@@ -25,7 +25,13 @@ for _name in (
     os.environ.pop(_name, None)
 # A first call warms something up, and the machine does other work beside it. What CI says of a commit is the
 # same each time; new examples are found where people work.
-settings.register_profile("strop", deadline=None, derandomize=os.environ.get("STROP_CI") == "1")
+settings.register_profile(
+    "strop",
+    deadline=None,
+    # Examples are cheap to draw: where they come slowly, the machine does other work.
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=os.environ.get("STROP_CI") == "1",
+)
 settings.load_profile("strop")
 # What nltk splits sentences with, where the environment of lm-eval has been made. nltk asks at its import.
 os.environ["NLTK_DATA"] = str(LM_EVAL.path / "nltk_data")
