@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,10 @@ from hypothesis import strategies as st
 
 from strop.errors import ConfigError
 from strop.policy import balancing
-from strop.policy.balancing import BatchPlan, PositionCost, partition
+from strop.policy.balancing import BatchPlan, Effort, PositionCost, partition, plan_batch
 from strop.policy.footprint import ModelSize
 from strop.policy.packing import PackedGroup
 from tests.policy.worlds import World
-
-# Within 0.1 s a plan is what the groups make it; on a machine that pauses, that takes longer here.
-plan_batch = partial(balancing.plan_batch, limit_s=math.inf)
 
 
 def lengths(group: PackedGroup) -> tuple[int, ...]:
@@ -95,10 +91,30 @@ def test_an_exchange_does_not_overfill_a_bin() -> None:
     assert unbounded.max() > limit, "the bound had nothing to prevent"
 
 
-def test_a_deadline_that_has_passed_still_deals_everything() -> None:
+def test_a_search_that_may_compare_nothing_still_deals_everything() -> None:
     weights = np.random.default_rng(0).lognormal(0.0, 0.6, 1000)
-    bins = partition(weights, 64, deadline=time.perf_counter() - 1.0)
+    bins = partition(weights, 64, effort=Effort(0))
     assert len(np.unique(bins)) == 64
+
+
+def test_a_plan_is_the_same_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [World(seed).packed(5, [3 + seed * place % 17 for place in range(1, 9)]) for seed in range(24)]
+    plan = plan_batch(groups, num_ranks=4, max_positions=400)
+    exchange = balancing._exchange
+    slept: list[float] = []
+
+    def slow_exchange(*args: Any, **kwargs: Any) -> int:
+        slept.append(0.02)
+        time.sleep(slept[-1])
+        return exchange(*args, **kwargs)
+
+    monkeypatch.setattr(balancing, "_exchange", slow_exchange)
+    slow = plan_batch(groups, num_ranks=4, max_positions=400)
+    assert sum(slept) > 0.2
+    assert slow.loads_W_K.tolist() == plan.loads_W_K.tolist()
+    assert [lengths(one) for one in pieces_of(slow)] == [lengths(one) for one in pieces_of(plan)]
+    hasty = plan_batch(groups, num_ranks=4, max_positions=400, max_compared=0)
+    assert hasty.imbalance > plan.imbalance
 
 
 def test_groups_stay_whole_where_that_is_even() -> None:

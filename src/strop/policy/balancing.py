@@ -8,8 +8,8 @@ are cut between replies where it does not.
 
 Items are dealt out in rounds, the largest first, each round's largest to the least loaded; then the most and
 the least loaded bins exchange the pairs of items that even them out best, all pairs of bins at once. That is
-O(n log n), with a bounded number of exchanges, and never longer than `limit_s`. Below the limit the result
-depends on the groups alone.
+O(n log n), and a search ends when it has made a bounded number of comparisons. They are counted and not
+timed: the same groups are split the same way on every machine, however busy it is.
 
 Shapes: P groups, D items that are dealt out, B bins, M slots of a bin, Q pairs of bins.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,16 +30,31 @@ from strop.policy.packing import PackedGroup
 
 GOAL_RATIO = 1.01
 """Largest over mean load of a micro-batch that is good enough."""
-_LIMIT_S = 0.1
+MAX_COMPARED = 10_000_000
+"""Pairs of items that one plan compares for exchanges: some tenths of a second of one core at most."""
+_PER_PIECE = 400
+"""Comparisons that take as long as cutting a piece from a group."""
 _MAX_ROUNDS = 96
 _MAX_IDLE_ROUNDS = 12
 """Rounds of exchanges without a lighter heaviest bin, after which the search ends."""
-_MAX_COMPARED = 24
+_MAX_OF_BIN = 24
 """Items of a bin that one exchange chooses from. Bins with more items are even without."""
 _MAX_EXTRA_MICRO_BATCHES = 3
 
 IndexArray = NDArray[np.int64]
 LoadArray = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Effort:
+    """What a search may still do, in pairs of items that it compares."""
+
+    num_left: int = MAX_COMPARED
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return self.num_left <= 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,13 +113,13 @@ def plan_batch(
     max_positions: int,
     cost: PositionCost | None = None,
     num_micro_batches: int | None = None,
-    limit_s: float = _LIMIT_S,
+    max_compared: int = MAX_COMPARED,
 ) -> BatchPlan:
     """Split groups over ranks and micro-batches of at most `max_positions` fed positions each.
 
     The number of micro-batches per rank is the least that holds everything, unless it is given. A single
     reply that exceeds the budget is a micro-batch of its own, and each group is kept or cut as a whole term
-    may be: between replies.
+    may be: between replies. After `max_compared` comparisons the best split so far is taken.
     Raises: ConfigError if there is no rank, no position or no micro-batch to fill.
     """
     if num_ranks < 1 or max_positions < 1 or (num_micro_batches is not None and num_micro_batches < 1):
@@ -117,17 +131,17 @@ def plan_batch(
                 next_step="raise placement.learners or train.micro_batch_tokens to 1 or more",
             )
         )
-    deadline = time.perf_counter() + limit_s
+    effort = Effort(max_compared)
     cost = cost or PositionCost()
     least = num_micro_batches or max(
         1, math.ceil(sum(one.num_positions for one in groups) / (num_ranks * max_positions))
     )
     best: _Dealt | None = None
     for count in range(least, least + (1 if num_micro_batches else 1 + _MAX_EXTRA_MICRO_BATCHES)):
-        dealt = _deal_finer(groups, cost, num_ranks * count, max_positions, deadline)
+        dealt = _deal_finer(groups, cost, num_ranks * count, max_positions, effort)
         if best is None or dealt.num_over < best.num_over:
             best = dealt
-        if not best.num_over or time.perf_counter() > deadline:
+        if not best.num_over or effort.is_spent:
             break
     assert best is not None
     return _arrange(best, groups, num_ranks)
@@ -140,14 +154,15 @@ def partition(
     sizes_D: LoadArray | None = None,
     max_size: float = math.inf,
     goal_ratio: float = 1.001,
-    deadline: float = math.inf,
+    effort: Effort | None = None,
 ) -> IndexArray:
     """Return the bin of each item, so that the bins' weights are as equal as a bounded search finds.
 
     No bin weighs more than the mean and the heaviest item together. An exchange makes no bin larger than
-    `max_size`, in the unit of `sizes_D`. `deadline` is in seconds of `time.perf_counter`.
+    `max_size`, in the unit of `sizes_D`. What the search compares is taken from `effort`.
     Shapes: all (D,).
     """
+    effort = Effort() if effort is None else effort
     sizes_D = weights_D if sizes_D is None else sizes_D
     items_M_B = _deal_in_rounds(weights_D, num_bins)
     # One value more, which an empty slot (-1) finds.
@@ -161,9 +176,11 @@ def partition(
         if heaviest < best:
             best, best_at = heaviest, index
         is_stuck = index - best_at >= _MAX_IDLE_ROUNDS
-        if heaviest <= goal_ratio * least or is_stuck or time.perf_counter() > deadline:
+        if heaviest <= goal_ratio * least or is_stuck or effort.is_spent:
             break
-        _exchange(items_M_B, weights, sizes, loads_B, goal=goal_ratio * least, max_size=max_size, index=index)
+        effort.num_left -= _exchange(
+            items_M_B, weights, sizes, loads_B, goal=goal_ratio * least, max_size=max_size, index=index
+        )
     bin_D = np.zeros(len(weights_D) + 1, np.int64)
     bin_D[items_M_B] = np.arange(num_bins)
     return bin_D[:-1]
@@ -195,15 +212,18 @@ def _exchange(
     goal: float,
     max_size: float,
     index: int,
-) -> None:
-    """Let bins above the goal exchange one item each with light ones, in place, where that evens them out."""
+) -> int:
+    """Let bins above the goal exchange one item each with light ones, in place, where that evens them out.
+
+    Returns the number of pairs of items that were compared.
+    """
     order = np.argsort(loads_B, kind="stable")
     num_pairs = min(len(order) // 2, int((loads_B > goal).sum()))
     heavy_Q = order[::-1][:num_pairs]
     # Other partners in each round: two bins that have nothing to exchange must not meet for ever.
     light_Q = np.roll(order[: len(order) // 2], -index)[:num_pairs]
     num_slots = len(items_M_B)
-    slots = np.unique((np.arange(min(num_slots, _MAX_COMPARED)) + index * _MAX_COMPARED) % num_slots)
+    slots = np.unique((np.arange(min(num_slots, _MAX_OF_BIN)) + index * _MAX_OF_BIN) % num_slots)
     slots = np.union1d(slots, num_slots - 1)
     given_Q_M, taken_Q_M = items_M_B[np.ix_(slots, heavy_Q)].T, items_M_B[np.ix_(slots, light_Q)].T
     moved_Q_M_M = weights[given_Q_M][:, :, None] - weights[taken_Q_M][:, None, :]
@@ -225,6 +245,7 @@ def _exchange(
         items_M_B[take_Q, light_Q],
         items_M_B[give_Q, heavy_Q],
     )
+    return miss_Q_M_M.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +269,7 @@ class _Dealt:
 
 
 def _deal_finer(
-    groups: Sequence[PackedGroup], cost: PositionCost, num_bins: int, max_positions: int, deadline: float
+    groups: Sequence[PackedGroup], cost: PositionCost, num_bins: int, max_positions: int, effort: Effort
 ) -> _Dealt:
     """Deal groups out whole, and again in smaller and smaller pieces until they balance."""
     measured = [_measure(group, cost) for group in groups]
@@ -262,11 +283,12 @@ def _deal_finer(
             for group, costs in zip(groups, measured, strict=True)
             for piece in _cut(group, *costs, max_cost=share * mean, max_positions=max_positions)
         ]
-        dealt = _deal(pieces, num_bins, max_positions, deadline)
+        effort.num_left -= _PER_PIECE * len(pieces)
+        dealt = _deal(pieces, num_bins, max_positions, effort)
         if best is None or (dealt.num_over, dealt.loads_B.max()) < (best.num_over, best.loads_B.max()):
             best = dealt
         is_even = dealt.loads_B.max() <= GOAL_RATIO * max(dealt.loads_B.mean(), heaviest)
-        if (is_even and not dealt.num_over) or time.perf_counter() > deadline:
+        if (is_even and not dealt.num_over) or effort.is_spent:
             break
         if len(pieces) == sum(len(group.replies) for group in groups):
             break  # Nothing is left to cut.
@@ -274,11 +296,11 @@ def _deal_finer(
     return best
 
 
-def _deal(pieces: list[_Piece], num_bins: int, max_positions: int, deadline: float) -> _Dealt:
+def _deal(pieces: list[_Piece], num_bins: int, max_positions: int, effort: Effort) -> _Dealt:
     weights_D = np.array([piece.cost for piece in pieces], np.float64)
     sizes_D = np.array([piece.num_positions for piece in pieces], np.float64)
     bin_D = partition(
-        weights_D, num_bins, sizes_D=sizes_D, max_size=max_positions, goal_ratio=1.005, deadline=deadline
+        weights_D, num_bins, sizes_D=sizes_D, max_size=max_positions, goal_ratio=1.005, effort=effort
     )
     sizes_B = np.bincount(bin_D, sizes_D, num_bins)
     num_over = int(((sizes_B > max_positions) & (np.bincount(bin_D, minlength=num_bins) > 1)).sum())
