@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import signal
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,19 @@ from tests.launch.sagemaker.building import NOON, PROFILE, make_request
 from tests.launch.sagemaker.trainee import advance
 
 SOURCE = Path(__file__).parents[3] / "src"
+ENDLESS = 10**9
+"""Steps of a trainee that goes on until it is told to end, however long the test takes to do so."""
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a port that nobody listens on, of those that the kernel gives to nobody by itself.
+
+    It is taken seconds later: another process's connection would otherwise have it by then.
+    """
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 @dataclass
@@ -70,9 +81,15 @@ class Rehearsal:
         return fake.sent("create_training_job")[0]
 
     def start(self, request: dict[str, Any], **settings: Any) -> ContractRunner:
-        """Start the instances of a job once more, as the platform would."""
+        """Start the instances of a job once more, as the platform would.
+
+        `num_steps`: how far the trainee of this start goes, where the job does not say.
+        """
         environment = {"PYTHONPATH": str(SOURCE), "STROP_CACHE": str(self.root / "cache")}
-        given = {"stop_window_s": 10.0, "sync_every_s": 0.2, "port": free_port(), **settings}
+        if (num_steps := settings.pop("num_steps", None)) is not None:
+            environment["TRAINEE_STEPS"] = str(num_steps)
+        # The stop's window is the platform's own: a busy machine needs more than a few seconds.
+        given = {"sync_every_s": 0.2, "port": free_port(), **settings}
         given["environment"] = {**environment, **given.get("environment", {})}
         # The record goes beside the checkpoints: these jobs reach no S3.
         given["environment"].setdefault("STROP_STORE_URI", "")
@@ -105,6 +122,23 @@ class Rehearsal:
         root = request["CheckpointConfig"]["S3Uri"].rstrip("/")
         text = self.objects.read(f"{root}/{host}/run/metrics.jsonl").decode()
         return [json.loads(line) for line in text.splitlines()]
+
+
+def step_of(state: str) -> int:
+    """Return the step of a state by its name."""
+    return int(state.removeprefix("step-"))
+
+
+def handles_term(pid: int, *, is_first: bool = False) -> bool:
+    """Whether a process has a handler for SIGTERM; `is_first`: and is the first one of a container."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    numbers = status["NSpid"].split()
+    is_caught = bool(int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
+    return is_caught and (not is_first or (len(numbers) > 1 and numbers[-1] == "1"))
 
 
 def expected_metrics(num_steps: int) -> list[dict[str, int]]:
