@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,18 @@ from tests.launch.sagemaker.test_contract import wait_until
 
 
 def join(
-    node: int, port: int, path: Path, *, key: str = "k", num_hosts: int = 3, limit_s: float = 10.0
+    node: int,
+    port: int,
+    path: Path,
+    *,
+    key: str = "k",
+    num_hosts: int = 3,
+    limit_s: float = 120.0,
+    **more: Any,
 ) -> Control:
     names = tuple(f"127.0.1.{i}" for i in range(1, num_hosts + 1))
     hosts = Hosts(names=names, current=names[node])
-    return join_hosts(hosts, path / str(node), key=key, limit_s=limit_s, port=port)
+    return join_hosts(hosts, path / str(node), key=key, limit_s=limit_s, port=port, **more)
 
 
 def join_all(
@@ -50,6 +58,11 @@ def join_all(
     return [found[node] for node in range(num_hosts)]
 
 
+def wait_for_code(path: Path, code: int) -> None:
+    """Wait for what the agent looks for on a shared file system; it is written after the code is known."""
+    wait_until(lambda: path.exists() and path.read_text() == str(code), f"{path} does not say {code}")
+
+
 def finish_all(controls: list[Control], codes: list[int], causes: list[str]) -> list[int]:
     found: dict[int, int] = {}
     threads = [
@@ -73,7 +86,7 @@ def test_all_hosts_end_with_one_code(tmp_path: Path, codes: list[int], verdict: 
     causes = [f"cause {node}" if code else "" for node, code in enumerate(codes)]
     assert finish_all(controls, codes, causes) == [verdict] * 3
     # What the agent looks for on a shared file system is there: the others' codes.
-    assert (tmp_path / "0/exit/1").read_text() == str(codes[1])
+    wait_for_code(tmp_path / "0/exit/1", codes[1])
 
 
 def test_a_host_that_is_lost_is_a_failure_for_all(tmp_path: Path) -> None:
@@ -81,7 +94,7 @@ def test_a_host_that_is_lost_is_a_failure_for_all(tmp_path: Path) -> None:
     controls[2].close()
     assert finish_all(controls[:2], [0, 0], ["", ""]) == [1, 1]
     assert any("host 127.0.1.3 was lost" in cause for _, cause in controls[0].causes)
-    assert (tmp_path / "0/exit/2").read_text() == "1"
+    wait_for_code(tmp_path / "0/exit/2", 1)
 
 
 def test_a_host_that_may_be_lost_ends_nobody(tmp_path: Path) -> None:
@@ -115,22 +128,27 @@ def test_the_file_by_which_roles_meet_comes_and_goes_on_every_host(tmp_path: Pat
 def test_a_listener_that_does_not_know_the_key_is_no_head(tmp_path: Path) -> None:
     """Whoever took the head's name would otherwise be told nothing but could order an end."""
     port = free_port()
+    server = socket.create_server(("127.0.1.1", port))
+    is_seen_through = threading.Event()
 
     def listen() -> None:
-        with socket.create_server(("127.0.1.1", port)) as server:
-            link, _ = server.accept()
-            with link:
-                link.sendall(b'{"challenge": "c"}\n')
-                said = json.loads(link.recv(4096))
-                assert "k" not in said.values()
-                link.sendall(b'{"kind": "start", "proof": "00"}\n')
-                link.recv(1)
+        link, _ = server.accept()
+        server.close()
+        with link:
+            link.sendall(b'{"challenge": "c"}\n')
+            said = json.loads(link.recv(4096))
+            assert "k" not in said.values()
+            link.sendall(b'{"kind": "start", "proof": "00"}\n')
+            # The other side says no more, and has ended the connection.
+            assert link.recv(1) == b""
+        is_seen_through.set()
 
     listener = threading.Thread(target=listen)
     listener.start()
-    with pytest.raises(CheckRefused, match=r"did not join within 1 s \(\[Errno|does not know the job's key"):
-        join(1, port, tmp_path, num_hosts=2, limit_s=1.0)
+    with pytest.raises(CheckRefused, match=r"did not join .*(\[Errno|does not know the job's key)"):
+        join(1, port, tmp_path, num_hosts=2, is_stopped=is_seen_through.is_set)
     listener.join()
+    assert is_seen_through.is_set()
 
 
 @pytest.mark.parametrize("content", [None, "", "short"])

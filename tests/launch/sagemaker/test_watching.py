@@ -24,7 +24,7 @@ from tests.fixtures.object_store import store_environment
 from tests.fixtures.scripted_jobs import Killed, be_killed
 from tests.launch.sagemaker.aws import Site
 from tests.launch.sagemaker.building import NOON
-from tests.launch.sagemaker.rehearsal import SOURCE, expected_metrics, free_port
+from tests.launch.sagemaker.rehearsal import ENDLESS, SOURCE, expected_metrics, free_port
 from tests.launch.sagemaker.test_contract import HOST, wait_until
 from tests.launch.sagemaker.test_verbs import launcher_of, request_of, write_verdict
 
@@ -203,25 +203,28 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
 ) -> None:
     """The wall time ends the first job in the middle; the second one goes on at the very next step."""
     runners: list[ContractRunner] = []
+    num_steps = [ENDLESS]
 
     def make_instance() -> ContractRunner:
+        if runners:
+            # The second job has a little to do after whatever the first one had saved.
+            num_steps.append((site.backend.find_saved_step(ref, 0) or 0) + 5)
         environment = {
+            "TRAINEE_STEPS": str(num_steps[-1]),
+            "TRAINEE_STEP_S": "0.1",
             **store_environment(store_address),
             "PYTHONPATH": str(SOURCE),
             "STROP_CACHE": str(tmp_path / "cache"),
             "STROP_STORE_URI": f"s3://strop-test/{site.prefix}",
         }
-        settings = RunnerSettings(
-            environment=environment, stop_window_s=30.0, sync_every_s=0.2, port=free_port()
-        )
+        settings = RunnerSettings(environment=environment, sync_every_s=0.2, port=free_port())
         runners.append(ContractRunner(tmp_path / f"instance-{len(runners)}", site.objects, settings))
         return runners[-1]
 
     site.fake = FakeSageMaker(now=NOON, make_instance=make_instance)
     site.clients.given["sagemaker"] = site.fake
     launcher = launcher_of(site, tmp_path)
-    numbers = {"TRAINEE_STEPS": "60", "TRAINEE_STEP_S": "0.1"}
-    request = request_of(site, max_runtime="5m", environment=JobEnvironment(variables=numbers))
+    request = request_of(site, max_runtime="5m", environment=JobEnvironment())
     shutil.copy(Path(__file__).with_name("trainee.py"), site.project / "program.py")
     excluded = [site.project / "runs", site.project / "docs"]
     request = replace(request, snapshot=take_snapshot(site.project, excluded=excluded))
@@ -264,7 +267,7 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
     assert any("timeout" in line for line in said)
     text = site.objects.read(f"{state_uri}/{HOST}/run/metrics.jsonl").decode()
     # No step is missing, none is trained twice, and the numbers are those of an undisturbed run.
-    assert [json.loads(line) for line in text.splitlines()] == expected_metrics(60)
+    assert [json.loads(line) for line in text.splitlines()] == expected_metrics(num_steps[-1])
     step = read_plan(job_path_of(ref.home)).start_step
     assert step is not None
     assert f"train| begin at step {step}" in runners[1].log_of(HOST)
