@@ -175,11 +175,12 @@ def test_the_small_image_builds_offline_in_a_minute_and_is_built_once(
         "import strop.launch.local.supervisor, strop.launch.node.agent, ssl, sqlite3, pyarrow; print('ok')"
     )
     done = engine.ask(
-        "run", "--rm", "--network", "none", "--entrypoint", "python", agent_image.name, "-c", program
+        *("run", "--rm", "--network", "none", "--entrypoint", "python", agent_image.name, "-c", program),
+        limit_s=180.0,
     )
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
     # The agent is the entry, in exec form: its own words, without a shell.
-    helped = engine.ask("run", "--rm", "--network", "none", agent_image.name, "--help")
+    helped = engine.ask("run", "--rm", "--network", "none", agent_image.name, "--help", limit_s=180.0)
     assert "usage: strop.launch.node" in helped.stdout
 
 
@@ -193,7 +194,7 @@ def test_an_environment_is_installed_from_wheels_alone(engine: Engine, tmp_path:
     built = build_image(engine, plan, cache_dir=tmp_path)
     program = "import sys, strop; print(sys.prefix, strop.WORD)"
     words = ("run", "--rm", "--network", "none", "--entrypoint", "python", built.name, "-c", program)
-    assert engine.ask(*words).stdout == "/opt/strop/venv from a wheel\n"
+    assert engine.ask(*words, limit_s=180.0).stdout == "/opt/strop/venv from a wheel\n"
 
 
 def write_wheel(path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,24 @@ import pytest
 from strop.errors import CheckRefused
 from strop.launch.backends import open_backend
 from strop.launch.container.backend import list_containers
+from strop.launch.container.ending import START_NAME, read_container_file, write_container_file
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage
+from strop.launch.container.watch import start_watcher
 from strop.launch.jobs.contract import JobRef, JobRequest, JobState, JobStatus, RolePlan
 from strop.launch.jobs.launcher import Launcher
 from strop.launch.jobs.logs import LogFilter
 from tests.fixtures.containers import find_watchers, inspect, list_names, write_sites
+from tests.fixtures.held_jobs import (
+    ENDLESS,
+    TOLD_ONCE,
+    gated,
+    held,
+    let_go,
+    saved_step,
+    told_once,
+)
 from tests.fixtures.jobs import (
-    SAVER,
     is_running,
     make_request,
     project,
@@ -31,6 +42,8 @@ from tests.fixtures.jobs import (
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
+LIMIT_S = 180.0
+"""For anything that comes by itself, and graces too: ample, as other work may keep the machine busy."""
 
 # What breaks exports, job scripts and command lines, each for its own reason (LAU-4).
 HOSTILE = {
@@ -54,8 +67,8 @@ def stand_of(launcher: Launcher, ref: JobRef, member: int = 0) -> JobStatus:
 
 def wait_for_end(launcher: Launcher, ref: JobRef) -> JobStatus:
     """Wait until a job has ended and its container has gone."""
-    wait_for(lambda: all(one.state.is_terminal for one in launcher.status([ref])), limit_s=60.0)
-    wait_for(lambda: ref.job_id not in list_names())
+    wait_for(lambda: all(one.state.is_terminal for one in launcher.status([ref])), limit_s=LIMIT_S)
+    wait_for(lambda: ref.job_id not in list_names(), limit_s=LIMIT_S)
     return stand_of(launcher, ref)
 
 
@@ -73,10 +86,11 @@ def box(
 
 
 def test_a_job_succeeds_in_a_container_and_leaves_none(project: Path, agent_image: BuiltImage) -> None:
-    request = box(project, agent_image, [saver(5)])
+    request = box(project, agent_image, [gated(5)])
     launcher = launcher_of(request)
     submitted = launcher.submit(request)
     facts = inspect(submitted.ref.job_id)
+    let_go(submitted.ref.home)
     assert facts["HostConfig"]["NetworkMode"] == "none"
     assert facts["Config"]["Labels"]["strop"] == submitted.plan.plan_hash
     status = wait_for_end(launcher, submitted.ref)
@@ -109,21 +123,22 @@ def test_variables_arrive_as_they_are_and_secrets_stand_nowhere_else(
     names = [*HOSTILE, "JUDGE_TOKEN"]
     shower = role(
         "train",
-        "import json, os, sys, time\n"
+        "import json, os, sys, time\nfrom pathlib import Path\n"
         f"found = {{name: os.environ.get(name) for name in {names!r}}}\n"
         f"print(json.dumps({{name: found[name] for name in {list(HOSTILE)!r}}}))\n"
         "print('canary', len(found['JUDGE_TOKEN']), flush=True)\n"
-        "time.sleep(3)",
+        "while not Path(sys.argv[1], 'go').exists():\n    time.sleep(0.05)\n",
+        "{run}",
     )
     request = box(project, agent_image, [shower], variables=tuple(names))
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
     wait_for(lambda: stand_of(launcher, ref).state is JobState.RUNNING)
+    wait_for(lambda: any(Path(ref.home).glob("attempts/*/0/train.log")), limit_s=LIMIT_S)
     spread = canary_forms()
     # While it runs: what the engine shows to everybody on the machine, and every command line.
-    shown = json.dumps(inspect(ref.job_id)) + "".join(
-        path.read_bytes().decode(errors="replace") for path in all_command_lines()
-    )
+    shown = json.dumps(inspect(ref.job_id)) + "".join(read_command_lines())
+    let_go(ref.home)
     assert not [form for form in spread if form in shown]
     assert wait_for_end(launcher, ref).state is JobState.SUCCEEDED
     lines = [line.text for line in launcher.logs(ref, 0, LogFilter(role="train"), is_followed=False)]
@@ -140,28 +155,26 @@ def canary_forms() -> list[str]:
     return ["canary-2b7c", json.dumps(CANARY)[1:-1]]
 
 
-def all_command_lines() -> list[Path]:
+def read_command_lines() -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            path.read_bytes()
+            found.append(path.read_bytes().decode(errors="replace"))
         except OSError:
             continue
-        found.append(path)
     return found
 
 
 def test_a_preempted_job_saves_its_state_and_lives_again_in_its_container(
     project: Path, agent_image: BuiltImage
 ) -> None:
-    request = box(project, agent_image, [saver(60)])
+    request = box(project, agent_image, [told_once()])
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
-    wait_for(lambda: len(steps_of(ref.home)) >= 3)
+    wait_for(lambda: len(steps_of(ref.home)) >= 3, limit_s=LIMIT_S)
     assert launcher.backend.preempt(ref, 0) == "SIGUSR2"
-    wait_for(lambda: len(read_verdicts(Path(ref.home))) == 1)
     assert wait_for_end(launcher, ref).state is JobState.SUCCEEDED
-    assert steps_of(ref.home) == list(range(1, 61))
+    assert steps_of(ref.home) == list(range(1, saved_step(ref.home) + 1))
     verdicts = read_verdicts(Path(ref.home))
     assert [(one["exit_code"], one["signal"]) for one in verdicts] == [(75, "SIGUSR2"), (0, "")]
 
@@ -170,8 +183,8 @@ def test_a_cancelled_job_saves_its_state_and_is_cancelled(project: Path, agent_i
     request = box(project, agent_image, [saver(10_000)])
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
-    wait_for(lambda: len(steps_of(ref.home)) >= 3)
-    outcome = launcher.cancel(ref, grace_s=30.0)
+    wait_for(lambda: len(steps_of(ref.home)) >= 3, limit_s=LIMIT_S)
+    outcome = launcher.cancel(ref, grace_s=LIMIT_S)
     assert outcome.ended_by == "TERM"
     assert wait_for_end(launcher, ref).state is JobState.CANCELLED
     # Its role was told and saved: 75, and no second life.
@@ -183,8 +196,8 @@ def test_a_job_that_is_cancelled_in_its_first_moment_ends(project: Path, agent_i
     request = box(project, agent_image, [saver(10_000)])
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
-    launcher.backend.stop(ref, None, grace_s=30.0)
-    wait_for(lambda: ref.job_id not in list_names(), limit_s=30.0)
+    launcher.backend.stop(ref, None, grace_s=LIMIT_S)
+    wait_for(lambda: ref.job_id not in list_names(), limit_s=LIMIT_S)
     assert stand_of(launcher, ref).state is JobState.CANCELLED
 
 
@@ -192,8 +205,8 @@ def test_a_container_that_is_stopped_by_hand_is_cancelled(project: Path, agent_i
     request = box(project, agent_image, [saver(10_000)])
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
-    wait_for(lambda: len(steps_of(ref.home)) >= 3)
-    subprocess.run(["podman", "stop", "--time", "30", ref.job_id], check=True, capture_output=True)
+    wait_for(lambda: len(steps_of(ref.home)) >= 3, limit_s=LIMIT_S)
+    subprocess.run(["podman", "stop", "--time", "180", ref.job_id], check=True, capture_output=True)
     status = wait_for_end(launcher, ref)
     assert (status.state, status.reason) == (JobState.CANCELLED, "cancelled by SIGTERM")
 
@@ -210,12 +223,13 @@ code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time
 subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
 """
     # Saves at every step: what a kill leaves is the last one.
-    saving = SAVER.replace("    if told:", "    state.write_text(str(step))\n    if told:")
-    counting = role("train", body + saving, "{run}", 60, 0.05)
+    save = '    (run / "part").write_text(str(step)); os.replace(run / "part", state)'
+    saving = TOLD_ONCE.replace("    if told:", f"{save}\n    if told:")
+    counting = role("train", body + saving, "{run}", ENDLESS, 0.05)
     request = box(project, agent_image, [counting], variables=("JUDGE_TOKEN",))
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
-    wait_for(lambda: len(steps_of(ref.home)) >= 3)
+    wait_for(lambda: len(steps_of(ref.home)) >= 3, limit_s=LIMIT_S)
     assert is_running(marker)
     subprocess.run(["podman", "kill", "--signal", "KILL", ref.job_id], check=True, capture_output=True)
     status = wait_for_end(launcher, ref)
@@ -225,7 +239,7 @@ subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=Tru
     again = box(project, agent_image, [counting], variables=("JUDGE_TOKEN",))
     resumed = launcher.resume(Path(ref.home), again).ref
     assert wait_for_end(launcher, resumed).state is JobState.SUCCEEDED
-    assert steps_of(ref.home)[-1] == 60
+    assert steps_of(ref.home)[-1] == saved_step(ref.home)
     # The second life began where the first had saved, not at 1.
     assert steps_of(ref.home).count(1) == 1
     assert [one["number"] for one in read_verdicts(Path(ref.home))] == [0, 1]
@@ -251,13 +265,14 @@ def test_a_submitter_that_is_killed_after_the_start_has_submitted_once(
 def test_an_ended_container_that_nobody_watched_is_found_by_its_label(
     project: Path, agent_image: BuiltImage, engine: Engine
 ) -> None:
-    request = box(project, agent_image, [saver(40)])
+    request = box(project, agent_image, [held()])
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
-    wait_for(lambda: steps_of(ref.home))
+    wait_for(lambda: steps_of(ref.home), limit_s=LIMIT_S)
     (watcher,) = find_watchers(ref.home)
     os.kill(watcher, signal.SIGKILL)
-    wait_for(lambda: inspect(ref.job_id)["State"]["Status"] == "exited", limit_s=60.0)
+    let_go(ref.home)
+    wait_for(lambda: inspect(ref.job_id)["State"]["Status"] == "exited", limit_s=LIMIT_S)
     assert stand_of(launcher, ref).state is JobState.SUCCEEDED
     tagged = {one.job_id: one for one in launcher.backend.list_tagged()}
     assert (tagged[ref.job_id].home, tagged[ref.job_id].plan_hash) == (ref.home, ref.plan_hash)
@@ -268,9 +283,20 @@ def test_an_ended_container_that_nobody_watched_is_found_by_its_label(
 
 
 def test_a_time_limit_ends_the_job_with_its_state_saved(project: Path, agent_image: BuiltImage) -> None:
-    request = box(project, agent_image, [saver(10_000)], 'job.time_limit="18s"', "job.grace_s=8.0")
+    request = box(project, agent_image, [saver(10_000)], 'job.time_limit="1h"', "job.grace_s=180")
     launcher = launcher_of(request)
+    before = time.time()
     ref = launcher.submit(request).ref
+    wait_for(lambda: len(steps_of(ref.home)) >= 3, limit_s=LIMIT_S)
+    # The watcher is started again as if the job had begun so long ago that only the grace is left.
+    (watcher,) = find_watchers(ref.home)
+    os.kill(watcher, signal.SIGKILL)
+    job_path = Path(ref.home) / "job"
+    start = read_container_file(job_path, START_NAME)
+    assert start is not None
+    assert before <= start["started_at"] <= time.time()
+    write_container_file(job_path, START_NAME, {**start, "started_at": time.time() - 3600.0 + 180.0})
+    start_watcher(job_path)
     status = wait_for_end(launcher, ref)
     assert (status.state, status.reason) == (JobState.TIMEOUT, "its time limit ended it")
     assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75]
@@ -328,13 +354,14 @@ def test_members_of_a_sweep_live_one_after_the_other(project: Path, agent_image:
 
 
 def test_one_member_of_a_sweep_ends_alone(project: Path, agent_image: BuiltImage) -> None:
-    request = box(project, agent_image, [saver(40)], sweep=("optimizer.lr=0.001,0.002,0.003",))
+    request = box(project, agent_image, [held()], sweep=("optimizer.lr=0.001,0.002,0.003",))
     launcher = launcher_of(request)
     ref = launcher.submit(request).ref
     wait_for(lambda: stand_of(launcher, ref).state is JobState.RUNNING)
     for member in (2, 0):
-        outcome = launcher.cancel(ref, member=member, grace_s=20.0)
+        outcome = launcher.cancel(ref, member=member, grace_s=LIMIT_S)
         assert [(one.member, one.state) for one in outcome.statuses] == [(member, JobState.CANCELLED)]
+    let_go(Path(ref.home) / "members" / "1")
     wait_for_end(launcher, ref)
     states = [one.state for one in launcher.status([ref])]
     assert states == [JobState.CANCELLED, JobState.SUCCEEDED, JobState.CANCELLED]
@@ -355,7 +382,8 @@ def test_an_image_without_strop_is_refused_before_anything_starts(
     (tmp_path / "Containerfile").write_text(
         f'FROM {agent_image.name}\nRUN ["rm", "-r", "{Path(os.__file__).parent}"]\n'
     )
-    built = engine.ask("build", "--network", "none", "--tag", "localhost/broken:1", str(tmp_path))
+    words = ("build", "--network", "none", "--tag", "localhost/broken:1", str(tmp_path))
+    built = engine.ask(*words, limit_s=600.0)
     assert built.returncode == 0, built.stderr
     write_sites(project, "localhost/broken:1")
     request = make_request(project, [saver(1)], site="box")

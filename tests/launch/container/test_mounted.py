@@ -53,7 +53,7 @@ threads = 1
 
 def wait_for_end(launcher: Launcher, ref: JobRef) -> None:
     wait_for(lambda: launcher.status([ref])[0].state.is_terminal, limit_s=180.0)
-    wait_for(lambda: ref.job_id not in list_names())
+    wait_for(lambda: ref.job_id not in list_names(), limit_s=180.0)
 
 
 def test_a_drill_of_a_real_training_proves_the_same_curve_as_without_a_container(

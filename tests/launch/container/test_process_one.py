@@ -20,13 +20,14 @@ from strop.launch.jobs.contract import JobPlan, JobState, RolePlan
 from strop.launch.jobs.filling import fill_home
 from strop.launch.jobs.launcher import Launcher
 from tests.fixtures.containers import find_watchers, inspect, list_names, write_sites
-from tests.fixtures.jobs import SAVER, make_request, project, read_verdicts, role, saver, wait_for
+from tests.fixtures.held_jobs import ENDLESS, HELD, held, let_go, saved_step
+from tests.fixtures.jobs import make_request, project, read_verdicts, role, wait_for
 from tests.fixtures.tiny_disk import tiny_disk
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
 NAME = "shape"
-NUM_STEPS = 60
+LIMIT_S = 180.0
 # Passes TERM on to its one child and reaps, as the small init programs of engines do.
 INIT = """
 import os, signal, sys
@@ -49,13 +50,15 @@ import signal, sys, time
 from pathlib import Path
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+(Path(sys.argv[1]) / "ready").touch()
 while not told:
     time.sleep(0.05)
 (Path(sys.argv[1]) / "second").write_text("saved")
 sys.exit(75)
 """
-ONE = [saver(NUM_STEPS)]
-SEVERAL = [role("train", CHILDREN + SAVER, "{run}", NUM_STEPS, 0.05), role("second", SECOND, "{run}")]
+# Until they are told, however long that takes; only where TERM is lost they are let go.
+ONE = [held()]
+SEVERAL = [role("train", CHILDREN + HELD, "{run}", ENDLESS, 0.05), role("second", SECOND, "{run}")]
 
 
 def prepare(project: Path, image: BuiltImage, roles: list[RolePlan]) -> JobPlan:
@@ -67,8 +70,11 @@ def prepare(project: Path, image: BuiltImage, roles: list[RolePlan]) -> JobPlan:
     return plan
 
 
-def run_shape(engine: Engine, image: BuiltImage, plan: JobPlan, shape: int) -> int:
-    """Start the supervisor in a shape, send TERM once its role works; return the container's exit code."""
+def run_shape(engine: Engine, image: BuiltImage, plan: JobPlan, shape: int, *, is_lost: bool = False) -> int:
+    """Start the supervisor in a shape, send TERM once its roles work; return the container's exit code.
+
+    `is_lost`: TERM reaches nobody, and the role ends by itself afterwards.
+    """
     entry = ["python", "-m", "strop.launch.local.supervisor", "--job", f"{plan.home}/job", "--job-id", NAME]
     line = shlex.join(entry)
     argv = {
@@ -80,19 +86,23 @@ def run_shape(engine: Engine, image: BuiltImage, plan: JobPlan, shape: int) -> i
     }[shape]
     mount = Mount(source=plan.home, target=plan.home).to_words()
     words = ["--detach", "--name", NAME, "--network", "none", *mount, "--entrypoint", argv[0], image.name]
-    done = engine.ask("run", *words, *argv[1:])
+    done = engine.ask("run", *words, *argv[1:], limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     steps = Path(plan.home) / "steps"
-    wait_for(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 3, limit_s=60.0)
-    engine.ask("kill", "--signal", "TERM", NAME)
-    waited = engine.ask("wait", NAME, limit_s=60.0)
+    wait_for(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 3, limit_s=LIMIT_S)
+    if len(plan.roles) > 1:
+        wait_for((Path(plan.home) / "ready").exists, limit_s=LIMIT_S)
+    assert engine.ask("kill", "--signal", "TERM", NAME, limit_s=LIMIT_S).returncode == 0
+    if is_lost:
+        let_go(plan.home)
+    waited = engine.ask("wait", NAME, limit_s=LIMIT_S)
     return int(waited.stdout)
 
 
 @pytest.fixture(autouse=True)
 def no_container_stays(engine: Engine) -> Iterator[None]:
     yield
-    engine.ask("rm", "--force", "--time", "0", NAME)
+    engine.ask("rm", "--force", "--time", "0", NAME, limit_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("roles", [ONE, SEVERAL], ids=["one child", "several children"])
@@ -103,8 +113,7 @@ def test_term_reaches_the_supervisor_and_the_state_is_saved(
     plan = prepare(project, agent_image, roles)
     assert run_shape(engine, agent_image, plan, shape) == 75
     home = Path(plan.home)
-    saved = int((home / "state").read_text())
-    assert 3 <= saved < NUM_STEPS
+    assert saved_step(home) >= 3
     assert (home / "second").exists() == (len(roles) > 1)
     assert [(one["exit_code"], one["signal"]) for one in read_verdicts(home)] == [(75, "SIGTERM")]
 
@@ -114,8 +123,8 @@ def test_in_other_shapes_term_is_lost_and_so_we_start_none(
     project: Path, engine: Engine, agent_image: BuiltImage, shape: int
 ) -> None:
     plan = prepare(project, agent_image, ONE)
-    assert run_shape(engine, agent_image, plan, shape) == 0
-    assert (Path(plan.home) / "state").read_text() == str(NUM_STEPS)
+    assert run_shape(engine, agent_image, plan, shape, is_lost=True) == 0
+    assert [one["signal"] for one in read_verdicts(Path(plan.home))] == [""]
 
 
 def test_behind_an_init_and_a_shell_the_job_dies_unsaved(
@@ -151,12 +160,12 @@ def test_a_full_disk_is_no_success_and_its_record_is_completed_once_there_is_roo
         assert "disk" in {finding.code for finding in launcher.check(plan)}
         fill_home(plan, request, os.environ)
         ref = backend.hand_over(plan)
-        wait_for(lambda: inspect(ref.job_id)["State"]["Status"] == "exited", limit_s=60.0)
+        wait_for(lambda: inspect(ref.job_id)["State"]["Status"] == "exited", limit_s=LIMIT_S)
         (status,) = launcher.status([ref])
         assert status.state is JobState.FAILED
         Path(plan.home, "ballast").unlink()
-        wait_for(lambda: ref.job_id not in list_names(), limit_s=30.0)
+        wait_for(lambda: ref.job_id not in list_names(), limit_s=LIMIT_S)
         (status,) = launcher.status([ref])
         assert status.state is JobState.FAILED
         assert not (Path(plan.home) / "job" / "secrets.json").exists()
-        wait_for(lambda: not find_watchers(plan.home))
+        wait_for(lambda: not find_watchers(plan.home), limit_s=LIMIT_S)
