@@ -45,8 +45,8 @@ def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
     found.close()
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
+def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)

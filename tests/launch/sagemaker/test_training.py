@@ -24,6 +24,8 @@ from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal
 from tests.launch.sagemaker.test_contract import HOST, wait_for_nobody, wait_for_state, wait_until
 
 pytestmark = pytest.mark.slow
+LIMIT_S = 900.0
+"""For a training and its mirror: an uploader of the lowest priority has waited minutes for its turn."""
 TRAIN = RolePlan(
     name="train", argv=("python3", "-m", "strop.cli", "train", "{run}/job/spec.toml", "output.dir={run}")
 )
@@ -79,7 +81,7 @@ def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
         return any("_step" in found.uri and "COMPLETE" in found.uri for found in rehearsal.objects.list(root))
 
     wait_until(lambda: "train| step" in second.log_of(HOST) or second.poll() is not None, "it did not begin")
-    wait_until(lambda: is_mirrored() or second.poll() is not None, "nothing was mirrored")
+    wait_until(lambda: is_mirrored() or second.poll() is not None, "nothing was mirrored", limit_s=LIMIT_S)
     code = second.stop()
     # On a fast machine it may have finished first.
     assert code in {75, 0}, second.log_of(HOST)
@@ -90,7 +92,7 @@ def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
             if "/step-" in stored.uri:
                 rehearsal.objects.remove(stored.uri)
     third = rehearsal.start(request, **settings)
-    assert third.wait(300.0) == 0, third.log_of(HOST)
+    assert third.wait(LIMIT_S) == 0, third.log_of(HOST)
     assert third.check_end() == []
     steps = [line["step"] for line in rehearsal.metrics(request, HOST)]
     assert steps == list(range(1, NUM_STEPS + 1))
