@@ -197,13 +197,12 @@ def join_hosts(
 
     Raises: CheckRefused naming the hosts that are missing after the limit, or that a stop was asked for.
     """
-    deadline = time.monotonic() + limit_s
     if len(hosts.names) == 1:
         return Control(hosts, {}, attempt_path)
     if hosts.is_head:
-        links = _gather(hosts, key, port, deadline, is_stopped)
+        links = _gather(hosts, key, port, limit_s, is_stopped)
     else:
-        links = {0: _connect(hosts, key, port, deadline, is_stopped)}
+        links = {0: _connect(hosts, key, port, limit_s, is_stopped)}
     return Control(hosts, links, attempt_path)
 
 
@@ -223,11 +222,11 @@ def find_address(host: str, limit_s: float) -> str:
 
 
 def _gather(
-    hosts: Hosts, key: str, port: int, deadline: float, is_stopped: Callable[[], bool]
+    hosts: Hosts, key: str, port: int, limit_s: float, is_stopped: Callable[[], bool]
 ) -> dict[int, socket.socket]:
     links: dict[int, socket.socket] = {}
     challenges: dict[int, str] = {}
-    limit_s = deadline - time.monotonic()
+    deadline = time.monotonic() + limit_s
     with socket.create_server(("", port), backlog=len(hosts.names)) as server:
         server.settimeout(_PAUSE_S)
         while len(links) < len(hosts.names) - 1:
@@ -262,9 +261,9 @@ def _greet(link: socket.socket, hosts: Hosts, key: str) -> dict[str, Any] | None
 
 
 def _connect(
-    hosts: Hosts, key: str, port: int, deadline: float, is_stopped: Callable[[], bool]
+    hosts: Hosts, key: str, port: int, limit_s: float, is_stopped: Callable[[], bool]
 ) -> socket.socket:
-    limit_s, why = deadline - time.monotonic(), ""
+    deadline, why = time.monotonic() + limit_s, ""
     while True:
         try:
             link = socket.create_connection((hosts.head, port), timeout=5.0)

@@ -266,8 +266,10 @@ def _end_after_head(control: Control, released: threading.Event) -> None:
 
 
 def _repeat_early_stop(stop: StopFlag, released: threading.Event) -> None:
-    """Send a stop again that came while the agent was putting up its own handlers."""
-    if not released.wait(0.5) and stop.is_asked:
+    """Send a stop again that came before the agent had put up its own handlers, once they are up."""
+    while stop.is_installed and not released.wait(0.1):
+        pass
+    if stop.is_asked and not released.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -22,6 +22,11 @@ class StopFlag:
         """Handle SIGTERM from now on."""
         signal.signal(signal.SIGTERM, self._ask)
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether a SIGTERM would still come here, and to nobody who can act on it."""
+        return signal.getsignal(signal.SIGTERM) == self._ask
+
     def _ask(self, number: int, frame: object) -> None:
         self.is_asked = True
 
