@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,10 @@ from tests.fixtures.jobs import is_running, make_request, project, role, saver, 
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
+
+
+LIMIT_S = 120
+"""For an agent to end: ample, as other work may keep the machine busy."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Node:
     def run(
         self, *, attempt: str = "a-0", number: int = 0, variables: Mapping[str, str] | None = None
     ) -> int:
-        return self.start(attempt=attempt, number=number, variables=variables).wait(60)
+        return self.start(attempt=attempt, number=number, variables=variables).wait(LIMIT_S)
 
     def end(self, node: int = 0, attempt: str = "a-0") -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
@@ -161,7 +164,7 @@ def test_the_end_is_announced_to_a_role_once_and_it_saves(
     # Schedulers send both, and TERM more than once: a second one to the role would end it unsaved.
     agent.send_signal(signal.SIGTERM)
     agent.send_signal(signal.SIGTERM)
-    assert agent.wait(60) == 75
+    assert agent.wait(LIMIT_S) == 75
     assert node.end()["signal"] == number.name
     assert (node.home / "state").read_text() == node.log("train").split()[-1]
 
@@ -175,29 +178,41 @@ def test_an_end_before_the_first_step_is_no_failure(
     running.append(agent)
     wait_for(lambda: "importing" in node.log("train"))
     agent.send_signal(signal.SIGUSR2)
-    assert agent.wait(60) == 75
+    assert agent.wait(LIMIT_S) == 75
 
 
-def test_silence_ends_the_run_with_the_stacks_of_all_roles(project: Path) -> None:
+def test_silence_ends_the_run_with_the_stacks_of_all_roles(
+    project: Path, running: list[subprocess.Popen[str]]
+) -> None:
     """Incident PRC-1: a silent hang; also of a process that is stopped."""
     hanging = role(
         "train",
         "import time\ndef waits_for_weights():\n    time.sleep(600)\n"
-        "print('stage: update')\nwaits_for_weights()",
+        "print('stage: waits', flush=True)\nwaits_for_weights()",
     )
     stopped = role(
         "engine",
         "import os, signal, time\n"
-        "def serves():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(600)\nserves()",
+        "def serves():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(600)\n"
+        "print('stage: loop', flush=True)\nserves()",
         must_succeed=False,
     )
-    node = a_node(project, [hanging, stopped], max_silence_s=5.0)
-    begun_at = time.monotonic()
-    assert node.run() == 1
-    assert time.monotonic() - begun_at < 60.0
+    node = a_node(project, [hanging, stopped], max_silence_s=8.0)
+    agent = node.start()
+    running.append(agent)
+    # Until they hang something moves: a busy machine may take longer to start them than silence may last.
+    metrics = node.home / "metrics.jsonl"
+
+    def hang() -> bool:
+        with metrics.open("a") as file:
+            file.write("{}\n")
+        return "stage" in node.log("train") and "stage" in node.log("engine")
+
+    wait_for(hang)
+    assert agent.wait(LIMIT_S) == 1
     cause = node.end()["cause"]
     assert "nothing moved for" in cause
-    assert "train said last 'stage: update'" in cause
+    assert "train said last 'stage: waits'" in cause
     assert "waits_for_weights" in node.log("train")
     assert "serves" in node.log("engine")
 
@@ -210,7 +225,7 @@ def test_a_failing_node_ends_the_others_and_the_first_cause_is_kept(
     node = a_node(project, [waiting, failing])
     agents = [node.start("--node", index, "--num-nodes", 2) for index in (0, 1)]
     running += agents
-    assert {agent.wait(60) for agent in agents} <= {9, 1}
+    assert {agent.wait(LIMIT_S) for agent in agents} <= {9, 1}
     assert any("role shard ended with exit code 9" in node.end(index)["cause"] for index in (0, 1))
 
 
@@ -228,8 +243,8 @@ def test_a_companion_node_ends_when_the_main_part_has(
     main = node.start("--node", 0, "--num-nodes", 2)
     beside = node.start("--node", 1, "--num-nodes", 2, "--part", "cpu")
     running += [main, beside]
-    assert main.wait(60) == 0
-    assert beside.wait(60) == 0
+    assert main.wait(LIMIT_S) == 0
+    assert beside.wait(LIMIT_S) == 0
     assert "companion" in json.loads((node.home / "attempts/a-0/agent-1.json").read_text())["roles"]
 
 
@@ -243,9 +258,10 @@ def test_a_later_attempt_cuts_the_earlier_one_off(
     wait_for(lambda: "step 2" in node.log("train"))
     later = node.start(attempt="a-1", number=1)
     running.append(later)
-    assert earlier.wait(60) == 1
+    assert earlier.wait(LIMIT_S) == 1
     assert "attempt a-1 has begun: this one is cut off" in node.end()["cause"]
-    wait_for(lambda: "step 2" in node.log("train", attempt="a-1"))
+    # Whatever step the earlier one had saved at its end.
+    wait_for(lambda: node.log("train", attempt="a-1").count("\nstep ") >= 2)
     # And an earlier one that comes back is refused.
     assert node.run(attempt="a-2", number=0) == 76
     assert "was overtaken by attempt 1 (a-1)" in node.end(attempt="a-2")["cause"]
@@ -311,12 +327,18 @@ def test_caches_are_of_one_role_and_go_with_it_while_models_stay(project: Path, 
 def test_two_runs_on_one_node_do_not_meet(project: Path, running: list[subprocess.Popen[str]]) -> None:
     """Incident PRC-6: the first to finish deletes what the others use."""
     keeper = (
-        "import os, pathlib, time\np = pathlib.Path(os.environ['TMPDIR']) / 'mine'\np.write_text('x')\n"
-        "print(p, flush=True)\ntime.sleep({pause})\nassert p.read_text() == 'x'"
+        "import os, pathlib, sys, time\np = pathlib.Path(os.environ['TMPDIR']) / 'mine'\np.write_text('x')\n"
+        "print(p, flush=True)\nawaited = pathlib.Path(sys.argv[1])\n"
+        "while not awaited.exists() or not awaited.stat().st_size: time.sleep(0.02)\n"
+        "assert p.read_text() == 'x'"
     )
-    short = a_node(project, [role("train", keeper.format(pause=0.5))], "name=short")
-    long = a_node(project, [role("train", keeper.format(pause=4))], "name=long")
+    # The long one begins first, and ends when the short one has cleared up.
+    homes = {name: project.parent / f"awaited-{name}" for name in ("short", "long")}
+    short = a_node(project, [role("train", keeper, homes["short"])], "name=short")
+    long = a_node(project, [role("train", keeper, homes["long"])], "name=long")
+    homes["short"].symlink_to(long.home / "attempts/a-0/0/train.log")
+    homes["long"].symlink_to(short.home / "attempts/a-0/exit/0")
     agents = [long.start(), short.start()]
     running += agents
-    assert [agent.wait(60) for agent in agents] == [0, 0]
+    assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0]
     assert long.log("train") != short.log("train")

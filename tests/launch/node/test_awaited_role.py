@@ -21,7 +21,7 @@ from strop.launch.jobs.truth import judge
 from strop.launch.node.environment import request_devices
 from strop.record import RunDir
 from tests.fixtures.jobs import is_running, project, role, saver, wait_for
-from tests.launch.node.test_agent import Node, a_node, running
+from tests.launch.node.test_agent import LIMIT_S, Node, a_node, running
 
 __all__ = ["project", "running"]
 
@@ -33,6 +33,22 @@ def evaluator(text: str, *arguments: object) -> RolePlan:
 def lender(text: str) -> RolePlan:
     """A role that a run does without, like a node's Ray."""
     return role("ray", text, must_succeed=False, may_be_lost=True)
+
+
+TRAINS_UNTIL_TOLD = """
+import sys, time
+from pathlib import Path
+
+log, words = Path(sys.argv[1]) / "attempts/a-0/0/agent.log", sys.argv[2]
+while words not in log.read_text():
+    time.sleep(0.02)
+print("trained")
+"""
+
+
+def trainer(words: str) -> RolePlan:
+    """A role that has done its work once the agent has said something, and not before."""
+    return role("train", TRAINS_UNTIL_TOLD, "{run}", words)
 
 
 def a_job(project: Path, *roles: RolePlan) -> Node:
@@ -61,9 +77,10 @@ def test_a_trainer_that_fails_does_not_wait_for_the_evaluator(project: Path) -> 
 
 
 def test_a_failing_evaluator_is_announced_and_training_decides(project: Path) -> None:
-    node = a_job(project, saver(20), evaluator("print('out of memory'); raise SystemExit(1)"))
+    failing = evaluator("print('out of memory'); raise SystemExit(1)")
+    node = a_job(project, trainer("the run goes on without it"), failing)
     assert node.run() == 0
-    assert (node.home / "state").read_text() == "20"
+    assert node.log("train") == "trained\n"
     said = node.log("agent")
     assert "role evaluator ended with exit code 1" in said
     assert "out of memory\nthe run goes on without it" in said
@@ -87,15 +104,14 @@ def test_a_node_that_loses_what_it_lent_waits_for_the_others(
     wait_for(lambda: "the raylet ended\nthe run goes on without it" in node.log("agent"))
     assert agent.poll() is None
     agent.send_signal(signal.SIGUSR2)
-    assert agent.wait(60) == 0
+    assert agent.wait(LIMIT_S) == 0
 
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_training_decides_after_the_loss_of_what_was_lent(project: Path, code: int) -> None:
-    node = a_job(project, saver(20), lender(f"raise SystemExit({code})"))
+    node = a_job(project, trainer("the run goes on without it"), lender(f"raise SystemExit({code})"))
     assert node.run() == 0
-    assert (node.home / "state").read_text() == "20"
-    assert "the run goes on without it" in node.log("agent")
+    assert node.log("train") == "trained\n"
 
 
 @pytest.mark.parametrize("code", [2, 76])
@@ -119,31 +135,38 @@ def test_a_preemption_ends_the_evaluator_at_once_and_training_saves(
     marker = f"evaluates-{os.getpid()}"
     slow_saver = role(
         "train",
-        "import signal, time\ntold = []\nsignal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
+        "import signal, sys, time\nfrom pathlib import Path\n"
+        "told = []\nsignal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
         "print('begun', flush=True)\nwhile not told: time.sleep(0.02)\n"
-        "time.sleep(8); raise SystemExit(75)",
+        "print('saving', flush=True)\nsaved = Path(sys.argv[1]) / 'saved'\n"
+        "while not saved.exists(): time.sleep(0.02)\nraise SystemExit(75)",
+        "{run}",
     )
     node = a_job(project, slow_saver, evaluator("import time; time.sleep(600)", marker))
-    agent = node.start("--grace", 30)
+    agent = node.start("--grace", 300)
     running.append(agent)
     wait_for(lambda: "begun" in node.log("train") and is_running(marker))
     agent.send_signal(signal.SIGUSR2)
-    wait_for(lambda: not is_running(marker), limit_s=7.5)
+    # The grace is far from over, and training is at its saving as long as it takes.
+    wait_for(lambda: not is_running(marker) and "saving" in node.log("train"))
     assert agent.poll() is None
-    assert agent.wait(60) == 75
+    (node.home / "saved").touch()
+    assert agent.wait(LIMIT_S) == 75
     assert "goes on without" not in node.log("agent")
 
 
 def test_stopped_between_the_end_of_training_and_the_last_result(
     project: Path, running: list[subprocess.Popen[str]]
 ) -> None:
+    marker = f"trains-{os.getpid()}"
     text = "import time; print('begun', flush=True); time.sleep(600)"
-    node = a_job(project, role("train", "pass"), evaluator(text))
+    node = a_job(project, role("train", "print('trained', flush=True)", marker), evaluator(text))
     agent = node.start("--grace", 30)
     running.append(agent)
-    wait_for(lambda: "begun" in node.log("evaluator"))
+    wait_for(lambda: "begun" in node.log("evaluator") and "trained" in node.log("train"))
+    wait_for(lambda: not is_running(marker))
     agent.send_signal(signal.SIGUSR2)
-    assert agent.wait(60) == 75
+    assert agent.wait(LIMIT_S) == 75
 
 
 def test_a_life_after_the_end_of_training_starts_no_trainer(project: Path) -> None:

@@ -29,4 +29,4 @@ def test_who_is_told_to_end_waits_for_no_other_node(project: Path) -> None:
     began = time.monotonic()
     with pytest.raises(Interrupted, match="told to end while it waited for node 0, 1"):
         check_node(plan, task, Allocation(roles={}), "lease", lambda text: None, is_stopped=lambda: True)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
