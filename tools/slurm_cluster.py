@@ -33,7 +33,8 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "squeue")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
 _GPU_NODES, _CPU_NODES, _SLICED_NODES = ("n1", "n2"), ("c1",), ("m1",)
 NODES = (*_GPU_NODES, *_CPU_NODES, *_SLICED_NODES)
-_START_LIMIT_S = 30.0
+_START_LIMIT_S = 120.0
+"""Ample: it takes a second or two where nothing else runs."""
 _STOP_LIMIT_S = 20.0
 # Below the ports that a kernel hands out by itself.
 _PORTS = range(20000, 32000)
@@ -65,7 +66,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 MinJobAge={min_job_age_s}
-KillWait=10
+KillWait=20
 ReturnToService=2
 SlurmdTimeout={slurmd_timeout_s}
 SlurmdParameters=config_overrides

@@ -50,9 +50,14 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Early]:
         pytest.MonkeyPatch.context() as patch,
     ):
         desk = open_desk(cluster, root, patch)
-        # Told 30 s before, give or take a minute: Slurm looks at limits that often.
+        # Slurm looks at limits every 30 s, so it is told 30 to 60 s before the end: after a minute at least,
+        # when it has long begun to listen. Its next life has nothing left to do.
         told = desk.submit(
-            a_role("--steps", "300"), name="told", resources=minute, grace_s=30.0, max_requeue=20
+            a_role("--steps", "3000,0"),
+            name="told",
+            resources=Resources(time_limit_s=120.0),
+            grace_s=30.0,
+            max_requeue=20,
         )
         deaf = desk.submit(a_role("--steps", "3000", "--ignore-signals"), name="deaf", resources=minute)
         saving = desk.submit(a_role("--codes", "75"), name="saving", max_requeue=2)

@@ -25,6 +25,10 @@ from strop.spec import load_spec
 from strop.spec.site import Site, SlurmSite
 
 ROLE = Path(__file__).with_name("role.py")
+LIMIT_S = 150.0
+"""For one thing that a cluster does: ample, as other work may keep the machine busy."""
+TIME_LIMIT_S = 900.0
+"""Of jobs that are to end by themselves, or are ended."""
 _SPEC = """
 name = "{name}"
 [model]
@@ -63,7 +67,7 @@ def a_request(
         resolved=load_spec(spec_path),
         site=Site(name="cluster", profile=profile or SlurmSite()),
         command="train",
-        resources=Resources(time_limit_s=300.0),
+        resources=Resources(time_limit_s=TIME_LIMIT_S),
         roles=roles or (a_role(),),
         environment=JobEnvironment(),
         snapshot=None,
@@ -99,7 +103,7 @@ class Desk:
         return self.launcher.status([ref])[0]
 
     def wait_for(
-        self, ref: JobRef, *states: JobState, limit_s: float = 60.0, member: int = 0, attempt: int = 0
+        self, ref: JobRef, *states: JobState, limit_s: float = LIMIT_S, member: int = 0, attempt: int = 0
     ) -> JobStatus:
         """Wait until a member is in one of these states, in this attempt or a later one."""
         deadline = time.monotonic() + limit_s
@@ -113,12 +117,16 @@ class Desk:
             time.sleep(0.3)
 
     def wait_for_step(self, ref: JobRef, *, member: str = ".", attempt: int = 0) -> None:
-        """Wait until the role of an attempt counts steps, and so hears signals."""
+        """Wait until the role of an attempt counts steps: it hears signals, and has something to save."""
         folder = Path(ref.home) / member
-        self.wait_until(lambda: list(folder.glob(f"seen-*-{attempt}-0.json")), limit_s=60.0)
-        time.sleep(0.5)
+        self.wait_until(lambda: list(folder.glob(f"counts-*-{attempt}-0")))
 
-    def wait_until(self, what: Callable[[], object], limit_s: float = 60.0) -> None:
+    def let_go(self, ref: JobRef, *members: str) -> None:
+        """Let held roles end, in all their lives."""
+        for member in members or (".",):
+            (Path(ref.home) / member / "go").touch()
+
+    def wait_until(self, what: Callable[[], object], limit_s: float = LIMIT_S) -> None:
         """Wait until something is so."""
         deadline = time.monotonic() + limit_s
         while not what():
@@ -147,8 +155,10 @@ def seen(ref: JobRef, attempt: str, node: int = 0, member: str = ".") -> dict[st
 
 
 def gpus(number: int, nodes: int = 1, **more: Any) -> Resources:
-    """Resources with a time limit of five minutes."""
-    return Resources(num_nodes=nodes, gpus_per_node=number, cpus_per_gpu=1, time_limit_s=300.0, **more)
+    """GPUs for a job that is to end by itself, or is ended."""
+    return Resources(
+        num_nodes=nodes, gpus_per_node=number, cpus_per_gpu=1, time_limit_s=TIME_LIMIT_S, **more
+    )
 
 
 ALL_ENDS: Sequence[JobState] = tuple(state for state in JobState if state.is_terminal)

@@ -1,15 +1,17 @@
 """A role of a job in tests: it counts steps, saves at TERM and ends with 75, as a trainer does.
 
-    role.py RUN [--steps N[,N]] [--codes C[,C]] [--special PLACE=C[,C]] [--ignore-signals]
+    role.py RUN [--steps N[,N]] [--held] [--codes C[,C]] [--special PLACE=C[,C]] [--ignore-signals]
 
 A step takes 0.1 s. Of several numbers the first is for attempt 0, the next for attempt 1, the last for all
-further ones. `--special`: other codes on one node, or for one member of a sweep. It says what it sees as JSON
-in `RUN/seen-<attempt>-<node>.json`.
+further ones. `--held`: steps without end until there is `RUN/go`. `--special`: other codes on one node, or
+for one member of a sweep. It says what it sees as JSON in `RUN/seen-<attempt>-<node>.json`, and makes
+`RUN/counts-<attempt>-<node>` after its second step: then it hears signals, and has steps to save.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -29,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", default="0")
+    parser.add_argument("--held", action="store_true")
     parser.add_argument("--codes", default="0")
     parser.add_argument("--special", default="")
     parser.add_argument("--ignore-signals", action="store_true")
@@ -50,8 +53,13 @@ def main() -> int:
     }
     (given.run / f"seen-{attempt}-{node}.json").write_text(json.dumps(seen))
     say(f"attempt {attempt} node {node} begins at step {begin}")
-    for step in range(begin, pick(given.steps, number)):
+    steps = itertools.count(begin) if given.held else range(begin, pick(given.steps, number))
+    for step in steps:
+        if given.held and (given.run / "go").exists():
+            break
         time.sleep(0.1)
+        if step == begin + 2:
+            (given.run / f"counts-{attempt}-{node}").touch()
         if told.cause:
             saved_path.write_text(str(step))
             say(f"saved at step {step}")

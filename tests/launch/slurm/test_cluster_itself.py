@@ -13,6 +13,7 @@ import pytest
 from strop.launch.jobs.contract import JobState
 from strop.launch.jobs.snapshot import take_snapshot
 from tests.conftest import require_system_part
+from tests.fixtures.jobs import wait_for
 from tests.launch.slurm.plans import Desk, a_role
 from tools.slurm_cluster import is_installed
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 def _run(verb: str, path: Path) -> str:
     argv = [sys.executable, "-m", "tools.slurm_cluster", verb, str(path)]
-    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=240).stdout
 
 
 def _processes_below(path: Path) -> list[str]:
@@ -64,7 +65,8 @@ def test_the_script_brings_a_cluster_up_and_down_with_everything_that_runs_on_it
             time.sleep(0.2)
     finally:
         _run("down", home)
-    assert _processes_below(tmp_path) == []
+    # Who was killed may still be leaving.
+    wait_for(lambda: _processes_below(tmp_path) == [])
 
 
 def test_a_tree_of_500_files_is_submitted_in_seconds(desk: Desk) -> None:
@@ -78,4 +80,4 @@ def test_a_tree_of_500_files_is_submitted_in_seconds(desk: Desk) -> None:
     took_s = time.monotonic() - began
     assert desk.wait_for(ref, JobState.SUCCEEDED).state is JobState.SUCCEEDED
     # `make bench` holds it against 3 s; here others may be computing.
-    assert took_s < 20.0, took_s
+    assert took_s < 60.0, took_s

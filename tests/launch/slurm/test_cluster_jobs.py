@@ -44,20 +44,20 @@ def test_a_plan_submits_nothing(desk: Desk, cluster: Cluster) -> None:
 
 
 def test_the_same_plan_twice_is_one_job(desk: Desk, cluster: Cluster) -> None:
-    request = desk.request(a_role("--steps", "100"))
+    request = desk.request(a_role("--held"))
     first = desk.launcher.submit(request)
     again = desk.launcher.submit(replace(request, home=str(desk.root / "run-2"), submitted_at=1.9e9))
     assert (first.is_new, again.is_new) == (True, False)
     assert again.ref == first.ref
     assert len(cluster.run("squeue", "-h").splitlines()) == 1
     with pytest.raises(CheckRefused, match="belongs to run-1, whose plan is another"):
-        desk.submit(a_role("--steps", "101"))
+        desk.submit(a_role("--steps", "1"))
 
 
 def test_a_submission_that_was_killed_before_it_was_noted_is_found_again(
     desk: Desk, cluster: Cluster
 ) -> None:
-    request = desk.request(a_role("--steps", "100"))
+    request = desk.request(a_role("--held"))
     first = desk.launcher.submit(request)
     (job_path_of(first.ref.home) / "ref.json").unlink()
     again = desk.launcher.submit(request)
@@ -131,11 +131,14 @@ def test_two_nodes_with_four_gpus_each_have_two_agents(desk: Desk) -> None:
 
 
 def test_two_runs_on_one_node_share_nothing(desk: Desk) -> None:
-    role = a_role("--steps", "30", gpus=2)
+    role = a_role("--held", gpus=2)
     refs = [
         desk.submit(role, name=name, resources=gpus(2), options={"nodelist": "n1"}) for name in ("a", "b")
     ]
     for ref in refs:
+        desk.wait_for_step(ref)
+    for ref in refs:
+        desk.let_go(ref)
         assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     found = [seen(ref, f"{ref.job_id}-0") for ref in refs]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1", "2,3"]
@@ -179,12 +182,13 @@ def test_a_secret_reaches_its_role_and_nothing_else(
     monkeypatch.setenv("API_KEY", value)
     launcher = Launcher(desk.backend, environ={**desk.launcher.environ, "API_KEY": value})
     environment = JobEnvironment(variables={"MODE": "a,b 'c' $d"}, secrets=("API_KEY",))
-    ref = launcher.submit(desk.request(a_role("--steps", "20"), environment=environment)).ref
+    ref = launcher.submit(desk.request(a_role("--held"), environment=environment)).ref
     desk.wait_for(ref, JobState.RUNNING)
     shown = cluster.run("scontrol", "show", "job", ref.job_id) + cluster.run(
         "scontrol", "write", "batch_script", ref.job_id, "-"
     )
     assert "k3y" not in shown
+    desk.let_go(ref)
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     path = next(Path(ref.home).glob("seen-*.json"))
     found = json.loads(path.read_text())

@@ -31,6 +31,8 @@ def test_lau_3_a_job_of_a_lost_node_lives_again_and_the_old_life_is_cut_off(
     """Slurm starts it elsewhere while the old processes go on: they must neither write nor requeue it."""
     ref = desk.submit(a_role("--steps", "3000,10"))
     lost = desk.wait_for(ref, JobState.RUNNING).nodes
+    # Slurm calls it running before its node has heard of it.
+    desk.wait_for_step(ref)
     frail.kill_node(lost)
     status = desk.wait_for(ref, JobState.SUCCEEDED, attempt=1)
     assert status.nodes != lost
@@ -70,7 +72,7 @@ def test_a_forgotten_job_is_known_by_its_record(desk: Desk) -> None:
     for ref in (done, failed):
         desk.wait_for(ref, *ALL_ENDS)
     # Slurm looks for old jobs once a minute.
-    desk.wait_until(lambda: desk.backend.ask([done, failed]) == {}, limit_s=100.0)
+    desk.wait_until(lambda: desk.backend.ask([done, failed]) == {}, limit_s=200.0)
     statuses = desk.launcher.status([done, failed])
     assert [status.state for status in statuses] == [JobState.SUCCEEDED, JobState.FAILED]
     assert {status.source for status in statuses} == {StatusSource.RECORD}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import JobEnvironment, JobRef, JobState, Resources
+from strop.launch.jobs.contract import JobEnvironment, JobRef, JobState
 from strop.launch.jobs.home import job_path_of
 from strop.launch.jobs.launcher import Launcher
-from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, seen, slurm_log
+from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log
 from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
@@ -19,12 +20,14 @@ RATES = tuple((f"optimizer.lr={rate}",) for rate in ("1e-5", "2e-5", "3e-5", "4e
 
 def test_a_sweep_is_an_array_whose_members_live_apart(desk: Desk, cluster: Cluster) -> None:
     """Two at a time. The last task's own id is the array's: requeueing by that would start all again."""
-    role = a_role("--steps", "10", "--special", "3=75,0")
+    role = a_role("--held", "--special", "3=75,0")
     ref = desk.submit(role, sweep=RATES, options={"array": "%2"})
-    desk.wait_until(lambda: desk.launcher.status([ref])[0].state is JobState.RUNNING)
+    desk.wait_for(ref, JobState.RUNNING)
+    desk.wait_for(ref, JobState.RUNNING, member=1)
     states = [status.state for status in desk.launcher.status([ref])]
     assert states[2:] == [JobState.QUEUED, JobState.QUEUED]
     assert len(cluster.run("squeue", "-h", "-t", "RUNNING").splitlines()) <= 2
+    desk.let_go(ref, *(f"members/{member}" for member in range(4)))
     for member in range(4):
         desk.wait_for(ref, JobState.SUCCEEDED, member=member, attempt=1 if member == 3 else 0)
     numbers = [len(desk.launcher.read_attempts(ref, member)) for member in range(4)]
@@ -47,32 +50,34 @@ def test_the_last_member_of_a_sweep_takes_the_secrets_along(
 
 
 def test_one_member_of_a_sweep_is_cancelled_alone(desk: Desk) -> None:
-    ref = desk.submit(a_role("--steps", "25"), sweep=RATES[:2])
+    ref = desk.submit(a_role("--held"), sweep=RATES[:2])
     for member in (0, 1):
         desk.wait_for_step(ref, member=f"members/{member}")
-    outcome = desk.launcher.cancel(ref, member=1, grace_s=20.0)
+    outcome = desk.launcher.cancel(ref, member=1, grace_s=60.0)
     assert [status.state for status in outcome.statuses] == [JobState.CANCELLED]
+    desk.let_go(ref, "members/0")
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
 
 
 def test_one_member_of_a_sweep_is_told_alone_and_goes_on(desk: Desk) -> None:
-    ref = desk.submit(a_role("--steps", "40"), sweep=RATES[:2])
+    ref = desk.submit(a_role("--held"), sweep=RATES[:2])
     for member in (0, 1):
         desk.wait_for_step(ref, member=f"members/{member}")
     desk.backend.preempt(ref, 1)
+    desk.wait_for_step(ref, member="members/1", attempt=1)
+    desk.let_go(ref, "members/0", "members/1")
     assert desk.wait_for(ref, *ALL_ENDS, member=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED
     assert [len(desk.launcher.read_attempts(ref, member)) for member in (0, 1)] == [1, 2]
 
 
-def _submit_with_companion(desk: Desk, companion_steps: int, train_steps: int) -> JobRef:
+def _submit_with_companion(desk: Desk, companion_steps: int, *words: str) -> JobRef:
     companion = a_role("--steps", str(companion_steps), name="companion", nodes="cpu", must_succeed=False)
-    resources = Resources(gpus_per_node=2, num_cpu_nodes=1, cpus_per_gpu=1, time_limit_s=300.0)
-    return desk.submit(a_role("--steps", str(train_steps), gpus=2), companion, resources=resources)
+    return desk.submit(a_role(*words, gpus=2), companion, resources=gpus(2, num_cpu_nodes=1))
 
 
 def test_a_companion_runs_on_a_cpu_node_as_long_as_the_run(desk: Desk) -> None:
-    ref = _submit_with_companion(desk, 600, 10)
+    ref = _submit_with_companion(desk, 5000, "--steps", "10")
     assert desk.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
     attempt = f"{ref.job_id}-0"
     assert [seen(ref, attempt, node)["CUDA_VISIBLE_DEVICES"] for node in (0, 1)] == ["0,1", ""]
@@ -83,20 +88,25 @@ def test_a_companion_runs_on_a_cpu_node_as_long_as_the_run(desk: Desk) -> None:
 
 
 def test_a_companion_that_ends_early_ends_the_run(desk: Desk) -> None:
-    ref = _submit_with_companion(desk, 3, 600)
+    ref = _submit_with_companion(desk, 3, "--steps", "5000")
     status = desk.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED
     assert "role companion ended while the run went on" in status.reason
 
 
 def test_both_parts_of_a_job_are_told_and_live_again(desk: Desk, cluster: Cluster) -> None:
-    ref = _submit_with_companion(desk, 600, 60)
+    ref = _submit_with_companion(desk, 5000, "--held")
     desk.wait_for_step(ref)
     desk.backend.preempt(ref, 0)
-    desk.wait_until(lambda: "BeginTime" in cluster.run("squeue", "-h", "-o", "%r"))
-    desk.wait_until(lambda: "BeginTime" not in cluster.run("squeue", "-h", "-o", "%r"))
-    # Only the backfill scheduler starts such jobs, and in 22.05 it looks again only once something happens.
-    cluster.run("sbatch", "--output=/dev/null", "--wrap", "true")
+
+    def lives_again() -> bool:
+        # Only the backfill scheduler starts such jobs, and in 22.05 it looks again only once something happens.
+        cluster.run("sbatch", "--output=/dev/null", "--wrap", "true")
+        time.sleep(1.0)
+        return (Path(ref.home) / f"seen-{ref.job_id}-1-0.json").exists()
+
+    desk.wait_until(lives_again)
+    desk.let_go(ref)
     status = desk.wait_for(ref, *ALL_ENDS, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     assert seen(ref, f"{ref.job_id}-1")["begin"] > 0

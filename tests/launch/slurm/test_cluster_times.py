@@ -45,7 +45,7 @@ def test_a_preflight_that_fails_twice_ends_the_job(desk: Desk, early: Early) -> 
 
 def test_a_job_that_is_told_of_its_limit_goes_on_in_another_life(desk: Desk, early: Early) -> None:
     ref = early.refs["told"]
-    status = desk.wait_for(ref, *ALL_ENDS, limit_s=150.0, attempt=1)
+    status = desk.wait_for(ref, *ALL_ENDS, limit_s=300.0, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     attempts = desk.launcher.read_attempts(ref, 0)
     assert [attempt.exit_code for attempt in attempts] == [75] * (len(attempts) - 1) + [0]
@@ -57,7 +57,7 @@ def test_a_job_that_does_not_listen_ends_at_its_limit_and_is_not_started_again(
     desk: Desk, early: Early
 ) -> None:
     ref = early.refs["deaf"]
-    desk.wait_for(ref, *ALL_ENDS, limit_s=150.0)
+    desk.wait_for(ref, *ALL_ENDS, limit_s=300.0)
     desk.wait_until(lambda: desk.backend.ask([ref])[ref.job_id, 0].state.is_terminal)
     answer = desk.backend.ask([ref])[ref.job_id, 0]
     assert (answer.state, answer.num_restarts) == (JobState.TIMEOUT, 0)
