@@ -69,6 +69,9 @@ class LoopLagWatch:
     def _watch(self) -> None:
         while not self._stopped.wait(ASK_S):
             self._answered.clear()
+            if self._stopped.is_set():
+                # Stopped since the look above: then nobody may be left to answer, the loop waits for this.
+                return
             asked_at = time.monotonic()
             try:
                 self._loop.call_soon_threadsafe(self._answered.set)
