@@ -136,18 +136,23 @@ def _stop_all(lease: Lease, living: Sequence[Lease], deadline: float) -> dict[in
     stopped starts nothing any more.
     """
     stopped: dict[int, int] = {}
-    # A process that has just been forked shows its environment once it has become its program.
-    quiet_at = time.monotonic() + _SETTLE_S
-    while time.monotonic() < min(quiet_at, deadline):
+    new_at = time.monotonic()
+    while True:
+        looked_at = time.monotonic()
         found = _find_belonging(lease, living)
         new = {pid: start_ticks for pid, start_ticks in found.items() if stopped.get(pid) != start_ticks}
         for pid, start_ticks in new.items():
             send_signal(pid, start_ticks, signal.SIGSTOP)
-        if new:
-            quiet_at = time.monotonic() + _SETTLE_S
         stopped |= new
+        if new:
+            new_at = time.monotonic()
+        # A process that has just been forked shows its environment once it has become its program. A look
+        # that begins so late counts, and not the time alone: a busy machine may let it pass between two.
+        elif looked_at - new_at >= _SETTLE_S:
+            return stopped
+        if time.monotonic() >= deadline:
+            return stopped
         time.sleep(_POLL_S)
-    return stopped
 
 
 def _find_belonging(lease: Lease, living: Sequence[Lease]) -> dict[int, int]:
