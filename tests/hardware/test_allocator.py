@@ -24,7 +24,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def count_page_faults(mode: str) -> int:
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True, timeout=240
     )
     return int(run.stdout)
 

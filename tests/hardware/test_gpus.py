@@ -122,10 +122,10 @@ def test_prc_1_a_tool_that_hangs_and_cannot_be_buried_holds_nobody_up(
     monkeypatch.setattr(gpus, "_DEATH_LIMIT_S", 0.3)
     path = tool / "nvidia-smi"
     path.unlink(missing_ok=True)
-    path.write_text("#!/bin/sh\nsleep 20 & wait\n")
+    path.write_text("#!/bin/sh\nsleep 120 & wait\n")
     path.chmod(0o755)
     began_at = time.monotonic()
     answer = gpus.ask_nvidia_smi("-L")
     assert answer.probe is Probe.FAILED
     assert "timed out after 0.3 seconds" in answer.complaint
-    assert time.monotonic() - began_at < 10.0
+    assert time.monotonic() - began_at < 60.0

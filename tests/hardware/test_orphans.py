@@ -39,7 +39,7 @@ os.kill(running, 9)
 
 def test_only_adopted_children_that_have_ended_are_buried() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _UNDERTAKER], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", _UNDERTAKER], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stdout == "1 Z gone True 0\n", done.stderr
 
@@ -61,6 +61,6 @@ print(end_descendants(30.0), [os.path.exists(f"/proc/{pid}") for pid in (child.p
 
 def test_prc_4_everything_that_a_keeper_started_is_ended() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _KEEPER], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", _KEEPER], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stdout == "[] [False, False]\n", done.stderr

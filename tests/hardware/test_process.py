@@ -17,23 +17,24 @@ from strop.errors import CheckRefused, StoreError
 from strop.hardware import spawn, tail, terminate
 
 PYTHON = sys.executable
+LIMIT_S = 120.0
 # Starts a child in its own group that ignores SIGTERM, then tells both process ids.
 STUBBORN_TREE = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
 inner = subprocess.Popen([sys.executable, "-c", code])
 print(os.getpid(), inner.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 PARENT = """
 import sys, time
 from pathlib import Path
 from strop.hardware import spawn
-code = "import time; print('up', flush=True); time.sleep(60)"
+code = "import time; print('up', flush=True); time.sleep(600)"
 child = spawn([sys.executable, "-c", code], Path(sys.argv[1]))
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -41,12 +42,12 @@ def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return status not in {"Z", "X"}
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -57,7 +58,7 @@ def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
     log_path = tmp_path / "a dir" / "role.log"
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
     child = spawn([PYTHON, "-u", "-c", code], log_path)
-    assert child.wait(15) == 7
+    assert child.wait(LIMIT_S) == 7
     assert child.poll() == 7
     assert terminate(child, 0.1) == 7
     assert log_path.read_text() == "out\nerr\n"
@@ -67,29 +68,29 @@ def test_output_and_exit_code_are_kept(tmp_path: Path) -> None:
 def test_prc_5_a_death_at_import_is_in_the_log(tmp_path: Path) -> None:
     """Incident: a worker ended with 1 before logging began, and nobody knew why."""
     child = spawn([PYTHON, "-c", "import strop_has_no_such_module"], tmp_path / "role.log")
-    assert child.wait(15) == 1
+    assert child.wait(LIMIT_S) == 1
     assert "No module named 'strop_has_no_such_module'" in child.tail(1)
 
 
 def test_the_environment_and_the_directory_are_the_given_ones(tmp_path: Path) -> None:
     code = "import os; print(sorted(n for n in os.environ if n.startswith('STROP')), os.getcwd())"
     child = spawn([PYTHON, "-c", code], tmp_path / "log", {"STROP_ONLY": "1"}, cwd=tmp_path)
-    assert child.wait(15) == 0
+    assert child.wait(LIMIT_S) == 0
     assert child.tail() == f"['STROP_ONLY'] {tmp_path}"
 
 
 def test_a_second_attempt_appends_to_the_log(tmp_path: Path) -> None:
     for word in ("first", "second"):
-        assert spawn([PYTHON, "-c", f"print('{word}')"], tmp_path / "log").wait(15) == 0
+        assert spawn([PYTHON, "-c", f"print('{word}')"], tmp_path / "log").wait(LIMIT_S) == 0
     assert tail(tmp_path / "log") == "first\nsecond"
 
 
 def test_a_polite_child_ends_within_its_grace(tmp_path: Path) -> None:
-    child = spawn([PYTHON, "-c", "print('up', flush=True); import time; time.sleep(60)"], tmp_path / "log")
+    child = spawn([PYTHON, "-c", "print('up', flush=True); import time; time.sleep(600)"], tmp_path / "log")
     wait_until(lambda: child.tail() == "up")
     assert child.poll() is None
     assert child.wait(0.05) is None
-    assert terminate(child, 10) == -signal.SIGTERM
+    assert terminate(child, LIMIT_S) == -signal.SIGTERM
 
 
 def test_a_stubborn_tree_is_killed_after_its_grace(tmp_path: Path) -> None:
@@ -103,16 +104,16 @@ def test_a_stubborn_tree_is_killed_after_its_grace(tmp_path: Path) -> None:
 
 
 def test_what_an_ended_child_left_in_its_group_is_killed(tmp_path: Path) -> None:
-    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid)"
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid)"
     child = spawn([PYTHON, "-c", code], tmp_path / "log")
-    assert child.wait(15) == 0
+    assert child.wait(LIMIT_S) == 0
     orphan_pid = int(child.tail())
     wait_until(lambda: not is_running(orphan_pid))
 
 
 def test_prc_4_only_own_children_are_ended(tmp_path: Path) -> None:
     """Incident: clean-up by name killed the processes of others."""
-    args = [PYTHON, "-c", "print('up', flush=True); import time; time.sleep(60)"]
+    args = [PYTHON, "-c", "print('up', flush=True); import time; time.sleep(600)"]
     stranger = subprocess.Popen(args, stdout=subprocess.DEVNULL)
     sibling, child = spawn(args, tmp_path / "sibling"), spawn(args, tmp_path / "child")
     try:
@@ -142,7 +143,7 @@ def test_prc_4_a_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None
 def test_a_child_outlives_the_thread_that_asked_for_it(tmp_path: Path) -> None:
     """The kernel ties a child to the thread that forked it, not to the process."""
     children = []
-    args = [PYTHON, "-c", "print('up', flush=True); import time; time.sleep(60)"]
+    args = [PYTHON, "-c", "print('up', flush=True); import time; time.sleep(600)"]
     thread = threading.Thread(target=lambda: children.append(spawn(args, tmp_path / "log")))
     thread.start()
     thread.join()
@@ -172,7 +173,7 @@ def test_tail_reads_only_the_end(tmp_path: Path) -> None:
 
 
 def test_nothing_of_these_tests_is_left(tmp_path: Path) -> None:
-    child = spawn(["sleep", "60"], tmp_path / "log")
+    child = spawn(["sleep", "600"], tmp_path / "log")
     terminate(child, 5)
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)
@@ -185,5 +186,5 @@ def test_lau_2_an_announcement_of_the_end_does_not_end_a_child(tmp_path: Path, n
     child = spawn([PYTHON, "-c", code], tmp_path / "role.log")
     wait_until(lambda: child.tail(1) == "up")
     os.kill(child.pid, number)
-    assert child.wait(15) == 0
+    assert child.wait(LIMIT_S) == 0
     assert child.tail(1) == "alive"

@@ -42,14 +42,14 @@ def test_rew_8_all_tests_of_a_reply_share_one_sandbox() -> None:
             {"inputs": [f"{n}\n" for n in numbers], "outputs": [f"{n + 1}\n" for n in numbers]}
         ),
         num_tests=len(numbers),
-        wall_s=60.0,
-        test_s=3.0,
+        wall_s=600.0,
+        test_s=60.0,
     )
     started_at = time.monotonic()
     verdict = judge_python(job, min_isolation=best_level())
     assert (verdict.num_passed, verdict.is_right) == (1440, True)
-    # Its own limit is a minute; how fast it is where nothing else runs is a benchmark's business.
-    assert time.monotonic() - started_at < 65.0
+    # Far from ten minutes; how fast it is where nothing else runs is a benchmark's business.
+    assert time.monotonic() - started_at < 300.0
 
 
 def test_rew_5_the_order_of_tests_does_not_decide() -> None:

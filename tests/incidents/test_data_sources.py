@@ -150,7 +150,7 @@ def test_dat_3_a_copy_whose_write_was_killed_is_not_there(filled_store: str, tmp
         [sys.executable, "-c", KILLED, filled_store],
         env={**os.environ, "STROP_CACHE": str(tmp_path / "cache")},
         capture_output=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()

@@ -42,7 +42,7 @@ def plan_sealed(folder: Path, *words: str, probe: str = "") -> subprocess.Comple
         env={"PATH": "", "HOME": str(folder), "PYTHONPATH": ":".join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

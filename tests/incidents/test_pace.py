@@ -67,5 +67,5 @@ def test_prc_9_a_stage_that_is_slower_than_planned_is_named(
         assert found == []
         return
     assert [event.step for event in found] == [4, 5]
-    assert all(event.detail.startswith("generate took 0.") for event in found)
+    assert all(event.detail.startswith("generate took ") for event in found)
     assert "look on which device the engine computes" in found[0].detail

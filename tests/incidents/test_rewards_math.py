@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
 
 import pytest
@@ -128,24 +127,22 @@ def test_rew_7_being_right_and_keeping_the_form_are_told_apart() -> None:
 def test_rew_8_a_formula_on_which_sympy_hangs_costs_its_own_rollout() -> None:
     """Incident: pool time-outs abandoned the wait and not the process: 30 to 90 s a step."""
     pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
-    limit_s = 1.0
+    limit_s = 3.0
 
-    async def run() -> tuple[list[Outcome], float, Outcome, dict[str, int]]:
+    async def run() -> tuple[list[Outcome], bool, Outcome, dict[str, int]]:
         judge = WorkerJudge(partial(build_warm_task, SYMBOLIC), limit_s=limit_s, num_workers=2)
         try:
             await judge.judge(problem("7"), "\\boxed{7}")
             hung = asyncio.ensure_future(judge.judge(problem("y=x+1"), HUNG))
-            started_at = time.perf_counter()
             others = await asyncio.gather(*(judge.judge(problem("7"), "\\boxed{7.0}") for _ in range(50)))
-            seconds = time.perf_counter() - started_at
-            return list(others), seconds, await hung, dict(judge.pool.counts)
+            return list(others), hung.done(), await hung, dict(judge.pool.counts)
         finally:
             await judge.close()
 
-    others, seconds, hung, counts = asyncio.run(run())
+    others, is_awaited, hung, counts = asyncio.run(run())
     assert [outcome.is_correct for outcome in others] == [True] * 50
-    # One limit and the second try's four are 5 s; the others do not wait for them.
-    assert seconds < 4
+    # One limit and the second try's four are 15 s; the others do not wait for them.
+    assert not is_awaited
     assert hung.reward is None
     assert hung.failure is not None
     assert (hung.failure.owner, hung.failure.kind) == (FailureOwner.TASK, "verifier_timeout")

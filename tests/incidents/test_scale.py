@@ -11,7 +11,7 @@ from strop.engine.router import Router, RouterLimits
 from strop.engine.simulated import SimulatedEngine, SimulatedSpeed
 from strop.engine.virtual_time import run_virtually
 from strop.policy.balancing import Effort, partition
-from strop.train.loop_lag import LoopLagWatch
+from strop.train.loop_lag import LIMIT_S, LoopLagWatch
 from tests.engine.held import ask
 
 
@@ -20,9 +20,10 @@ def test_prc_3_a_thousand_bins_are_balanced_within_budget() -> None:
     weights = np.random.default_rng(0).lognormal(0.0, 0.6, 16 * 1024)
     seconds = []
     for _ in range(3):
-        started_at = time.perf_counter()
+        # Of this thread alone, whatever else the machine does.
+        started_at = time.thread_time()
         bins = partition(weights, 1024)
-        seconds.append(time.perf_counter() - started_at)
+        seconds.append(time.thread_time() - started_at)
     loads = np.bincount(bins, weights, 1024)
     assert loads.max() <= 1.01 * loads.mean()
     # 5 ms on the machine where it was written; the bound leaves room for a busy one.
@@ -38,8 +39,12 @@ def test_prc_3_a_search_for_balance_ends_when_its_effort_is_spent() -> None:
     assert np.array_equal(np.unique(bins), np.arange(4096))
 
 
-def block_for_five_seconds() -> None:
-    time.sleep(5.0)
+def block_until(told: list[tuple[float, str]]) -> None:
+    """Keep the loop until it is told of, or for a minute."""
+    for _ in range(6000):
+        if told:
+            return
+        time.sleep(0.01)
 
 
 def test_prc_3_a_call_that_blocks_the_loop_is_named_with_its_stack() -> None:
@@ -49,15 +54,16 @@ def test_prc_3_a_call_that_blocks_the_loop_is_named_with_its_stack() -> None:
     async def act() -> float:
         with LoopLagWatch(lambda lag_s, stack: told.append((lag_s, stack))) as watch:
             await asyncio.sleep(0.1)
-            block_for_five_seconds()
+            block_until(told)
+            # Told while it was blocked, not afterwards.
+            assert told
             await asyncio.sleep(0.2)
             return watch.take()["loop_lag_s"]
 
-    assert asyncio.run(act()) > 4.5
+    longest_s = asyncio.run(act())
     ((lag_s, stack),) = told
-    # Told while it was blocked, not afterwards.
-    assert lag_s < 4.5
-    assert "block_for_five_seconds()" in stack
+    assert LIMIT_S <= lag_s <= longest_s
+    assert "block_until(told)" in stack
 
 
 def test_prc_3_a_long_queue_waits_as_long_as_the_work_before_it_and_no_longer() -> None:

@@ -182,7 +182,7 @@ from strop.record import RunDir
 run = RunDir.open(Path(sys.argv[1]))
 run.acquire()
 print("working", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -20,7 +20,7 @@ from strop.store.lock import FileLock
 lock = FileLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -67,7 +67,7 @@ def test_a_waiter_gets_the_lock_when_it_is_free(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     process = hold_elsewhere(path)
     process.send_signal(signal.SIGKILL)
-    with FileLock(path, wait_limit_s=10):
+    with FileLock(path, wait_limit_s=120):
         pass
     process.communicate()
 

@@ -20,7 +20,7 @@ from tests.fixtures.object_store import Exchange, SpoilingProxy, make_objects
 from tests.store.contract_suite import read_files
 
 FILES = {f"{number:02}.bin": bytes([number]) * 100_000 for number in range(12)}
-KILL_LIMIT_S = 60.0
+KILL_LIMIT_S = 180.0
 PROGRAM = """
 import sys
 from pathlib import Path

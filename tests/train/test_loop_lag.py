@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 
@@ -94,3 +95,27 @@ def test_full_collections_are_left_to_the_caller_inside_and_as_before_outside() 
         assert died() is None
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+class LateStop(threading.Event):
+    """Set right after somebody has seen that it is not."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        was_set = self.is_set()
+        super().wait(None)
+        return was_set
+
+
+def test_a_watch_that_is_stopped_between_two_looks_ends() -> None:
+    """Incident: its thread asked a loop that waited for its end, and a run hung after its last step."""
+
+    async def act() -> None:
+        watch = LoopLagWatch(lambda lag_s, stack: None, limit_s=0.1)
+        watch._stopped = LateStop()
+        watch.__enter__()
+        watch._stopped.set()
+        watch._answered.set()
+        watch._thread.join(60.0)
+        assert not watch._thread.is_alive()
+
+    asyncio.run(act())

@@ -17,7 +17,7 @@ from strop.launch.jobs.submitting import Submitted
 from strop.launch.local.backend import LocalBackend
 from strop.launch.runs import read_results
 from strop.record import RunDir
-from tests.fixtures.jobs import project, read_verdicts, wait_for
+from tests.fixtures.jobs import find_process, hold_until_told, project, read_verdicts, wait_for
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
@@ -68,16 +68,10 @@ def evaluated_steps(home: Path) -> list[int]:
     return [read_result(path).step for path in sorted(home.glob("eval/held-out.arithmetic-step-*.json"))]
 
 
-def find_process(*words: str) -> int | None:
-    """Return a process that has all of some words on its command line and runs."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if all(word in text for word in words) and "prctl" not in text:
-            return int(path.parent.name)
-    return None
+def has_saved(home: Path, *, after: int) -> bool:
+    """Whether there is a checkpoint of a later step."""
+    is_there = (home / "run.json").is_file()
+    return is_there and max(RunDir.open(home).checkpoint_steps(), default=0) > after
 
 
 def test_checkpoints_are_evaluated_while_training_goes_on_and_the_last_one_after_it(
@@ -86,21 +80,23 @@ def test_checkpoints_are_evaluated_while_training_goes_on_and_the_last_one_after
     submitted = submit(project, tiny_model_dir, steps=400, every=40)
     home = Path(submitted.ref.home)
     launcher = Launcher(LocalBackend())
+    child = ("strop.cli eval", str(home / "checkpoints"), "--out")
 
-    # The first evaluation is killed in its midst: it is the one that is made again.
-    def child() -> int | None:
-        return find_process("strop.cli eval", str(home / "checkpoints"), "--out")
-
-    wait_for(lambda: child() or read_verdicts(home), limit_s=LIMIT_S)
-    pid = child()
+    # It trains no further until the first evaluation is killed, however long that one takes to begin.
+    wait_for(lambda: has_saved(home, after=0) or read_verdicts(home), limit_s=LIMIT_S)
+    trainer = find_process("strop.cli train", str(home))
+    assert trainer is not None
+    os.kill(trainer, signal.SIGSTOP)
+    # In its midst: it is the one that is made again.
+    wait_for(lambda: find_process(*child) or read_verdicts(home), limit_s=LIMIT_S)
+    pid = find_process(*child)
     assert pid is not None
     command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
     killed_step = int(command.partition("checkpoints/step-")[2][:6])
     os.kill(pid, signal.SIGKILL)
-    # It trains no further until two are evaluated, however slow these are, and one of them twice.
-    wait_for(lambda: RunDir.open(home).checkpoint_steps()[-1] > killed_step, limit_s=LIMIT_S)
-    trainer = find_process("strop.cli train", str(home))
-    assert trainer is not None
+    os.kill(trainer, signal.SIGCONT)
+    # Nor until two are evaluated, however slow these are, and one of them twice.
+    wait_for(lambda: has_saved(home, after=killed_step), limit_s=LIMIT_S)
     os.kill(trainer, signal.SIGSTOP)
     wait_for(lambda: len(evaluated_steps(home)) >= 2 or read_verdicts(home), limit_s=LIMIT_S)
     assert not RunDir.open(home).is_finished
@@ -131,10 +127,17 @@ def test_stopped_after_training_the_next_life_makes_the_last_result_alone(
     submitted = submit(project, tiny_model_dir, steps=4, every=2)
     home = Path(submitted.ref.home)
     backend = LocalBackend()
+    # It evaluates nothing more until the job is told, however long training takes to end.
+    wait_for(lambda: find_process("strop.cli eval", str(home), "--follow"), limit_s=LIMIT_S)
+    evaluator = find_process("strop.cli eval", str(home), "--follow")
+    assert evaluator is not None
+    os.kill(evaluator, signal.SIGSTOP)
     wait_for(lambda: (home / "run.json").is_file() and RunDir.open(home).is_finished, limit_s=LIMIT_S)
     wait_for(lambda: not find_process("strop.cli train", str(home)), limit_s=LIMIT_S)
     assert evaluated_steps(home) in ([], [2])
+    held = hold_until_told(evaluator)
     backend.preempt(submitted.ref, 0)
+    held.join()
     wait_for(lambda: len(read_verdicts(home)) == 2, limit_s=LIMIT_S)
     assert [verdict["exit_code"] for verdict in read_verdicts(home)] == [75, 0]
     assert evaluated_steps(home)[-1] == 4

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -152,24 +151,41 @@ class Arrivals:
         assert not self.thread.is_alive()
 
 
-def test_a_followed_line_is_seen_within_a_second(tmp_path: Path) -> None:
-    log(tmp_path, "17-0", 0, "train", "first\n")
-    arrivals = Arrivals(tmp_path)
-    arrivals.wait_for("first")
-    delays = []
-    for number in range(3):
-        log(tmp_path, "17-0", 0, "train", f"line {number}\n")
-        delays.append(arrivals.wait_for(f"line {number}"))
+class PlayedTime:
+    """Time that passes only while somebody sleeps, and in which a test has things happen."""
+
+    def __init__(self, *happenings: tuple[float, Callable[[], None]]) -> None:
+        self.now = 0.0
+        self._happenings = list(happenings)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, duration_s: float) -> None:
+        end = self.now + duration_s
+        while self._happenings and self._happenings[0][0] <= end:
+            _, happen = self._happenings.pop(0)
+            happen()
+        self.now = end
+
+
+def test_a_followed_line_is_seen_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(text: str, attempt: str = "17-0", role: str = "train") -> Callable[[], None]:
+        return lambda: log(tmp_path, attempt, 0, role, text)
+
+    written_at = {f"line {number}": 0.37 * (number + 1) for number in range(9)}
+    happenings = [(at, write(f"{text}\n")) for text, at in written_at.items()]
     # Of a role that begins only now, and of the next attempt.
-    log(tmp_path, "17-0", 0, "companion", "new role\n")
-    delays.append(arrivals.wait_for("new role"))
-    log(tmp_path, "17-1", 0, "train", "new attempt\n")
-    delays.append(arrivals.wait_for("new attempt"))
-    log(tmp_path, "17-1", 0, "train", "last words")
-    arrivals.end()
-    # The usual one: on a busy machine a single line may take longer.
-    assert median(delays) < 1.0
-    assert list(arrivals.seen)[-1] == "last words"
+    happenings += [(4.03, write("new role\n", role="companion")), (5.11, write("new attempt\n", "17-1"))]
+    happenings.append((7.0, write("last words", "17-1")))
+    clock = PlayedTime(*happenings)
+    monkeypatch.setattr("strop.launch.jobs.logs.time", clock)
+    log(tmp_path, "17-0", 0, "train", "first\n")
+    files = FileLogs(DirectoryRecord(tmp_path), LogFilter())
+    seen_at = {line.text: clock.now for line in follow(files, is_over=lambda: clock.now > 7.0)}
+    assert list(seen_at) == ["first", *written_at, "new role", "new attempt", "last words"]
+    for text, at in (written_at | {"first": 0.0, "new role": 4.03, "new attempt": 5.11}).items():
+        assert 0.0 <= seen_at[text] - at < 1.0, text
 
 
 def test_following_waits_for_a_job_that_has_no_log_yet(tmp_path: Path) -> None:
@@ -189,18 +205,20 @@ def test_what_is_written_until_the_end_is_still_shown(tmp_path: Path) -> None:
     assert [line.text for line in follow(files, is_over=is_over)] == ["written while the end was asked for"]
 
 
-def test_a_slow_scheduler_is_asked_less_often(tmp_path: Path) -> None:
+def test_a_slow_scheduler_is_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PlayedTime()
+    monkeypatch.setattr("strop.launch.jobs.logs.time", clock)
     asked: list[float] = []
 
     def is_over() -> bool:
-        asked.append(time.monotonic())
-        time.sleep(0.15)
+        asked.append(clock.now)
+        clock.sleep(0.15)
         return len(asked) == 2
 
     files = FileLogs(DirectoryRecord(tmp_path), LogFilter())
     list(follow(files, is_over=is_over, poll_s=0.02))
     # Ten times the 0.15 s that an answer takes, instead of every second.
-    assert asked[1] - asked[0] >= 1.5
+    assert 1.6 <= asked[1] - asked[0] < 1.7
 
 
 class Elsewhere:

@@ -156,9 +156,7 @@ def seen(ref: JobRef, attempt: str, node: int = 0, member: str = ".") -> dict[st
 
 def gpus(number: int, nodes: int = 1, **more: Any) -> Resources:
     """GPUs for a job that is to end by itself, or is ended."""
-    return Resources(
-        num_nodes=nodes, gpus_per_node=number, cpus_per_gpu=1, time_limit_s=TIME_LIMIT_S, **more
-    )
+    return Resources(num_nodes=nodes, gpus_per_node=number, cpus_per_gpu=1, time_limit_s=TIME_LIMIT_S, **more)
 
 
 ALL_ENDS: Sequence[JobState] = tuple(state for state in JobState if state.is_terminal)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.commands import Run, folder, run
-from tests.fixtures.jobs import wait_for
+from tests.fixtures.jobs import find_process, hold_until_told, wait_for
 from tests.launch.slurm.plans import Desk
 
 __all__ = ["folder", "run"]
@@ -37,11 +37,15 @@ def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: 
     assert sent.code == 0, sent.err
     (home,) = Path("runs").glob("drilled-*")
     metrics = home / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, limit_s=90)
-    drilled = run("drill", "drilled", "--steps", 3, "--restart-limit", 90)
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, limit_s=300)
+    # It does not come to its end before the drill has begun.
+    trainer = find_process("strop.cli train", str(home.resolve()))
+    assert trainer is not None
+    hold_until_told(trainer)
+    drilled = run("drill", "drilled", "--steps", 3, "--restart-limit", 240)
     assert drilled.code == 0, drilled.err
     given = [" ".join(line.split()[:2]) for line in drilled.out.splitlines() if " yes " in line]
     assert given == ["newer checkpoint", "orderly end", "next attempt", "steps since", "equal curve"]
-    wait_for(lambda: state_of(run, "drilled") == "succeeded", limit_s=120)
+    wait_for(lambda: state_of(run, "drilled") == "succeeded", limit_s=400)
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, 81))

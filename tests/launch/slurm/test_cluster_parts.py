@@ -100,7 +100,7 @@ def test_both_parts_of_a_job_are_told_and_live_again(desk: Desk, cluster: Cluste
     desk.backend.preempt(ref, 0)
 
     def lives_again() -> bool:
-        # Only the backfill scheduler starts such jobs, and in 22.05 it looks again only once something happens.
+        # Only the backfill scheduler starts such jobs; 22.05 looks again only once something happens.
         cluster.run("sbatch", "--output=/dev/null", "--wrap", "true")
         time.sleep(1.0)
         return (Path(ref.home) / f"seen-{ref.job_id}-1-0.json").exists()
