@@ -52,6 +52,9 @@ num_samples = 2
 threads = 1
 [store]
 mirror_every_s = 0.1
+# On a busy machine the uploader, which gives way to everybody, takes minutes.
+flush_limit_s = 280.0
+stop_flush_limit_s = 280.0
 """
 # In the order in which a run comes by: before, in the middle of and after its checkpoints.
 DEATHS = (
