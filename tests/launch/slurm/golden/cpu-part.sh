@@ -1,7 +1,7 @@
 #!/bin/bash
 #SBATCH --job-name=run
 #SBATCH --comment='strop:0123456789abcdef night run'
-#SBATCH --time=00:05:00
+#SBATCH --time=00:15:00
 #SBATCH --dependency=afterok:7
 #SBATCH --kill-on-invalid-dep=yes
 #SBATCH --requeue
@@ -12,7 +12,7 @@
 #SBATCH --gres=gpu:4
 #SBATCH hetjob
 #SBATCH --comment='strop:0123456789abcdef night run'
-#SBATCH --time=00:05:00
+#SBATCH --time=00:15:00
 #SBATCH --dependency=afterok:7
 #SBATCH --kill-on-invalid-dep=yes
 #SBATCH --requeue

@@ -1,7 +1,7 @@
 #!/bin/bash
 #SBATCH --job-name=run
 #SBATCH --comment=strop:0123456789abcdef
-#SBATCH --time=00:05:00
+#SBATCH --time=00:15:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=USR2@120

@@ -4,7 +4,7 @@
 #SBATCH --account=lab
 #SBATCH --qos=high
 #SBATCH --reservation=course
-#SBATCH --time=00:05:00
+#SBATCH --time=00:15:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
