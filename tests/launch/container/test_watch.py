@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.launch.backends import open_backend
-from strop.launch.container.ending import START_NAME, STOP_NAME, read_container_file, write_container_file
+from strop.launch.container.ending import (
+    LOG_NAME,
+    START_NAME,
+    STOP_NAME,
+    read_container_file,
+    write_container_file,
+)
 from strop.launch.container.engine import Engine
 from strop.launch.container.watch import watch
 from strop.launch.jobs.contract import JobPlan
@@ -28,13 +35,16 @@ case "$1 $2" in
 "container inspect") printf '{facts}' "$(cat {folder}/state)";;
 "wait box") {wait};;
 "kill --signal") echo "$3" >>{folder}/calls; {kill};;
+"logs box") {logs};;
 "rm --force") echo removed >>{folder}/calls;;
 esac
 """
 ENDED_BY_KILL = 'if [ "$3" = KILL ]; then echo exited >{folder}/state; fi'
 
 
-def prepare(project: Path, folder: Path, *, wait: str, kill: str, started_s_ago: float = 0.0) -> JobPlan:
+def prepare(
+    project: Path, folder: Path, *, wait: str, kill: str, logs: str = ":", started_s_ago: float = 0.0
+) -> JobPlan:
     """Return a job with a time limit of one second and no grace, whose container is called `box`."""
     write_sites(project, "some/image:1")
     request = make_request(project, [saver(1)], site="box")
@@ -44,7 +54,7 @@ def prepare(project: Path, folder: Path, *, wait: str, kill: str, started_s_ago:
     write_plan(plan)
     (folder / "state").write_text("running")
     places = {"facts": FACTS, "folder": folder}
-    text = ENGINE.format(wait=wait.format(**places), kill=kill.format(**places), **places)
+    text = ENGINE.format(wait=wait.format(**places), kill=kill.format(**places), logs=logs, **places)
     install(folder, "podman", f"PATH=/usr/bin:/bin\n{text}")
     engine = Engine(kind="podman", program=str(folder / "podman"), version="4.3.1")
     started_at = time.time() - started_s_ago
@@ -85,3 +95,24 @@ def test_a_container_that_ended_in_time_was_not_ended_by_its_limit(project: Path
     assert watch(job_path_of(plan.home), retry_s=0.1) == 0
     assert (folder / "calls").read_text().split() == ["removed"]
     assert read_container_file(job_path_of(plan.home), STOP_NAME) is None
+
+
+def test_a_full_disk_does_not_end_the_watcher(
+    project: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: it died of the full disk that it was to wait for, and the container stayed for ever."""
+    there_is_room = "[ -e $0.asked ] && rm -f $0.log; touch $0.asked; echo last words"
+    plan = prepare(project, folder, wait="exit 0", kill=":", logs=there_is_room, started_s_ago=60.0)
+    (folder / "state").write_text("exited")
+    log_path = job_path_of(plan.home) / LOG_NAME
+    # Every write to it fails for lack of room; what the engine removes at the second question.
+    (folder / "podman.log").symlink_to("/dev/full")
+    log_path.symlink_to(folder / "podman.log")
+    code = -1
+    # Its closing fails as well: what could not be written is still there.
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr("sys.stderr", full)
+        code = watch(job_path_of(plan.home), retry_s=0.1)
+    assert code == 0
+    assert log_path.read_text() == "last words\n"
+    assert (folder / "calls").read_text().split() == ["removed"]

@@ -27,6 +27,7 @@ from strop.launch.jobs.home import ATTEMPTS_FOLDER, read_plan
 from strop.launch.jobs.secrets import SECRETS_NAME, redact, remove_secrets, secret_values
 from strop.launch.local.identity import read_identity
 from strop.store import write_bytes_atomically
+from strop.store.atomic import explain_write_failure
 
 START_NAME = "container.json"
 """Written before the start: which engine, which container, since when."""
@@ -199,12 +200,16 @@ def _complete_record(job_path: Path, end: ContainerEnd) -> None:
 
 
 def _keep_log(engine: Engine, name: str, job_path: Path) -> None:
-    """Append what the container said to the job's log, without secrets."""
+    """Append what the container said to the job's log, without secrets. Raises: StoreError."""
     done = engine.ask("logs", name)
     text = redact((done.stdout + done.stderr)[-_MAX_LOG_BYTES:], secret_values(job_path))
-    if text:
+    if not text:
+        return
+    try:
         with (job_path / LOG_NAME).open("a", encoding="utf-8", errors="backslashreplace") as log:
             log.write(text)
+    except OSError as error:
+        raise explain_write_failure(error, job_path / LOG_NAME) from error
 
 
 def _recall_end(job_path: Path) -> Answer | None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,8 +110,10 @@ def _try(action: Callable[[], T]) -> T | None:
     try:
         return action()
     except StoreError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
+        # Its words go to the disk that may be full.
+        with suppress(OSError):
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
         return None
 
 
