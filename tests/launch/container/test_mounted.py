@@ -21,7 +21,15 @@ from strop.launch.training import train_here
 from strop.spec import load_spec
 from strop.train import SilentObserver
 from tests.fixtures.containers import list_names, write_sites
-from tests.fixtures.jobs import make_request, project, read_verdicts, role, wait_for
+from tests.fixtures.jobs import (
+    find_process,
+    hold_until_told,
+    make_request,
+    project,
+    read_verdicts,
+    role,
+    wait_for,
+)
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
@@ -73,6 +81,10 @@ def test_a_drill_of_a_real_training_proves_the_same_curve_as_without_a_container
     ref = launcher.submit(request).ref
     home = Path(ref.home)
     wait_for(lambda: list(home.glob("checkpoints/step-*/COMPLETE")), limit_s=180.0)
+    # It does not come to its end before the drill has begun.
+    trainer = find_process("strop.cli train", str(home))
+    assert trainer is not None
+    hold_until_told(trainer)
     report = drill(launcher, ref, against=alone.run_path)
     assert report.has_passed, report.first_missing
     assert report.signal == "SIGUSR2"
