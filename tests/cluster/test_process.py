@@ -9,8 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from strop.policy.published import read_published
 from strop.policy.weights import weights_digest
 from strop.spec import RunSpec
 from strop.spec.lora import LoraSpec
-from tests.fixtures.ray_traces import holder_of
+from tests.fixtures.ray_traces import holder_of, is_alive, wait_until
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import learner_of, tiny_spec
 
@@ -57,21 +56,6 @@ async def act():
 
 asyncio.run(act())
 """
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def read_arguments(pid: int) -> str:
@@ -220,7 +204,7 @@ def test_a_started_engine_serves_the_learners_weights_and_leaves_only_its_log(
     assert not weights_dir.exists()
     # Version 0 was served when 3 was published, so it stays until the next publication.
     assert weights == ["v000000.safetensors", "v000003.safetensors"]
-    assert not is_running(health.pid)
+    assert not is_alive(health.pid)
     assert placement.engine_pid is None
     assert names(work_dir) == ["engine.log"]
     asyncio.run(placement.stop())
@@ -232,7 +216,7 @@ def killing(placement: ProcessPlacement) -> Iterator[list[int]]:
     killed: list[int] = []
 
     def kill() -> None:
-        wait_until(lambda: placement.engine_pid is not None)
+        wait_until(lambda: placement.engine_pid is not None, 60.0)
         assert placement.engine_pid is not None
         killed.append(placement.engine_pid)
         os.kill(placement.engine_pid, signal.SIGKILL)
@@ -280,7 +264,7 @@ def test_sec_4_the_key_is_for_this_user_only_and_gone_once_handed_over(
 
     def look() -> None:
         path = tmp_path / "engine.key"
-        wait_until(lambda: path.exists() and path.stat().st_size > 0)
+        wait_until(lambda: path.exists() and path.stat().st_size > 0, 60.0)
         modes.append(stat.S_IMODE(path.stat().st_mode))
         keys.append(path.read_text())
 
@@ -312,12 +296,12 @@ def test_prc_4_the_engine_dies_with_a_run_that_is_killed(tiny_model_dir: Path, t
     parent = subprocess.Popen(args, stdout=subprocess.PIPE, text=True, cwd=root, env=environment)
     assert parent.stdout is not None
     engine_pid = int(parent.stdout.readline())
-    assert is_running(engine_pid)
+    assert is_alive(engine_pid)
     weights = weights_in_memory(parent.pid)
     assert weights
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
-    wait_until(lambda: not is_running(engine_pid))
+    wait_until(lambda: not is_alive(engine_pid), 60.0)
     # Its weights in memory go with the next who clears up here: a job's agent, or another run.
     clear_shared_memory()
     assert not any(path.exists() for path in weights)

@@ -67,10 +67,10 @@ class LoopLagWatch:
         return lag
 
     def _watch(self) -> None:
-        while not self._stopped.wait(ASK_S):
+        while True:
+            # Before the look at the stop: who stops this answers as well, and nobody else may be left to.
             self._answered.clear()
-            if self._stopped.is_set():
-                # Stopped since the look above: then nobody may be left to answer, the loop waits for this.
+            if self._stopped.wait(ASK_S):
                 return
             asked_at = time.monotonic()
             try:
