@@ -94,12 +94,16 @@ system-deps:
 	command -v sbatch >/dev/null 2>&1 || missing="$$missing slurm-wlm"; \
 	command -v podman >/dev/null 2>&1 || missing="$$missing podman runc"; \
 	command -v mmdebstrap >/dev/null 2>&1 || missing="$$missing mmdebstrap"; \
+	command -v qemu-aarch64-static >/dev/null 2>&1 || missing="$$missing qemu-user-static"; \
+	command -v aarch64-linux-gnu-gcc >/dev/null 2>&1 \
+		|| missing="$$missing gcc-aarch64-linux-gnu libc6-dev-arm64-cross libgomp1-arm64-cross"; \
 	if [ -z "$$missing" ]; then \
 		echo "system parts: all here"; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
 		echo "system parts: missing:$$missing; tests of the rendered report (chromium), of"; \
-		echo "jobs (slurm-wlm), of containers (podman, mmdebstrap) and of sandboxes (bubblewrap) will be"; \
-		echo "skipped; without bubblewrap, model-written code has no isolated place to run."; \
+		echo "jobs (slurm-wlm), of containers (podman, mmdebstrap), of sandboxes (bubblewrap) and of other"; \
+		echo "processors (qemu-user-static, gcc-aarch64-linux-gnu) will be skipped; without bubblewrap,"; \
+		echo "model-written code has no isolated place to run."; \
 		echo "Next: as root on Debian or Ubuntu, run make system-deps; elsewhere, install them."; \
 	else \
 		export DEBIAN_FRONTEND=noninteractive; \

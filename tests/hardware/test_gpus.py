@@ -46,18 +46,19 @@ def test_what_is_installed_is_read_back(tool: Path) -> None:
 def test_prc_7_gpu_ids_stay_strings() -> None:
     """Incident: UUIDs parsed as integers, MIG ids replaced by a hard-coded 0."""
     # 81559 MiB = 81559 * 1048576 bytes.
-    assert parse_gpu_line("0, GPU-5a, NVIDIA H100 80GB HBM3, 81559, 81000, Disabled, 550.54") == Gpu(
+    assert parse_gpu_line("0, GPU-5a, NVIDIA H100 80GB HBM3, 81559, 81000, Disabled, 550.54, 9.0") == Gpu(
         index="0",
         uuid="GPU-5a",
         name="NVIDIA H100 80GB HBM3",
         memory_bytes=85_520_809_984,
         free_memory_bytes=81_000 << 20,
         driver_version="550.54",
+        compute_capability=9.0,
     )
-    unified = parse_gpu_line("1, GPU-5b, NVIDIA GB10, [N/A], [N/A], [N/A], [N/A]")
+    unified = parse_gpu_line("1, GPU-5b, NVIDIA GB10, [N/A], [N/A], [N/A], [N/A], [N/A]")
     assert unified is not None
     assert (unified.memory_bytes, unified.free_memory_bytes, unified.used_bytes) == (None, None, None)
-    assert (unified.has_mig, unified.driver_version) == (False, None)
+    assert (unified.has_mig, unified.driver_version, unified.compute_capability) == (False, None, None)
     assert parse_gpu_line("Unable to determine the device handle") is None
 
 

@@ -317,7 +317,8 @@ def test_lau_10_a_library_that_does_not_fit_the_driver_is_refused(tool: Path, tm
     """Incident: libraries of the image and of the wheels were of different versions."""
     tool.mkdir()
     (tool / "nvidia-smi").write_text(
-        "#!/bin/sh\ncase $1 in --query-gpu=*) echo '0, GPU-0, Test, 81920, 80000, [N/A], 535.54.03';; esac\n"
+        "#!/bin/sh\ncase $1 in --query-gpu=*)"
+        " echo '0, GPU-0, Test, 81920, 80000, [N/A], 535.54.03, 8.0';; esac\n"
     )
     (tool / "nvidia-smi").chmod(0o755)
     (tmp_path / "wheels" / "torch").mkdir(parents=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from strop.kernels.library import kernel_status
 from tests.fixtures.kernels import needs_kernels
@@ -73,7 +73,18 @@ def test_another_compiler_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPat
     assert paths[0] != paths[1]
 
 
-def test_asking_for_the_status_does_not_load_torch() -> None:
-    code = "import sys, strop.kernels as k; k.kernel_status(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+@needs_kernels
+def test_the_library_has_the_instructions_that_pytorch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compiled for the machine would end an emulated process, or one that was told to use less."""
+    here = kernel_status().path
+    kernel_status.cache_clear()
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    without = kernel_status().path
+    assert without is not None
+    instructions = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", str(without)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "%ymm" not in instructions
+    assert "%zmm" not in instructions
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert without != here

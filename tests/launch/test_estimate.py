@@ -63,6 +63,7 @@ MEASURED = Calibration(
 def make_spec(**sections: Any) -> RunSpec:
     base: dict[str, Any] = {
         "name": "x",
+        "model": {"dtype": "bfloat16"},
         "task": {"name": "arithmetic", "max_reply_tokens": 8},
         "train": {"prompts_per_step": 4, "rollouts_per_prompt": 4, "steps": 10},
     }

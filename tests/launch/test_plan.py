@@ -208,8 +208,9 @@ def test_a_plan_for_other_hardware_has_its_memory_and_roles(plan_it: PlanIt) -> 
 
 
 def test_a_run_that_starts_is_predicted_as_it_was_planned(plan_it: PlanIt, tmp_path: Path) -> None:
-    planned = plan_it()
-    spec = load_spec("run.toml").spec
+    words = ("model.dtype=float32",)
+    planned = plan_it(*words)
+    spec = load_spec("run.toml", words).spec
     assert planned.model_path is not None
     found = predict_run(
         spec, build_task(spec.task), Path(planned.model_path), None, cache_dir=tmp_path / "cache"
@@ -256,7 +257,10 @@ def test_a_run_on_pairs_is_planned_by_their_lengths(
 ) -> None:
     plan_it()
     source = write_pairs(tmp_path / "runs", tiny_model_dir, 6)
-    words = ("train.terms=dpo", f"dpo.source={source}", "dpo.pairs_per_step=4", "train.steps=3")
+    words = (
+        *("train.terms=dpo", f"dpo.source={source}", "dpo.pairs_per_step=4", "train.steps=3"),
+        "model.dtype=float32",
+    )
     planned = plan_it(*words)
     schedule, time = planned.schedule, planned.time
     assert (schedule.given_kind, schedule.given_per_step, schedule.num_given_epochs) == ("pairs", 4, 2.0)

@@ -33,6 +33,7 @@ def run_it(tmp_path: Path, tiny_model_dir: Path, wish: SimulationWish, **train: 
     spec = RunSpec.model_validate(
         {
             "name": "x",
+            "model": {"dtype": "bfloat16"},
             "task": {"name": "arithmetic", "max_reply_tokens": 32},
             "placement": {"kind": "process"},
             "train": values,
@@ -129,7 +130,12 @@ def test_more_engines_generate_faster(tmp_path: Path, tiny_model_dir: Path) -> N
 
 def test_a_simulated_engine_has_the_plans_speed() -> None:
     spec = RunSpec.model_validate(
-        {"name": "x", "task": {"name": "arithmetic"}, "placement": {"kind": "process"}}
+        {
+            "name": "x",
+            "model": {"dtype": "bfloat16"},
+            "task": {"name": "arithmetic"},
+            "placement": {"kind": "process"},
+        }
     )
     work = Work(
         spec=spec, size=SIZE, prompt_tokens_mean=5.0, max_reply_tokens=8, num_eval_examples=0, num_evals=0

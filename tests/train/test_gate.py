@@ -101,7 +101,7 @@ def test_random_weights_are_refused(tmp_path: Path, tiny_model_dir: Path) -> Non
     error = refuse(tmp_path, tiny_model_dir, spec=tiny_spec(train={"accept": None}))
     # 0.75 ln 262 = 4.18.
     assert "refused to train: weights: loss " in str(error)
-    assert "bound 4.18; the weights look random" in str(error)
+    assert "bound 4.18, in float32; the weights look random" in str(error)
 
 
 @pytest.mark.parametrize("accept", ["weight: typo", "weights: fine; memory: enough"])

@@ -6,11 +6,13 @@ a good part of the work: user CPU time per call falls by 8 % at 64 rows, 23 % at
 bytes of the weights once more, and have to be made again whenever the weights change.
 
 The layout and the products are PyTorch's own (oneDNN), reached by the operators that its compiler uses
-for frozen models. Covered: bf16 on CPUs, models with fused layers.
+for frozen models. Covered: bf16 on processors whose instructions these operators take, models with fused
+layers. Elsewhere the plain product computes the same.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,13 +31,8 @@ class PrepackedProducts:
     @classmethod
     def for_model(cls, model: LanguageModel) -> PrepackedProducts | None:
         """Return products for a model, or None where packing does not apply."""
-        is_supported = (
-            model.fused is not None
-            and model.dtype is torch.bfloat16
-            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        )
-        return cls() if is_supported else None
+        is_bf16 = model.fused is not None and model.dtype is torch.bfloat16
+        return cls() if is_bf16 and _can_pack_bf16() else None
 
     def invalidate(self) -> None:
         """Drop the packed copies: the weights have changed."""
@@ -48,6 +45,18 @@ class PrepackedProducts:
             packed = self._packed[id(linear)] = _pack(linear)
         output: torch.Tensor = self._multiply(x, packed[0], packed[1], "none", [], "")
         return output
+
+
+@functools.cache
+def _can_pack_bf16() -> bool:
+    """Whether the operators work here, which the smallest weight tells: what they need differs by version."""
+    try:
+        weight = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=torch.bfloat16))
+        x = torch.zeros(1, 16, dtype=torch.bfloat16)
+        torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def _pack(linear: JoinedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -73,6 +73,8 @@ class EvalSettings:
     """Reward from which on a rollout counts as solved. None: what the task calls correct."""
     dtype: str | None = None
     """Number format that the weights are served in, for the record."""
+    dtype_reason: str | None = None
+    """Why it is that one."""
     limits: Limits = field(default_factory=Limits)
     """Shares above which the result is invalid."""
 
@@ -125,6 +127,7 @@ def plan_evaluation(
         step=settings.step,
         model_digest=model_digest,
         dtype=settings.dtype,
+        dtype_reason=settings.dtype_reason,
         tokenizer_digest=tokenizer.digest,
         prompt_format=prompt_format.value,
         num_examples=len(examples),

@@ -162,6 +162,8 @@ class EvalPlan(Record):
     model_digest: str
     dtype: str | None
     """Number format that the weights were served in; None where nobody said."""
+    dtype_reason: str | None = None
+    """Why it was that one; no part of the plan's identity."""
     tokenizer_digest: str
     prompt_format: str
     num_examples: int
@@ -186,7 +188,8 @@ class EvalPlan(Record):
     @property
     def identity(self) -> EvalPlan:
         """The plan alone, where this is more than a plan."""
-        return EvalPlan.model_validate({name: getattr(self, name) for name in EvalPlan.model_fields})
+        fields = {name: getattr(self, name) for name in EvalPlan.model_fields}
+        return EvalPlan.model_validate(fields | {"dtype_reason": None})
 
     @property
     def full_name(self) -> str:
@@ -200,7 +203,7 @@ class EvalPlan(Record):
     @property
     def digest(self) -> str:
         """Hash over all fields of the plan."""
-        return self._hash(EvalPlan.model_fields)
+        return self._hash(EvalPlan.model_fields.keys() - {"dtype_reason"})
 
     def _hash(self, names: Collection[str]) -> str:
         values = self.model_dump(mode="json", include=set(names))

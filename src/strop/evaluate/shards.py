@@ -50,7 +50,7 @@ class ShardFolder:
         self.path = path
         self._plan = plan
         self._facts = {
-            PLAN_FACT: plan.identity.model_dump_json(),
+            PLAN_FACT: plan.model_dump_json(include=set(EvalPlan.model_fields)),
             TASK_FACT: json.dumps(dict(task_settings), sort_keys=True),
         }
         self._lock = FileLock(path / LOCK_NAME)

@@ -8,7 +8,6 @@ divides them among roles. `take_lease` holds them for a run, `clear_leftovers` e
 Not here: placing roles on devices (cluster), untrusted code (sandbox).
 """
 
-from strop.hardware.allocator import keep_freed_memory
 from strop.hardware.calibrate import Calibration, calibrate_machine, read_calibration
 from strop.hardware.gpus import Gpu, GpuUser, MigSlice, read_gpu_users, read_gpus
 from strop.hardware.identity import ProcessIdentity, identify
@@ -24,6 +23,7 @@ from strop.hardware.memory import (
     rss_bytes,
 )
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
+from strop.hardware.tuning import tune_process
 from strop.hardware.visible_devices import (
     DeviceForm,
     VisibleDevices,
@@ -53,7 +53,6 @@ __all__ = [
     "free_disk_bytes",
     "free_memory_bytes",
     "identify",
-    "keep_freed_memory",
     "parse_visible_devices",
     "peak_rss_bytes",
     "read_calibration",
@@ -69,4 +68,5 @@ __all__ = [
     "tail",
     "take_lease",
     "terminate",
+    "tune_process",
 ]

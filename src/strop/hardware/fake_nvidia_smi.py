@@ -85,6 +85,7 @@ def _to_state(
                 "memory.free": _mebibytes(gpu.free_memory_bytes),
                 "mig.mode.current": "Enabled" if gpu.has_mig else "Disabled",
                 "driver_version": gpu.driver_version or "[N/A]",
+                "compute_cap": "[N/A]" if gpu.compute_capability is None else str(gpu.compute_capability),
                 "ecc.errors.uncorrected.volatile.total": str(int(Fault.ECC in faults.get(gpu.uuid, ()))),
                 "slices": [[part.profile, part.uuid] for part in gpu.slices],
             }

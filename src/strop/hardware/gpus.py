@@ -23,7 +23,7 @@ NVIDIA_SMI_LIMIT_S = 10.0
 _DEATH_LIMIT_S = 1.0
 _GPU_FIELDS = (
     *("index", "uuid", "name"),
-    *("memory.total", "memory.free", "mig.mode.current", "driver_version"),
+    *("memory.total", "memory.free", "mig.mode.current", "driver_version", "compute_cap"),
 )
 _USER_FIELDS = ("gpu_uuid", "pid", "used_memory")
 _GPU_LINE = re.compile(r"GPU (?P<index>\S+): .*\(UUID: (?P<uuid>[^)]+)\)\s*")
@@ -62,6 +62,8 @@ class Gpu:
     """Whether it is divided: then only its slices can be used."""
     slices: tuple[MigSlice, ...] = ()
     driver_version: str | None = None
+    compute_capability: float | None = None
+    """What its instructions are, for example 8.0 of an A100; None where it is not told."""
 
     @property
     def used_bytes(self) -> int | None:
@@ -144,14 +146,14 @@ def read_gpu_users() -> tuple[GpuUser, ...]:
 
 
 def parse_gpu_line(line: str) -> Gpu | None:
-    """Read `index, uuid, name, MiB, MiB, MIG mode, driver`; None if the line has another form.
+    """Read `index, uuid, name, MiB, MiB, MIG mode, driver, capability`; None if the line has another form.
 
     '[N/A]' memory is unknown, and a GPU that knows no MIG says '[N/A]' too.
     """
     parts = [part.strip() for part in line.split(",")]
     if len(parts) < len(_GPU_FIELDS):
         return None
-    index, uuid, *name, total, free, mig_mode, driver = parts
+    index, uuid, *name, total, free, mig_mode, driver, capability = parts
     return Gpu(
         index=index,
         uuid=uuid,
@@ -160,6 +162,7 @@ def parse_gpu_line(line: str) -> Gpu | None:
         free_memory_bytes=_read_mebibytes(free),
         has_mig=mig_mode == "Enabled",
         driver_version=None if driver.startswith("[") else driver,
+        compute_capability=None if capability.startswith("[") else float(capability),
     )
 
 

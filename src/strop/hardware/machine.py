@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,36 +39,45 @@ class Machine:
     load_average: float | None
     """Runnable processes over the last minute."""
     cpu_flags: tuple[str, ...]
-    """Those of AVX2, AVX-512 and AMX that decide how fast bf16 is."""
+    """What decides how fast it multiplies, as Linux names it: those of `INSTRUCTIONS` that may be used."""
     gpus: tuple[Gpu, ...]
 
     @property
     def has_fast_bf16(self) -> bool:
         """Whether the CPU multiplies bf16 in hardware."""
-        return "avx512_bf16" in self.cpu_flags or "amx_bf16" in self.cpu_flags
+        return any(flag in self.cpu_flags for flag in BF16_INSTRUCTIONS)
 
 
-_INTERESTING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
+"""Of x86 the first two, of ARM the last."""
+INSTRUCTIONS = ("avx2", "fma", "avx512f", "asimd", "amx_tile", *BF16_INSTRUCTIONS)
+_TORCH_NAMES = {"fma": "fma3", "avx512f": "avx512_f"}
+"""Where `torch.cpu.get_capabilities` has another name than Linux."""
+_ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+# Of oneDNN's documentation, "CPU Dispatcher Control": the values below AVX512_CORE_BF16.
+_WITHOUT_BF16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
 
 
 def describe_machine() -> Machine:
     """Read the facts of this machine. Takes a few milliseconds, plus nvidia-smi where there is one."""
     cpus = _read_cpus()
     allowed = _allowed_cpus()
-    flags = set(cpus[0].get("flags", "").split()) if cpus else set()
+    names = cpus[0].get("flags", cpus[0].get("Features", "")) if cpus else ""
     total_bytes = _read_meminfo().get("MemTotal")
     limit_bytes, _ = read_cgroup_memory()
     return Machine(
         host=platform.node(),
         platform=platform.platform(),
         python=platform.python_version(),
-        cpu_name=cpus[0].get("model name") if cpus else (platform.processor() or None),
+        cpu_name=(cpus[0].get("model name") if cpus else None) or platform.processor() or None,
         num_physical_cores=_within_quota(_count_physical_cores(cpus, allowed)),
         num_logical_cpus=len(allowed),
         memory_bytes=min((size for size in (total_bytes, limit_bytes) if size is not None), default=None),
         free_memory_bytes=free_memory_bytes(),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        cpu_flags=tuple(flag for flag in _INTERESTING_FLAGS if flag in flags),
+        cpu_flags=_usable_instructions(frozenset(names.split())),
         gpus=read_gpus(),
     )
 
@@ -77,6 +87,19 @@ def free_memory_bytes() -> int | None:
     _, container_bytes = read_cgroup_memory()
     known = (_read_meminfo().get("MemAvailable"), container_bytes)
     return min((size for size in known if size is not None), default=None)
+
+
+def _usable_instructions(flags: frozenset[str]) -> tuple[str, ...]:
+    """Leave out what oneDNN is told not to use, and what PyTorch does not find where it is loaded.
+
+    An emulator shows the flags of the machine below it; PyTorch asks the processor itself.
+    """
+    torch = sys.modules.get("torch")
+    found = torch.cpu.get_capabilities() if torch is not None else {}
+    forbidden = {flag for flag in INSTRUCTIONS if not found.get(_TORCH_NAMES.get(flag, flag), True)}
+    if any(os.environ.get(name, "").upper() in _WITHOUT_BF16 for name in _ONEDNN_LIMITS):
+        forbidden |= set(BF16_INSTRUCTIONS)
+    return tuple(flag for flag in INSTRUCTIONS if flag in flags - forbidden)
 
 
 def _read_cpus() -> list[dict[str, str]]:

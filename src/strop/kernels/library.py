@@ -1,8 +1,9 @@
-"""Compiling kernels.c for this very machine, and finding it compiled the next time.
+"""Compiling kernels.c for the instructions that PyTorch uses here, and finding it compiled the next time.
 
-The file name in the cache is a hash of sources, flags, compiler and the processor's features, so a
-home directory that several machines share never hands one machine another's instructions. The
-library uses the OpenMP runtime that torch has loaded; therefore torch is imported first.
+PyTorch asks the processor itself, under an emulator too, and obeys ATEN_CPU_CAPABILITY; the compiler's own
+`-march=native` does neither. The file name in the cache is a hash of sources, flags and compiler, so a home
+directory that several machines share never hands one machine another's instructions. The library uses the
+OpenMP runtime that torch has loaded; therefore torch is imported first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from pathlib import Path
 from strop.store.cache import user_cache_dir
 
 _SOURCES = ("kernels.c", "rows.h")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+_OF_CAPABILITY = {"AVX2": _AVX2, "AVX512": _AVX512}
+"""By PyTorch's level; other processors have the instructions that their architecture always has."""
 _COMPILE_LIMIT_S = 120.0
 
 
@@ -47,9 +52,10 @@ def kernel_status() -> KernelStatus:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     try:
         version = _run([*compiler, "--version"]).splitlines()[0]
-        path = user_cache_dir() / "kernels" / f"{_key(compiler, version)}.so"
+        flags = (*_FLAGS, *_instruction_flags())
+        path = user_cache_dir() / "kernels" / f"{_key(compiler, version, flags)}.so"
         if not path.exists():
-            _compile(compiler, path)
+            _compile([*compiler, *flags], path)
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         return KernelStatus(path=None, note=_explain(error))
     return KernelStatus(path=path, note=version)
@@ -70,31 +76,32 @@ def load_library() -> ctypes.CDLL | None:
         return None
 
 
-def _key(compiler: list[str], version: str) -> str:
+def _instruction_flags() -> tuple[str, ...]:
+    """Return the compiler's flags for the instructions that PyTorch has chosen in this process."""
+    import torch
+
+    level = torch.backends.cpu.get_cpu_capability()
+    if level == "AVX512" and not torch.cpu.get_capabilities().get("avx512_f", False):
+        # ATEN_CPU_CAPABILITY may claim more than there is.
+        level = "AVX2"
+    return _OF_CAPABILITY.get(level, ())
+
+
+def _key(compiler: list[str], version: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for name in _SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
-    for fact in (*compiler, version, *_FLAGS, platform.machine(), _cpu_features()):
+    for fact in (*compiler, version, *flags, platform.machine()):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _cpu_features() -> str:
-    """Return what decides the meaning of -march=native, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = ("vendor_id", "cpu family", "model\t", "model name", "flags", "Features")
-    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
-
-
-def _compile(compiler: list[str], path: Path) -> None:
+def _compile(command: list[str], path: Path) -> None:
     """Compile into a temporary file and move it into place, for others may be at it too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        _run([*compiler, *_FLAGS, str(Path(__file__).parent / _SOURCES[0]), "-o", str(built), "-lm"])
+        _run([*command, str(Path(__file__).parent / _SOURCES[0]), "-o", str(built), "-lm"])
         built.replace(path)
 
 

@@ -31,6 +31,8 @@ from strop.evaluate import (
     write_result,
 )
 from strop.evaluate.shards import refuse_other_plan
+from strop.hardware import describe_machine
+from strop.hardware.number_format import compute_device, settle_format
 from strop.launch.eval_file import EvalFile, read_eval_file
 from strop.launch.inference import (
     Asking,
@@ -42,6 +44,7 @@ from strop.launch.inference import (
 )
 from strop.launch.rescoring import read_kept_asking
 from strop.policy.footprint import read_model_size
+from strop.record import RunDir
 from strop.record.shards import list_shards
 from strop.rollout import Split
 from strop.spec import RunSpec, load_spec
@@ -152,6 +155,7 @@ def _prepare(
                 pass_at=wish.pass_at,
                 pass_threshold=wish.pass_threshold,
                 dtype=spec.model.dtype,
+                dtype_reason=asking.dtype_reason,
             ),
             model_digest=model.digest,
             trained_ids=trained_ids,
@@ -184,12 +188,20 @@ def evaluate_by_file(
 ) -> StoredResult:
     """Evaluate a model on held-out examples as a file says. Raises: like `evaluate_here`."""
     file = read_eval_file(path)
-    run = None if model.run_path is None else load_spec(model.run_path / "spec.toml").spec
+    run = None if model.run_path is None else _read_run(model.run_path)
     counts = file.counts
     wish = EvalWish(
         num_examples=counts.num_examples, num_samples=counts.num_samples, out_dir=out_dir, name=file.name
     )
     return evaluate_here([read_file_asking(file, run)], model, wish, say=say)[0]
+
+
+def _read_run(path: Path) -> RunSpec:
+    """Return the spec of a run, with the number format that it is trained in."""
+    spec = load_spec(path / "spec.toml").spec
+    machine = describe_machine()
+    facts = RunDir.open(path).state.facts
+    return settle_format(spec, machine, compute_device(machine), facts=facts)[0]
 
 
 def _place(plan: EvalPlan, wish: EvalWish) -> Path:

@@ -23,6 +23,8 @@ from pydantic import ValidationError
 from strop.engine import Completion, GenerationRequest
 from strop.environments import RolloutPlan, SingleTurn, run_rollout
 from strop.errors import ConfigError, explain_refusal
+from strop.hardware import describe_machine, read_calibration
+from strop.hardware.number_format import compute_device, settle_format
 from strop.launch.locate import find_checkpoint
 from strop.launch.training import set_threads
 from strop.rollout import Message, Rollout, Sampling, Split
@@ -130,6 +132,8 @@ class Asking:
     """Task, seed, number format, prompt format and threads; nothing else of it is used."""
     sampling: Sampling
     split: Split
+    dtype_reason: str
+    """Why the model is served in the number format of `spec`."""
 
 
 def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
@@ -144,7 +148,16 @@ def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
     # One prompt per step: the task need not be large enough to train on.
     fixed = ["name=asked", f"task.name={task}", "train.prompts_per_step=1"]
     spec = load_spec(None, [*fixed, *(word for word in settings if word not in sampling)]).spec
-    return Asking(spec=spec, sampling=_read_sampling(fixed, sampling), split=split)
+    machine = describe_machine()
+    spec, number_format = settle_format(
+        spec, machine, compute_device(machine), calibration=read_calibration()
+    )
+    return Asking(
+        spec=spec,
+        sampling=_read_sampling(fixed, sampling),
+        split=split,
+        dtype_reason=str(number_format).partition(": ")[2],
+    )
 
 
 def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> list[Asking]:

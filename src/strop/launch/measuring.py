@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from strop.engine.contract import GenerationRequest
-from strop.hardware import calibrate_machine
+from strop.hardware import calibrate_machine, describe_machine
 from strop.hardware.efficiency import Efficiency, write_efficiency
+from strop.hardware.number_format import settle_format
 from strop.policy.footprint import (
     DEFAULT_MICRO_BATCH_POSITIONS,
     ModelSize,
@@ -64,6 +65,7 @@ def measure_machine(
     Raises: ConfigError if the model cannot be loaded; StoreError if the cache cannot be written.
     """
     calibration = calibrate_machine(cache_dir=cache_dir, time_limit_s=time_limit_s)
+    spec, _ = settle_format(spec, describe_machine(), None)
     is_bf16 = spec.model.dtype == "bfloat16"
     size = read_model_size(model_dir)
     found = derive_efficiency(

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean
 
 from strop.errors import ConfigError, explain_refusal
-from strop.hardware import Machine, describe_machine, free_disk_bytes, read_calibration
+from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.hardware.accelerators import Accelerator
 from strop.hardware.efficiency import read_efficiency
+from strop.hardware.number_format import AUTO, NumberFormat, settle_format
 from strop.launch.estimate import (
     TimeEstimate,
     Work,
@@ -26,7 +27,7 @@ from strop.launch.estimate import (
 from strop.launch.local_data import read_task_offline, require_trainable_here, training_examples_here
 from strop.launch.locate import find_model
 from strop.launch.plan_settings import list_limits, list_terms, with_origins
-from strop.launch.planned import Plan, PlannedPrompt, Room, Schedule
+from strop.launch.planned import Plan, PlannedPrompt, PlannedValue, Room, Schedule
 from strop.launch.roles import (
     Part,
     RoleMemory,
@@ -39,6 +40,7 @@ from strop.policy.footprint import ModelSize, read_model_size
 from strop.record.prediction import Prediction
 from strop.rollout import Example, Split
 from strop.spec import ResolvedSpec, RunSpec
+from strop.spec.base import DEFAULT
 from strop.spec.task import role_judges
 from strop.store import follow_store
 from strop.store.model_files import check_model_dir
@@ -87,11 +89,13 @@ def make_plan(
 
     Raises: ConfigError or DataError for what is here and cannot work, as training would.
     """
-    spec = resolved.spec
+    machine = machine or describe_machine()
+    spec, number_format = settle_format(
+        resolved.spec, machine, _device(machine, accelerator), calibration=read_calibration(cache_dir)
+    )
     with follow_store(spec.store):
         task, known = _look(spec, cache_dir)
         is_mirrored = find_mirror_root(spec.store) is not None
-    machine = machine or describe_machine()
     prompt = _plan_prompt(spec, task, known)
     speeds = choose_speeds(
         spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
@@ -118,7 +122,12 @@ def make_plan(
         model_path=str(known.model_path) if known.model_path else None,
         num_params=known.size.num_params if known.size else None,
         prompt=prompt,
-        limits=list_limits(resolved, task, known.size, machine, is_gpu=not speeds.is_processor),
+        limits=(
+            *list_limits(resolved, task, known.size, machine, is_gpu=not speeds.is_processor),
+            PlannedValue(
+                name="model.dtype", value=number_format.dtype, origin=_origin(resolved, number_format)
+            ),
+        ),
         schedule=schedule,
         algorithm=list_terms(resolved, limit),
         optimizer=with_origins(resolved, "optimizer", spec.optimizer.model_dump()),
@@ -134,8 +143,19 @@ def make_plan(
             *_warn_of_roles(roles, speeds),
         ),
         unknown=known.unknown,
-        notices=resolved.notices,
+        notices=(*resolved.notices, *([f"model.dtype: {number_format}"] if number_format.cost else [])),
     )
+
+
+def _device(machine: Machine, accelerator: Accelerator | None) -> Gpu | Accelerator | None:
+    """Return what is planned for, as `choose_speeds` takes it; None for the processor."""
+    return accelerator or (machine.gpus[0] if machine.gpus else None)
+
+
+def _origin(resolved: ResolvedSpec, number_format: NumberFormat) -> str:
+    """Say where the number format is from: the run file, or the hardware's own."""
+    is_open = resolved.spec.model.dtype == AUTO
+    return number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT)
 
 
 def predict_run(
@@ -394,7 +414,8 @@ def plan_work(
 
     Raises: ConfigError if model or data are not on this machine, or as `make_plan`.
     """
-    spec = resolved.spec
+    machine = machine or describe_machine()
+    spec, _ = settle_format(resolved.spec, machine, _device(machine, accelerator))
     with follow_store(spec.store):
         task, known = _look(spec, cache_dir)
     prompt = _plan_prompt(spec, task, known)
@@ -409,7 +430,7 @@ def plan_work(
         )
     speeds = choose_speeds(
         spec,
-        machine or describe_machine(),
+        machine,
         read_calibration(cache_dir),
         read_efficiency(cache_dir),
         accelerator,

@@ -31,7 +31,15 @@ from strop.evaluate import (
     run_evaluation,
     write_result,
 )
-from strop.hardware import describe_machine, keep_freed_memory, require_writable
+from strop.hardware import describe_machine, read_calibration, require_writable, tune_process
+from strop.hardware.number_format import (
+    AUTO,
+    DTYPE_FACT,
+    REASON_FACT,
+    NumberFormat,
+    compute_device,
+    settle_format,
+)
 from strop.kernels import kernel_status
 from strop.launch.claim import claim_machine
 from strop.launch.mirroring import Mirroring, probe_mirror
@@ -102,9 +110,9 @@ def _train_resolved(
     on_run: Callable[[RunDir], None],
     on_trained: Callable[[TrainOutcome], None],
 ) -> TrainOutcome:
-    spec = resolved.spec
-    threads = set_threads(spec.placement.threads)
-    model = get_model(spec.model.uri)
+    threads = set_threads(resolved.spec.placement.threads)
+    model = get_model(resolved.spec.model.uri)
+    spec, number_format = _settle(resolved.spec)
     task = build_task(spec.task)
     require_written(task)
     demonstrations = read_demonstrations(spec, task, model.path)
@@ -116,6 +124,8 @@ def _train_resolved(
         "task": task.name,
         "task_version": task.version,
         "num_threads": threads,
+        DTYPE_FACT: number_format.dtype,
+        REASON_FACT: number_format.reason,
     }
     # Before anything is started: a reference or teacher may have to be fetched, too.
     frozen = {role: get_model(named) for role, named in spec.frozen_models.items() if named is not None}
@@ -131,6 +141,8 @@ def _train_resolved(
     run_dir = open_run(resolved, facts, is_new=is_new)
     with run_dir:
         on_run(run_dir)
+        if run_dir.state.num_attempts:
+            spec, number_format = _settle(resolved.spec, run_dir.state.facts)
         attempt = str(run_dir.state.num_attempts + 1)
         with (
             claim_machine(
@@ -144,6 +156,8 @@ def _train_resolved(
             with _NotedAttempt(run_dir, mirroring, claim.devices):
                 mirroring.begin()
                 told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]), *found)
+                if resolved.spec.model.dtype == AUTO or number_format.cost is not None:
+                    told += (f"model.dtype: {number_format}",)
                 for notice in (*resolved.notices, *told):
                     event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                     run_dir.events.append(event)
@@ -214,6 +228,12 @@ class _NotedAttempt:
         self._observer.on_end(cause=cause)
 
 
+def _settle(spec: RunSpec, facts: Mapping[str, object] | None = None) -> tuple[RunSpec, NumberFormat]:
+    """Choose the number format for this process's device; `facts` are those of a run that goes on."""
+    machine = describe_machine()
+    return settle_format(spec, machine, compute_device(machine), calibration=read_calibration(), facts=facts)
+
+
 def _kernel_notice() -> str | None:
     """Say that the C kernels are missing, where a run would use them."""
     status = kernel_status()
@@ -227,7 +247,7 @@ def set_threads(wanted: int | None) -> int:
 
     None means the physical cores that this process may use.
     """
-    keep_freed_memory()  # Before torch is imported.
+    tune_process()  # Before torch is imported.
     import torch
 
     threads = wanted or max(describe_machine().num_physical_cores, 1)
@@ -374,6 +394,7 @@ class Evaluation:
             num_samples=spec.eval.num_samples,
             sampling=Sampling(**spec.sampling.model_dump()),
             dtype=spec.model.dtype,
+            dtype_reason=str(self.run_dir.state.facts.get(REASON_FACT)),
         )
         roles = self.roles
         planned = plan_evaluation(

@@ -20,10 +20,12 @@ class ModelSpec(Section):
         " with '/', '~' or '.' is a folder, and a relative"
         " one is taken from the file that names it.",
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16",
-        description="Number format of the compute copy used in forward and backward passes. Master weights"
-        " and optimizer moments are float32 either way.",
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="Number format of the compute copy used in forward and backward passes. 'auto' is"
+        " 'bfloat16' where the hardware multiplies it (avx512_bf16, AMX, ARM bf16, CUDA from 8.0 on) and"
+        " 'float32' elsewhere; a resumed run keeps its own. Master weights and optimizer moments are float32"
+        " either way.",
     )
     prompt_format: Literal["auto", "chat", "base"] = Field(
         default="auto",

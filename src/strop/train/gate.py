@@ -202,7 +202,11 @@ async def check_weights(gate: GateInput) -> GateCheck:
     loss_nats = -float(logprobs.mean())
     bound_nats = _MAX_CANARY_FRAC * math.log(learner.shape.vocab_size)
     is_passed = loss_nats < bound_nats
-    detail = f"loss {loss_nats:.2f} nats per token on plain English, bound {bound_nats:.2f}"
+    why = f" ({gate.dtype_reason})" if gate.dtype_reason else ""
+    detail = (
+        f"loss {loss_nats:.2f} nats per token on plain English, bound {bound_nats:.2f}, in"
+        f" {gate.spec.model.dtype}{why}"
+    )
     if not is_passed:
         detail += "; the weights look random: were they loaded, and from the right file?"
     return GateCheck(name="weights", is_passed=is_passed, detail=detail)

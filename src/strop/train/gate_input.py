@@ -30,6 +30,8 @@ class GateInput:
     """None: nothing is imitated."""
     preferences: Preferences | None = None
     """None: nothing is preferred."""
+    dtype_reason: str | None = None
+    """Why the run computes in its number format; None: nobody said."""
 
     @property
     def asked(self) -> Sequence[Example]:

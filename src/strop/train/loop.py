@@ -217,6 +217,7 @@ class TrainLoop:
             judge=parts.judge,
             demonstrations=parts.demonstrations,
             preferences=parts.preferences,
+            dtype_reason=parts.run_dir.state.facts.get("dtype_reason"),
         )
         self._checks = await pass_gate(gate)
         for check in self._checks:

@@ -1,0 +1,127 @@
+"""Which number format a run computes in where its file leaves that open, and what the other one costs.
+
+bfloat16 where the hardware multiplies it: processors with avx512_bf16, AMX or ARM's bf16, GPUs of compute
+capability 8.0 and above. Elsewhere float32: there bfloat16 is emulated, an order of magnitude slower. Masters
+and moments are float32 either way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from strop.hardware.accelerators import Accelerator
+from strop.hardware.calibrate import Calibration
+from strop.hardware.gpus import Gpu
+from strop.hardware.machine import BF16_INSTRUCTIONS, Machine
+from strop.hardware.torch_build import read_torch_build
+from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
+from strop.spec.run import RunSpec
+
+AUTO = "auto"
+DTYPE_FACT, REASON_FACT = "dtype", "dtype_reason"
+"""What run.json says of a run's number format: a resumed run keeps its own."""
+_BF16_CAPABILITY = 8.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberFormat:
+    """A number format and why it is that one."""
+
+    dtype: Literal["bfloat16", "float32"]
+    reason: str
+    """For people, behind the format: 'the processor has no instructions for bfloat16'."""
+    cost: str | None = None
+    """What it costs that the format was asked for on hardware without it."""
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return f"{self.dtype}: {self.reason}" + (f"; {self.cost}" if self.cost else "")
+
+
+def choose_format(
+    asked: str, machine: Machine, device: Gpu | Accelerator | None, calibration: Calibration | None = None
+) -> NumberFormat:
+    """Return the format for `model.dtype` on a device; None is the machine's processor.
+
+    `calibration` is what was measured of the processor, if anything was.
+    """
+    is_fast, why = _look_at(machine, device)
+    if asked == AUTO:
+        return NumberFormat(dtype="bfloat16" if is_fast else "float32", reason=why)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if asked == "bfloat16" else "float32"
+    cost = f"{why}, and emulates it{_slowdown(calibration)}" if dtype == "bfloat16" and not is_fast else None
+    return NumberFormat(dtype=dtype, reason="the run file says so", cost=cost)
+
+
+def settle_format(
+    spec: RunSpec,
+    machine: Machine,
+    device: Gpu | Accelerator | None,
+    *,
+    calibration: Calibration | None = None,
+    facts: Mapping[str, object] | None = None,
+) -> tuple[RunSpec, NumberFormat]:
+    """Return the spec with a number format in place of 'auto', and why it is that one.
+
+    `facts` are those of the run that goes on, if one does: it keeps its format wherever it goes on.
+    """
+    kept = (facts or {}).get(DTYPE_FACT)
+    found = choose_format(str(kept or spec.model.dtype), machine, device, calibration)
+    if kept is not None and spec.model.dtype == AUTO:
+        found = NumberFormat(dtype=found.dtype, reason="the run began with it", cost=found.cost)
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": found.dtype})}), found
+
+
+def _look_at(machine: Machine, device: Gpu | Accelerator | None) -> tuple[bool, str]:
+    """Return whether bfloat16 is fast there, and the fact that decides it."""
+    if isinstance(device, Accelerator):
+        is_fast = device.bf16_tflops > device.fp32_tflops
+        return is_fast, f"{device.name} is {'faster' if is_fast else 'not faster'} in bfloat16"
+    if device is not None:
+        capability = device.compute_capability
+        if capability is None or capability >= _BF16_CAPABILITY:
+            return True, f"{device.name} multiplies bfloat16"
+        return False, f"{device.name} (compute capability {capability}) has no instructions for bfloat16"
+    found = [flag for flag in BF16_INSTRUCTIONS if flag in machine.cpu_flags]
+    if found:
+        return True, f"the processor has {found[0]}"
+    return False, "the processor has no instructions for bfloat16"
+
+
+def _slowdown(calibration: Calibration | None) -> str:
+    if calibration is None:
+        return ": expect products to take many times as long; `strop doctor` measures"
+    factor = calibration.gemm_fp32_gflops / calibration.gemm_bf16_gflops
+    return f": a product takes {factor:.1f} times as long as in float32, by `strop doctor`"
+
+
+def compute_device(machine: Machine) -> Gpu | None:
+    """Return the GPU that PyTorch computes on in this process; None for the processor.
+
+    PyTorch is asked where it is loaded. Else the installed build and what the driver shows decide.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        if not torch.cuda.is_available():
+            return None
+        # The driver's answer first: PyTorch would take memory of the GPU to tell.
+        return machine.gpus[0] if machine.gpus else _ask_torch(torch)
+    build = read_torch_build()
+    hidden = parse_visible_devices(os.environ.get(VISIBLE_DEVICES)).form is DeviceForm.NONE
+    is_possible = build is not None and build.cuda is not None and not hidden
+    return machine.gpus[0] if machine.gpus and is_possible else None
+
+
+def _ask_torch(torch: Any) -> Gpu:
+    major, minor = torch.cuda.get_device_capability()
+    return Gpu(
+        index="0",
+        uuid="",
+        name=torch.cuda.get_device_name(),
+        memory_bytes=None,
+        compute_capability=float(f"{major}.{minor}"),
+    )

@@ -1,0 +1,123 @@
+"""Processors that the machine at hand is not: the same run, and the same numbers, on each of them.
+
+Emulated ones stand for Intel before AVX-512 (Haswell), for x86 without AVX2 (Nehalem) and for ARM; variables
+leave out what PyTorch and oneDNN would use here. An emulated process computes about ten times slower.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.kernels import kernel_status
+from tests.conftest import require_system_part
+from tests.fixtures.kernels import needs_kernels
+
+ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "src" / "strop" / "kernels"
+X86 = "qemu-x86_64-static"
+ARM, ARM_COMPILER, ARM_ROOT = "qemu-aarch64-static", "aarch64-linux-gnu-gcc", "/usr/aarch64-linux-gnu"
+LIMIT_S = 3600.0
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+"""What a test stream may be started with; an emulated processor can do less than they promise."""
+needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="an x86 interpreter, to emulate")
+
+
+def run_whole(folder: Path, emulator: tuple[str, ...] = (), **variables: str) -> dict[str, Any]:
+    """Train, interrupt, resume and evaluate in one process; return what it says."""
+    inherited = {name: value for name, value in os.environ.items() if name not in LIMITS}
+    environment = {**inherited, **variables, "STROP_CACHE": str(folder / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    done = subprocess.run(
+        [*emulator, sys.executable, "-m", "tests.fixtures.whole_run", str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+@pytest.fixture(scope="module")
+def on_this_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run on this machine, in the format that all processors have."""
+    return run_whole(tmp_path_factory.mktemp("here"), ONEDNN_MAX_CPU_ISA="AVX2")
+
+
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare the steps: the same tokens, rewards and gradients up to rounding."""
+    assert found["num_attempts"] == expected["num_attempts"] == 2
+    assert (found["dtype"], found["result_dtype"][0]) == ("float32", "float32")
+    assert "no instructions for bfloat16" in found["dtype_reason"]
+    assert len(found["steps"]) == 2
+    for mine, theirs in zip(found["steps"], expected["steps"], strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-3)
+    assert found["evaluated"] == pytest.approx(expected["evaluated"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "capability"),
+    [
+        ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}, "DEFAULT"),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2", "CC": "no-such-compiler"}, None),
+    ],
+    ids=["without-avx", "without-compiler"],
+)
+def test_a_run_is_the_same_without_what_this_processor_has(
+    tmp_path: Path, on_this_one: dict[str, Any], variables: dict[str, str], capability: str | None
+) -> None:
+    found = run_whole(tmp_path, (), **variables)
+    require_same(found, on_this_one)
+    assert capability in (None, found["capability"])
+    assert ("not compiled" in found["kernels"]) == ("CC" in variables)
+
+
+@pytest.mark.slow
+@needs_x86
+@pytest.mark.parametrize(("processor", "capability"), [("Haswell", "AVX2"), ("Nehalem", "DEFAULT")])
+def test_a_run_is_the_same_on_an_emulated_processor(
+    tmp_path: Path, on_this_one: dict[str, Any], processor: str, capability: str
+) -> None:
+    """Haswell has AVX2 and no AVX-512; Nehalem has neither."""
+    require_system_part("qemu-user-static", shutil.which(X86) is not None)
+    found = run_whole(tmp_path, (X86, "-cpu", processor))
+    assert found["capability"] == capability
+    require_same(found, on_this_one)
+
+
+def show_kernels(folder: Path, command: tuple[str, ...], runner: tuple[str, ...] = ()) -> dict[str, float]:
+    """Compile the kernels with a program that runs each of them; return the numbers that it prints."""
+    program = folder / "every_kernel"
+    flags = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w", "-I", str(KERNELS))
+    source = Path(__file__).parent / "kernels" / "every_kernel.c"
+    subprocess.run([*command, *flags, str(source), "-o", str(program), "-lm"], check=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        [*runner, str(program)], capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
+    pairs = [line.split() for line in done.stdout.splitlines()]
+    assert len(pairs) > 1000
+    return {f"{index} {name}": float(value) for index, (name, value) in enumerate(pairs)}
+
+
+@needs_kernels
+def test_the_kernels_give_the_same_numbers_on_arm(tmp_path: Path) -> None:
+    has_all = shutil.which(ARM) is not None and shutil.which(ARM_COMPILER) is not None
+    require_system_part("qemu-user-static and gcc-aarch64-linux-gnu", has_all)
+    assert kernel_status().path is not None
+    here = show_kernels(tmp_path, (os.environ.get("CC", "cc"),))
+    on_arm = show_kernels(tmp_path, (ARM_COMPILER,), (ARM, "-L", ARM_ROOT))
+    # One unit in the last place of bfloat16 is 2^-8 of a value.
+    assert on_arm == pytest.approx(here, rel=2**-7, abs=1e-6)
+    exact = [name for name in here if abs(on_arm[name] - here[name]) > 1e-5 * abs(here[name]) + 1e-7]
+    assert len(exact) < len(here) / 100
