@@ -258,8 +258,29 @@ def set_threads(wanted: int | None) -> int:
 def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
     """Return the run's directory with its lock held: an unfinished one, or a new one.
 
-    Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run.
+    An unfinished run of another version of the task is left alone where it has trained nothing.
+
+    Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
+        would go on has trained on another version of the task.
     """
+    run_dir = _open_run(resolved, facts, is_new=is_new)
+    began, now = run_dir.state.facts.get("task_version"), facts["task_version"]
+    if began == now:
+        return run_dir
+    run_dir.release()
+    if resolved.spec.output.dir is None and not run_dir.metrics.read():
+        return _open_run(resolved, facts, is_new=True)
+    raise CheckRefused(
+        explain_refusal(
+            f"task {facts['task']} is another one than {run_dir.path} began with (version {now}, then"
+            f" {began}): its code, its data or its wording has changed",
+            allowed="the task as it was: a curve over two tasks says nothing of either",
+            next_step="undo the change, or start a new run with --new",
+        )
+    )
+
+
+def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
     spec, digest = resolved.spec, spec_digest(resolved.spec)
     if spec.output.dir is not None:
         path = Path(spec.output.dir)

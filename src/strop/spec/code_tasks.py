@@ -9,7 +9,7 @@ from pydantic import Field
 from strop.spec.task_base import EvaluationRows, FewShot, HeldOutRows, TrainingRows
 
 
-class _CodeTaskSection(HeldOutRows):
+class CodeTaskSection(HeldOutRows):
     """What the tasks that run code of the model share."""
 
     min_isolation: Literal["none", "rlimit", "namespace", "container", "vm"] = Field(
@@ -20,7 +20,7 @@ class _CodeTaskSection(HeldOutRows):
     )
 
 
-class MbppSpec(FewShot, _CodeTaskSection, TrainingRows):
+class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
     """Short Python functions, in the columns of MBPP."""
 
     name: Literal["mbpp"] = Field(description="Which task: short Python functions with tests.")
@@ -43,7 +43,7 @@ class MbppSpec(FewShot, _CodeTaskSection, TrainingRows):
     )
 
 
-class HumanEvalSpec(_CodeTaskSection, EvaluationRows):
+class HumanEvalSpec(CodeTaskSection, EvaluationRows):
     """Python functions to complete, in the columns of HumanEval; for evaluation only."""
 
     name: Literal["humaneval"] = Field(description="Which task: Python functions to complete.")
@@ -55,7 +55,7 @@ class HumanEvalSpec(_CodeTaskSection, EvaluationRows):
     )
 
 
-class AppsSpec(_CodeTaskSection, TrainingRows):
+class AppsSpec(CodeTaskSection, TrainingRows):
     """Programming contests, in the columns of APPS."""
 
     name: Literal["apps"] = Field(description="Which task: programming contests.")

@@ -56,7 +56,7 @@ def format_value(value: Any) -> str:
         return quote_text(value)
     if isinstance(value, int | float):
         return repr(value)
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(format_value(item) for item in value) + "]"
     if isinstance(value, dict):
         items = ", ".join(f"{_quote_key(key)} = {format_value(item)}" for key, item in value.items())

@@ -22,6 +22,7 @@ from strop.spec.math_tasks import (
     MmluSpec,
     RlvrMixedSpec,
 )
+from strop.spec.rows_task import RowsSpec
 from strop.spec.sft_task import SftJsonlSpec
 from strop.spec.task_base import TaskSection
 
@@ -47,6 +48,7 @@ PlainTask = (
     | LlmJudgeSpec
     | SftJsonlSpec
     | RlvrMixedSpec
+    | RowsSpec
 )
 """A task that is not made of others."""
 AnyPart = TypeVar("AnyPart", bound=Section)

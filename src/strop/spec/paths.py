@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.display import KeyPath, dotted, show_text
+from strop.user_code import is_code
 
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
 
 def _is_marked_path(text: str) -> bool:
@@ -48,6 +49,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("reference", "model"): _is_marked_path,
     ("teacher", "model"): _is_marked_path,
     ("task", "source"): _is_data_path,
+    ("task", "reward"): is_code,
     ("task", "judge_model"): _is_marked_path,
     ("task", "order_file"): _is_no_address,
     ("task", "rubric"): _is_rubric_path,

@@ -83,7 +83,7 @@ class Setting:
         elif get_origin(kind) is dict:
             name = "table"
         elif get_origin(kind) is tuple:
-            name = "list of texts"
+            name = "list of numbers" if float in get_args(kind) else "list of texts"
         else:
             name = {int: "integer", float: "number", str: "text", bool: "true or false"}[kind]
         return f"{name} or none" if self.is_nullable else name

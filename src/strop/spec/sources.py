@@ -167,6 +167,11 @@ def _finish(found: list[Leaf], folder: str) -> Leaves:
             value = None
         if isinstance(value, str):
             value = absolute_path(leaf.path, value, folder, leaf.origin)
+        elif isinstance(value, list):
+            value = [
+                absolute_path(leaf.path, item, folder, leaf.origin) if isinstance(item, str) else item
+                for item in value
+            ]
         leaves[leaf.path] = replace(leaf, value=value)
     return leaves
 

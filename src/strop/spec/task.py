@@ -26,6 +26,7 @@ from strop.spec.math_tasks import (
 )
 from strop.spec.mixture import MixturePart, MixtureSpec
 from strop.spec.parts import PlainTask
+from strop.spec.rows_task import RowsSpec
 from strop.spec.sft_task import SftJsonlSpec
 
 BoxedMathSpec = MathSpec | Math500Spec | DeepscalerSpec
@@ -45,6 +46,7 @@ RowTaskSpec = (
     | RlvrIfevalSpec
     | IfMultiSpec
     | SftJsonlSpec
+    | RowsSpec
 )
 """The tasks whose problems are the rows of a data set."""
 TaskSpec = Annotated[PlainTask | MixtureSpec | BlendSpec, Field(discriminator="name")]
@@ -96,6 +98,7 @@ __all__ = [
     "RlvrIfevalSpec",
     "RlvrMixedSpec",
     "RowTaskSpec",
+    "RowsSpec",
     "SftJsonlSpec",
     "TaskSpec",
     "judge_sections",

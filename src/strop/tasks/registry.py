@@ -33,6 +33,7 @@ from strop.spec.task import (
     ReverseTextSpec,
     RlvrIfevalSpec,
     RlvrMixedSpec,
+    RowsSpec,
     SftJsonlSpec,
     TaskSpec,
     judge_sections,
@@ -62,6 +63,7 @@ TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "if-multi": "Up to five checkable instructions a prompt, for training (extra: tasks).",
         "llm-judge": "Open questions; another model grades the replies over HTTP (extra: tasks).",
         "sft-jsonl": "Demonstrations with gold answers, in the rows that sft.source takes.",
+        "rows": "Your own rows, judged by your own function or a built-in one.",
         "rlvr-mixed": "GSM, MATH and instruction rows in one data set, for training (extra: tasks).",
         "mixture": "Several tasks trained as one, by weight, by size or in sequence.",
         "blend": "One task judged by several verifiers, whose weighted scores are added up.",
@@ -116,6 +118,7 @@ _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
         LlmJudgeSpec: _deferred("llm_judge.task:LlmJudge"),
         SftJsonlSpec: _deferred("sft_jsonl:SftJsonl"),
         RlvrMixedSpec: _deferred("rlvr_mixed:RlvrMixed"),
+        RowsSpec: _deferred("user.rows:Rows"),
         MixtureSpec: _build_mixture,
         BlendSpec: _build_blend,
     }
@@ -145,6 +148,11 @@ def build_warm_task(spec: TaskSpec) -> Task:
         # A scorer that wants the generated problem; a mixture must know whose an example is.
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
+    for part in plain_sections(spec):
+        if isinstance(part, RowsSpec):
+            from strop.tasks.user.rows import Rows
+
+            Rows(part).load_code()
     for judge in judge_sections(spec):
         from strop.tasks.llm_judge.task import LlmJudge
 

@@ -14,6 +14,8 @@ from strop.tasks.contract import TaskLimits
 # How many prompts may be too long changes no prompt and no score; nor does the order of training examples.
 _NOT_HASHED = {
     *("source", "max_too_long_frac"),
+    # A function of the user's counts by its source, wherever that lies.
+    "reward",
     *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
     # How a judge is reached, and who compares it with people; its rubric is hashed as a text.
     *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),

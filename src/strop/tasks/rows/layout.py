@@ -10,6 +10,7 @@ A URI such as s3://bucket/gsm8k/ is fetched whole and read as the folder or the 
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from strop.errors import DataError, HubUnreachable, RemoteMissing, explain_refus
 from strop.store.data_files import DataFile, fetch_data_file, locate_named, note_data_file
 from strop.store.uris import is_remote
 
-_SUFFIXES = (".parquet", ".jsonl", ".json")
+_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 _FOLDERS = ("", "main", "data")
 _TRAIN_STEMS = ("train",)
 _SHOT_STEMS = ("dev", "prompt")
@@ -221,11 +222,12 @@ def _hash(content: str) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read all rows of one file of Parquet, JSON or JSONL, in order.
+    """Read all rows of one file of Parquet, CSV, JSON or JSONL, in order. Values of CSV are texts.
 
     Raises: DataError if it cannot be read.
     """
-    values = _read_parquet(path) if path.suffix == ".parquet" else list(_read_json(path))
+    read = {".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix, _read_json)
+    values = list(read(path))
     return [Row(values=value, place=f"{path}, row {number}") for number, value in enumerate(values, start=1)]
 
 
@@ -238,6 +240,21 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, str(error), "Parquet") from error
     return rows
+
+
+def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows below a header; all have its columns."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if None in row or None in row.values():
+                    width = len(reader.fieldnames or ())
+                    cause = f"line {reader.line_num} has not the {width} columns of the header"
+                    raise _unreadable(path, cause, "CSV with a header, and its columns in every row")
+                yield row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise _unreadable(path, str(error), "CSV in UTF-8 with a header") from error
 
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:

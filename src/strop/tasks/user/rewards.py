@@ -1,0 +1,195 @@
+"""What a reply to a user's row is worth: functions of the user's, and built-in ones.
+
+A reward takes a reply and the values of its row by name, and gives named parts. What a function of the user's
+returns is not believed but checked: a text, NaN or a list of another length is an error, and no reward of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+from strop.tasks.mathematics.answers import find_answer
+from strop.tasks.mathematics.equivalence import Strictness, answers_equal
+from strop.tasks.thinking import text_after_thinking
+from strop.user_code import CodeRef, InspectedFunction, inspect_function, load_code
+
+Parts = dict[str, float | None]
+"""Named parts of a reward; None where nothing can be said."""
+REPLY, REPLIES = "reply", "completions"
+"""The parameter that a function of the user's gets the reply in: strop's form, and TRL's."""
+GIVEN = frozenset({REPLY, "answer", "prompt", REPLIES, "prompts"})
+"""What a function may take beside the columns of its row."""
+_FORMS = "def score(reply, answer, **columns), or TRL's def score(completions, **columns)"
+_VALUES = "a finite number, true or false, None, or a table of them"
+
+
+class UserReward:
+    """A function of the user's, called by the names of its parameters."""
+
+    def __init__(self, text: str) -> None:
+        """Look at the function; it is not loaded.
+
+        Raises: ConfigError if it cannot be imported, or takes no reply.
+        """
+        self.ref = CodeRef.parse(text)
+        self.name = self.ref.name
+        self.signature: InspectedFunction = inspect_function(self.ref)
+        if not {REPLY, REPLIES} & set(self.signature.parameters):
+            taken = ", ".join(self.signature.parameters) or "nothing"
+            raise ConfigError(
+                explain_refusal(
+                    f"{self.ref} (line {self.signature.line}) takes {taken}, and no reply",
+                    allowed=_FORMS,
+                    next_step="name the parameter that takes the reply so",
+                )
+            )
+
+    def load(self) -> Callable[..., Any]:
+        """Bring the function into this process. Raises: ConfigError like `load_code`."""
+        found: Callable[..., Any] = load_code(self.ref)
+        return found
+
+    def score(self, values: Mapping[str, Any]) -> Parts:
+        """Call the function with what it takes of some values.
+
+        Raises: TypeError or ValueError for what it may not return; whatever it raises.
+        """
+        is_batched = REPLIES in self.signature.parameters
+        given = dict(values) if self.signature.takes_others else self._pick(values)
+        if is_batched:
+            is_chat = not isinstance(values["prompt"], str)
+            reply = values[REPLY]
+            given = {key: [value] for key, value in given.items() if key not in GIVEN or key == "answer"}
+            given[REPLIES] = [[{"role": "assistant", "content": reply}] if is_chat else reply]
+            if self.signature.takes_others or "prompts" in self.signature.parameters:
+                given["prompts"] = [values["prompt"]]
+        returned = self.load()(**given)
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_await(returned))
+        return _to_parts(self._only(returned) if is_batched else returned, self.name, self._where)
+
+    def _pick(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: values[name] for name in self.signature.parameters if name in values}
+
+    def _only(self, returned: Any) -> Any:
+        """Return the one score of a list of one reply. Raises: TypeError for any other list."""
+        scores = returned.tolist() if hasattr(returned, "tolist") else returned
+        if not isinstance(scores, list | tuple) or len(scores) != 1:
+            what = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
+            raise TypeError(f"{self._where} returned {what} for 1 completion; allowed: a list of as many")
+        return scores[0]
+
+    @property
+    def _where(self) -> str:
+        return f"{self.ref} (line {self.signature.line})"
+
+
+async def _await(returned: Any) -> Any:
+    return await returned
+
+
+def _to_parts(returned: Any, name: str, where: str) -> Parts:
+    """Check what a function returned. Raises: TypeError or ValueError saying what is allowed."""
+    if isinstance(returned, Mapping):
+        if not returned:
+            raise ValueError(f"{where} returned an empty table; allowed: {_VALUES}")
+        return {f"{name}.{key}": _to_number(value, where) for key, value in returned.items()}
+    return {name: _to_number(returned, where)}
+
+
+def _to_number(value: Any, where: str) -> float | None:
+    if value is None:
+        return None
+    # A number of NumPy or PyTorch.
+    plain = value.item() if hasattr(value, "item") and not isinstance(value, int | float) else value
+    if not isinstance(plain, bool | int | float):
+        raise TypeError(f"{where} returned {plain!r:.60}, a {type(plain).__name__}; allowed: {_VALUES}")
+    if not math.isfinite(plain):
+        raise ValueError(f"{where} returned {plain}; allowed: {_VALUES}")
+    return float(plain)
+
+
+def score_built_in(name: str, reply: str, answer: Any) -> float | None:
+    """Judge a reply by a built-in reward; None for 'python-tests', which a sandbox judges.
+
+    Judged is what stands behind the last closed thinking block.
+    """
+    text = text_after_thinking(reply)
+    if text is None:
+        return 0.0
+    return float(_BUILT_IN[name](text, answer))
+
+
+def _is_exact(text: str, answer: Any) -> bool:
+    return _plain(text) == _plain(show_answer(answer))
+
+
+def _contains(text: str, answer: Any) -> bool:
+    wanted = _plain(show_answer(answer))
+    # As words of their own: 4 is not in 42.
+    return bool(wanted) and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", _plain(text)) is not None
+
+
+def _is_equal_math(text: str, answer: Any) -> bool:
+    found = find_answer(text)
+    return found is not None and answers_equal(show_answer(answer), found.text, Strictness.STANDARD)
+
+
+def _fits_schema(text: str, answer: Any) -> bool:
+    from jsonschema import ValidationError, validators
+
+    try:
+        value = json.loads(_without_fence(text))
+    except ValueError:
+        return False
+    schema = read_schema(answer)
+    try:
+        validators.validator_for(schema)(schema).validate(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def read_schema(answer: Any) -> Any:
+    """Return the JSON Schema of a row: a table, or its text.
+
+    Raises: ValueError if it is none.
+    """
+    from jsonschema import SchemaError, validators
+
+    schema = json.loads(answer) if isinstance(answer, str) else answer
+    try:
+        validators.validator_for(schema).check_schema(schema)
+    except (SchemaError, AttributeError, TypeError) as error:
+        raise ValueError(f"{getattr(error, 'message', error)}") from error
+    return schema
+
+
+_FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
+_BUILT_IN: Mapping[str, Callable[[str, Any], bool]] = {
+    "exact": _is_exact,
+    "contains": _contains,
+    "math": _is_equal_math,
+    "json-schema": _fits_schema,
+}
+
+
+def _without_fence(text: str) -> str:
+    fenced = _FENCED.fullmatch(text)
+    return fenced.group(1) if fenced else text
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def show_answer(answer: Any) -> str:
+    """Return an answer as a text: a number as it is written, anything else but text as JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)

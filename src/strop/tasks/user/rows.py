@@ -1,0 +1,338 @@
+"""The user's own rows as a task: a prompt, perhaps an answer, and rewards.
+
+A column is what it is in the file: functions get the row's values by name. Rows are read and prompts written
+here; functions run where replies are judged.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import datetime as dt
+import json
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+from strop.errors import ConfigError, DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.rows_task import BUILT_IN_REWARDS, RowsSpec
+from strop.tasks.code.extraction import extract_python, used_names
+from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, judged_outcome, no_code_outcome
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.contract import TaskLimits
+from strop.tasks.prompt import PosedMessage, Thinking, pose
+from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.reading import RowReading, SplitExamples
+from strop.tasks.rows.row_task import RowTask
+from strop.tasks.user.rewards import GIVEN, Parts, UserReward, read_schema, score_built_in, show_answer
+from strop.user_code import hash_sources
+
+_MAX_REPLY_TOKENS = 1024
+_VERIFIER = "rows-1"
+_SANDBOXED = "python-tests"
+_ROLES = ("system", "user", "assistant")
+_FULL_MARKS_SLACK = 1e-9
+
+
+class Rows(RowTask):
+    """Right if the rewards add up to `task.max_reward`.
+
+    Parts of the reward have the names of their functions. A row without an answer is left out, and counted,
+    where a built-in reward compares with it.
+    """
+
+    _spec: RowsSpec
+
+    def __init__(self, spec: RowsSpec) -> None:
+        self._functions = {name: UserReward(name) for name in spec.reward if name not in BUILT_IN_REWARDS}
+        self._weights = dict(zip(spec.reward, spec.reward_weights or [1.0] * len(spec.reward), strict=True))
+        self._full_marks = spec.max_reward - _FULL_MARKS_SLACK
+        self._reader = _Reader(spec, self._functions)
+        reading = RowReading(
+            layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",)),
+            to_example=self._reader.to_example,
+            question=lambda example: json.dumps(example.fields["prompt"]),
+            why_left_out=self._reader.why_left_out,
+        )
+        is_sandboxed = _SANDBOXED in spec.reward
+        user_s = spec.reward_limit_s if self._functions else 0.0
+        sandbox_s = WALL_S + SPARE_VERIFY_S if is_sandboxed else 0.0
+        limits = TaskLimits(
+            # The rows are the user's, and so is what a full solution needs.
+            max_reply_tokens=spec.max_reply_tokens or _MAX_REPLY_TOKENS,
+            max_reward=spec.max_reward,
+            max_goldless_frac=1.0,
+            verify_limit_s=(user_s + sandbox_s) or None,
+            verify_keeps_time=is_sandboxed and not self._functions,
+        )
+        judges = [
+            f"{self._functions[name].ref} {hash_sources(self._functions[name].ref.path)}"
+            if name in self._functions
+            else name
+            for name in spec.reward
+        ]
+        super().__init__(
+            spec,
+            reading,
+            limits,
+            source=spec.source,
+            prompt=spec.prompt,
+            verifier=" ".join([_VERIFIER, *judges]),
+        )
+
+    def load_code(self) -> None:
+        """Bring the user's functions into this process. Raises: ConfigError like `user_code.load_code`."""
+        for reward in self._functions.values():
+            reward.load()
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Give the row's prompt: its messages, or one of the user's."""
+        asked = example.fields["prompt"]
+        if isinstance(asked, str):
+            return pose(asked, thinking=self._spec.thinking)
+        *before, last = asked
+        messages = [Message(role=one["role"], content=one["content"]) for one in before]
+        thinking = Thinking(self._spec.thinking)
+        return (*messages, PosedMessage(role=last["role"], content=last["content"], thinking=thinking))
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Add up what the rewards give.
+
+        Raises: whatever a function of the user's raises; TypeError or ValueError for what it may not return;
+            SandboxError like `judge_python`.
+        """
+        columns = example.fields["columns"]
+        values = {
+            **columns,
+            "reply": text,
+            "answer": example.fields["answer"],
+            "prompt": example.fields["prompt"],
+        }
+        parts: Parts = {}
+        outcome = Outcome(parts={})
+        for name, weight in self._weights.items():
+            if name in self._functions:
+                found = self._functions[name].score(values)
+            elif name == _SANDBOXED:
+                outcome = self._run_tests(example, text)
+                found = {name: outcome.parts["correct"]}
+            else:
+                found = {name: score_built_in(name, text, example.fields["answer"])}
+            parts |= {key: None if value is None else weight * value for key, value in found.items()}
+        judged = replace(outcome, parts=parts)
+        reward = judged.reward
+        return replace(judged, is_correct=None if reward is None else reward >= self._full_marks)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the reply that `task.gold` describes, or the answer as the first reward reads it."""
+        answer = example.fields["answer"]
+        if self._spec.gold is not None:
+            names = {**example.fields["columns"], "answer": show_answer(answer)}
+            return (self._spec.gold.format(**names),)
+        first = self._spec.reward[0]
+        if answer is None or first in ("json-schema", _SANDBOXED):
+            return ()
+        return (f"\\boxed{{{show_answer(answer)}}}" if first == "math" else show_answer(answer),)
+
+    def _read_splits(self) -> SplitExamples:
+        found = super()._read_splits()
+        if found.train and found.held_out:
+            return found
+        left = ", ".join(f"{number} {why}" for why, number in found.left_out.items())
+        raise DataError(
+            explain_refusal(
+                f"task.source={self._source} has {len(found.train)} training and {len(found.held_out)}"
+                f" held-out examples; rows left out: {left}",
+                allowed="at least one row in each split",
+                next_step="add rows, or the answers that are missing",
+            )
+        )
+
+    def _run_tests(self, example: Example, text: str) -> Outcome:
+        tests = read_tests(example.fields["answer"])
+        code = extract_python(text)
+        if code is None:
+            return no_code_outcome(None)
+        job = JudgeJob(
+            source=code,
+            mode=JudgeMode.STATEMENTS,
+            names=_tested_names(tests),
+            tests=tests,
+            num_tests=len(tests),
+            wall_s=WALL_S,
+        )
+        return judged_outcome(code, judge_python(job, min_isolation=self._spec.min_isolation))
+
+
+def read_tests(answer: Any) -> tuple[str, ...]:
+    """Return the tests of a row, each a statement of Python: a list of them, or their text.
+
+    Raises: ValueError if one is no Python, or if they use nothing that a reply could define.
+    """
+    listed = answer if isinstance(answer, list) else [answer]
+    tests: list[str] = []
+    for text in listed:
+        if not isinstance(text, str):
+            raise ValueError(f"a test of type {type(text).__name__}")
+        try:
+            statements = ast.parse(text).body
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"the test {text[:60]!r} is no Python ({error})") from error
+        tests += [ast.unparse(statement) for statement in statements]
+    if not _tested_names(tests):
+        raise ValueError(f"{len(tests)} tests, and none uses a name that a reply could define")
+    return tuple(tests)
+
+
+def _tested_names(tests: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in used_names("\n".join(tests)) if name not in vars(builtins))
+
+
+class _Reader:
+    """Turns rows into examples, and remembers what was asked before."""
+
+    def __init__(self, spec: RowsSpec, functions: Mapping[str, UserReward]) -> None:
+        self._spec = spec
+        self._functions = functions
+        self._compares = any(name in BUILT_IN_REWARDS for name in spec.reward)
+        self._answers: dict[str, tuple[Any, Row]] = {}
+        self._names = _template_names(spec.prompt, "task.prompt")
+        self._gold_names = _template_names(spec.gold or "", "task.gold")
+
+    def why_left_out(self, row: Row, split: Split) -> str | None:
+        self._require_columns(row)
+        return "without an answer" if self._compares and self._answer_of(row) is None else None
+
+    def to_example(self, row: Row) -> Example:
+        asked, answer = self._prompt_of(row), self._answer_of(row)
+        key = json.dumps(asked)
+        known, place = self._answers.setdefault(key, (answer, row))
+        if known != answer:
+            raise _malformed(
+                row,
+                f"asks what {place.place} asks, with another answer: {show_answer(answer)[:60]!r}",
+                f"the answer of that row, {show_answer(known)[:60]!r}",
+            )
+        self._check_answer(row, answer)
+        columns = {name: _to_json(value) for name, value in row.values.items()}
+        columns = {name: value for name, value in columns.items() if value is not ...}
+        fields = {"prompt": asked, "answer": answer, "columns": columns}
+        return make_example(self._spec.name, fields, None if answer is None else show_answer(answer))
+
+    def _require_columns(self, row: Row) -> None:
+        """Refuse a row without what the settings and the functions name of it.
+
+        Raises: DataError naming the row, the column, who wants it, and what there is.
+        """
+        spec = self._spec
+        wanted = dict.fromkeys(self._names or [spec.prompt], f"task.prompt={spec.prompt!r}")
+        wanted |= {name: f"task.gold={spec.gold!r}" for name in self._gold_names if name != "answer"}
+        if spec.answer is not None:
+            wanted[spec.answer] = f"task.answer={spec.answer!r}"
+        for reward in self._functions.values():
+            taken = f"{reward.ref} (line {reward.signature.line}) takes it"
+            wanted |= {name: taken for name in reward.signature.required if name not in GIVEN}
+        missing = [f"{name!r} ({who})" for name, who in wanted.items() if name not in row.values]
+        if missing:
+            columns = ", ".join(row.values) or "none"
+            raise _malformed(row, f"has no column {' and '.join(missing)}", f"its columns: {columns}")
+
+    def _prompt_of(self, row: Row) -> Any:
+        """Return what a row asks: a text, or the messages of a chat. Raises: DataError naming the row."""
+        spec = self._spec
+        if self._names:
+            asked: Any = spec.prompt.format(**{name: _as_text(row.values[name]) for name in self._names})
+        else:
+            asked = row.values[spec.prompt]
+        if isinstance(asked, str) and asked.strip():
+            return asked
+        if isinstance(asked, list) and asked and all(map(_is_message, asked)) and asked[-1]["role"] == "user":
+            return [{"role": one["role"], "content": one["content"]} for one in asked]
+        raise _malformed(
+            row,
+            f"asks {asked!r:.80}",
+            "a text that is not empty, or a list of messages with role (system, user, assistant) and content,"
+            " the last one the user's",
+        )
+
+    def _answer_of(self, row: Row) -> Any:
+        """Return a row's answer as a JSON value; None where it has none."""
+        answer = None if self._spec.answer is None else _to_json(row.values[self._spec.answer])
+        return None if answer in ("", ...) else answer
+
+    def _check_answer(self, row: Row, answer: Any) -> None:
+        """Refuse an answer that its built-in reward cannot read. Raises: DataError naming the row."""
+        checks = {"json-schema": read_schema, _SANDBOXED: read_tests}
+        for name in self._spec.reward:
+            if name in checks:
+                try:
+                    checks[name](answer)
+                except ValueError as error:
+                    raise _malformed(
+                        row, f"has an answer that {name} cannot read: {error}", _READABLE[name]
+                    ) from error
+
+
+_READABLE = {
+    "json-schema": "a JSON Schema, as a table or its text",
+    _SANDBOXED: "statements of Python such as assert double(2) == 4, as a list or a text",
+}
+
+
+def _template_names(template: str, setting: str) -> tuple[str, ...]:
+    """Return the columns that a template names; () for a text without any.
+
+    Raises: ConfigError if it is no template, or asks for more than columns.
+    """
+    try:
+        found = string.Formatter().parse(template)
+        parts = [(name, spec or how) for _, name, spec, how in found if name is not None]
+    except ValueError as error:
+        raise _no_template(template, setting, str(error)) from error
+    for name, form in parts:
+        if not name.isidentifier() or form:
+            raise _no_template(template, setting, f"{{{name}}} is not the name of a column")
+    return tuple(dict.fromkeys(name for name, _ in parts))
+
+
+def _no_template(template: str, setting: str, cause: str) -> ConfigError:
+    return ConfigError(
+        explain_refusal(
+            f"{setting}={template!r:.80}: {cause}",
+            allowed="the name of a column, or a text with columns in braces, such as 'Solve: {question}'; {{"
+            " and }} stand for braces",
+            next_step=f"correct {setting}",
+        )
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("role") in _ROLES and isinstance(value.get("content"), str)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else show_answer(_to_json(value))
+
+
+def _to_json(value: Any) -> Any:
+    """Return a column's value as JSON has it; `...` for bytes and the like, which no function gets."""
+    if isinstance(value, dt.date | dt.time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, dict):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_to_json(item) for item in value]
+    return value if value is None or isinstance(value, str | bool | int | float) else ...
+
+
+def _malformed(row: Row, what: str, allowed: str) -> DataError:
+    return DataError(
+        explain_refusal(
+            f"{row.place} {what}", allowed=allowed, next_step="mend the row, or correct the setting"
+        )
+    )

@@ -1,0 +1,146 @@
+"""Looking at user code without running it here: in a process of its own, killed at a limit.
+
+Whoever plans a run on a login node learns what a file holds, and neither an endless loop in it nor what it
+prints or forks reaches the planner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+from strop.user_code import probe
+from strop.user_code.reference import CodeRef
+from strop.user_code.sources import hash_sources
+
+IMPORT_LIMIT_S = 60.0
+"""Wall time that importing the user's module may take; what it imports may be PyTorch, on a busy machine."""
+_LOOK_EVERY_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectedFunction:
+    """A function of the user's, as its signature says."""
+
+    parameters: tuple[str, ...]
+    """Those that can be given by name."""
+    required: frozenset[str]
+    takes_others: bool
+    """Whether it takes any further name, as `**columns`."""
+    line: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectedTask:
+    """A task class of the user's, and what its settings class makes of some settings."""
+
+    meaning: str
+    """Its docstring."""
+    schema: Mapping[str, Any]
+    """Of the settings, as JSON Schema; empty where it takes none."""
+    values: Mapping[str, Any]
+    """All settings, completed by their defaults; empty where there are mistakes."""
+    mistakes: tuple[tuple[str, str], ...]
+    """Dotted setting, and what is wrong with it; '' where there is no such setting."""
+    line: int | None
+
+
+def inspect_function(ref: CodeRef) -> InspectedFunction:
+    """Return the signature of a function.
+
+    Raises: ConfigError if the file is missing, cannot be imported, does not end, or has no such function.
+    """
+    found = _look(ref, is_task=False)
+    if found["unnamed"]:
+        raise _refuse(ref, f"takes {', '.join(found['unnamed'])} by position alone", "parameters with names")
+    return InspectedFunction(
+        parameters=tuple(found["parameters"]),
+        required=frozenset(found["required"]),
+        takes_others=found["takes_others"],
+        line=found["line"],
+    )
+
+
+def inspect_task(ref: CodeRef, settings: Mapping[str, Any]) -> InspectedTask:
+    """Return what a task class is, and its settings completed.
+
+    Raises: ConfigError like `inspect_function`.
+    """
+    found = _look(ref, is_task=True, settings=settings)
+    return InspectedTask(
+        meaning=found["meaning"],
+        schema=found["schema"],
+        values=found["values"],
+        mistakes=tuple((name, text) for name, text in found["mistakes"]),
+        line=found["line"],
+    )
+
+
+def _look(ref: CodeRef, *, is_task: bool, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    digest = ""
+    if ref.is_file:
+        if not ref.path.is_file():
+            raise _refuse(ref, f"is in {ref.path}, which does not exist", "an existing file of Python")
+        digest = hash_sources(ref.path)
+    order = {"ref": {"place": ref.place, "name": ref.name}, "is_task": is_task, "settings": settings or {}}
+    found: dict[str, Any] = json.loads(_ask(json.dumps(order, sort_keys=True), digest))
+    if "refused" in found:
+        raise ConfigError(found["refused"])
+    if "fault" in found:
+        line = f" (line {found['line']})" if found.get("line") else ""
+        allowed = f"a class with {', '.join(probe.TASK_METHODS)}" if is_task else "a function"
+        raise _refuse(ref, found["fault"] + line, allowed)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _ask(order: str, digest: str) -> str:
+    """Have a process look; `digest` is that of the code, so that an edited file is looked at again."""
+    ref = CodeRef(**json.loads(order)["ref"])
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answers:
+        question.write(order.encode())
+        question.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", probe.__name__, str(answers.fileno())],
+            pass_fds=[answers.fileno()],
+            stdin=question,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        is_late = not _has_ended(process.pid)
+        # Before it is waited for, so that its group is its own still: what it forked goes with it.
+        os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        answers.seek(0)
+        answer = answers.read().decode()
+    if is_late:
+        raise _refuse(ref, f"was not imported after {IMPORT_LIMIT_S:g} s", "a file that is done in less time")
+    if not answer:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise _refuse(ref, f"ended the process that imported it ({how})", "a file that can be imported")
+    return answer
+
+
+def _has_ended(pid: int) -> bool:
+    """Wait for a child's end, at most as long as an import may take; it stays to be waited for."""
+    ends_at = time.monotonic() + IMPORT_LIMIT_S
+    while time.monotonic() < ends_at:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+            return True
+        time.sleep(_LOOK_EVERY_S)
+    return False
+
+
+def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:
+    return ConfigError(explain_refusal(f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.place}"))

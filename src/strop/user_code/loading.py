@@ -1,0 +1,80 @@
+"""Bringing user code into this process, and saying which line of it failed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+from strop.user_code.reference import CodeRef
+from strop.user_code.sources import hash_sources, list_sources
+
+
+def load_code(ref: CodeRef) -> Any:
+    """Import the module of a class or function, once, and return the object.
+
+    The folder of a file comes last on the path: what stands beside the file can be imported, and hides
+    nothing that is installed.
+
+    Raises: ConfigError naming file and line if the module cannot be imported or has no such name.
+    """
+    try:
+        module = _import_file(ref) if ref.is_file else importlib.import_module(ref.place)
+    except Exception as error:  # boundary: import of user code
+        raise ConfigError(
+            explain_refusal(
+                f"{ref} cannot be imported: {blame(error, ref)}",
+                allowed="a file that can be imported with what is installed here",
+                next_step="mend that line, or install what it imports",
+            )
+        ) from error
+    try:
+        return getattr(module, ref.name)
+    except AttributeError:
+        names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+        raise ConfigError(
+            explain_refusal(
+                f"{ref.path if ref.is_file else ref.place} has no {ref.name}",
+                allowed=", ".join(names) or "a class or function of the file",
+                next_step="correct the name behind the colon",
+            )
+        ) from None
+
+
+def blame(error: BaseException, ref: CodeRef) -> str:
+    """Return an error in one line with the file and line of the user's code that it comes from."""
+    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{text} ({os.path.basename(error.filename)}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = {str(file) for file in list_sources(ref.path)} if ref.is_file else set()
+    found = ([frame for frame in frames if frame.filename in mine] or list(frames))[-1:]
+    return text + "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in found)
+
+
+def _import_file(ref: CodeRef) -> ModuleType:
+    path = ref.path
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    # By content: a notebook that edits the file gets what it wrote.
+    name = f"strop_user_{path.stem}_{hash_sources(path)[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    # Before it runs: dataclasses and pickles look their module up.
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,99 @@
+"""The process that looks at user code: `python -m strop.user_code.probe FD`.
+
+It reads one order from standard input, imports the code, and writes one JSON answer to a file descriptor.
+What the code prints goes nowhere; whoever started the process ends it and all that it forked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from strop.errors import ConfigError
+from strop.user_code.loading import load_code
+from strop.user_code.reference import CodeRef
+
+TASK_METHODS = ("examples", "render", "verify")
+
+
+def main(descriptor: int) -> None:
+    """Answer one order: what the code is, or why it cannot be used."""
+    order = json.load(sys.stdin)
+    try:
+        found = load_code(CodeRef(**order["ref"]))
+        answer = _look_at_task(found, order["settings"]) if order["is_task"] else _look_at_function(found)
+    except ConfigError as error:
+        answer = {"refused": str(error)}
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(answer, file)
+    # Threads and exit handlers of the user's have nothing to say any more.
+    os._exit(0)
+
+
+def _look_at_function(found: Any) -> dict[str, Any]:
+    if not callable(found) or inspect.isclass(found):
+        return {"fault": f"is {_kind_of(found)}, not a function"}
+    parameters = inspect.signature(found).parameters.values()
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return {
+        "parameters": [one.name for one in named],
+        "required": [one.name for one in named if one.default is one.empty],
+        "unnamed": [one.name for one in parameters if one.kind == one.POSITIONAL_ONLY],
+        "takes_others": any(one.kind == one.VAR_KEYWORD for one in parameters),
+        "line": _line_of(found),
+    }
+
+
+def _look_at_task(found: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    if not inspect.isclass(found):
+        return {"fault": f"is {_kind_of(found)}, not a class"}
+    line = _line_of(found)
+    missing = [name for name in TASK_METHODS if not callable(getattr(found, name, None))]
+    if missing:
+        return {"fault": f"has no {' and no '.join(missing)}", "line": line}
+    answer: dict[str, Any] = {"line": line, "meaning": inspect.getdoc(found) or ""}
+    kind = settings_class(found)
+    if kind is None:
+        return {**answer, "schema": {}, "values": {}, "mistakes": [[name, ""] for name in settings]}
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    answer["schema"] = adapter.json_schema()
+    names = answer["schema"].get("properties", {})
+    mistakes = [[name, ""] for name in settings if name not in names]
+    try:
+        # As JSON, so that a dataclass may be strict: '8' is not 8 here either.
+        value = adapter.validate_json(json.dumps(settings), strict=True)
+    except ValidationError as error:
+        mistakes += [[".".join(map(str, one["loc"])), one["msg"]] for one in error.errors()]
+        return {**answer, "values": {}, "mistakes": mistakes}
+    return {**answer, "values": adapter.dump_python(value, mode="json"), "mistakes": mistakes}
+
+
+def settings_class(found: type) -> type | None:
+    """Return the class of the settings that a task's `__init__` takes; None where it takes none."""
+    parameters = list(inspect.signature(found).parameters)
+    if not parameters:
+        return None
+    kind = typing.get_type_hints(found.__init__).get(parameters[0])  # type: ignore[misc]
+    return kind if isinstance(kind, type) else None
+
+
+def _kind_of(found: Any) -> str:
+    return "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
+
+
+def _line_of(found: Any) -> int | None:
+    try:
+        return inspect.getsourcelines(found)[1]
+    except (OSError, TypeError):
+        return None
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,370 @@
+"""The user's own rows: how they are read, asked and judged, and what of them is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from strop.errors import ConfigError, DataError
+from strop.rollout import Outcome, Split
+from strop.spec.rows_task import RowsSpec
+from strop.spec.task import TaskSpec
+from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.judging import open_judge
+from strop.tasks.traits import describe_counts
+from tests.fixtures.judged import write_rows
+from tests.fixtures.judging import run_self_test
+
+ROWS: Sequence[dict[str, Any]] = [
+    {"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(2, 42)
+]
+PLAIN = "def score(reply, answer, **columns):\n    return reply.strip() == answer\n"
+
+
+def spec_of(tmp_path: Path, rows: Sequence[Any] = ROWS, code: str = PLAIN, **settings: Any) -> RowsSpec:
+    write_rows(tmp_path / "q.jsonl", rows)
+    (tmp_path / "reward.py").write_text(code)
+    given: dict[str, Any] = {
+        "source": str(tmp_path / "q.jsonl"),
+        "prompt": "question",
+        "answer": "answer",
+        "reward": f"{tmp_path / 'reward.py'}:score",
+    }
+    return RowsSpec(name="rows", **{**given, **settings})
+
+
+def task_of(tmp_path: Path, *arguments: Any, **settings: Any) -> Task:
+    return build_task(spec_of(tmp_path, *arguments, **settings))
+
+
+def judge(spec: TaskSpec, *replies: str) -> list[Outcome]:
+    """Judge replies to the first training example where a run would."""
+
+    async def work() -> list[Outcome]:
+        task = build_task(spec)
+        example = task.examples(Split.TRAIN)[0]
+        found = open_judge(task, partial(build_warm_task, spec))
+        try:
+            return [await found.judge(example, reply) for reply in replies]
+        finally:
+            await found.close()
+
+    return asyncio.run(work())
+
+
+def test_rows_are_split_asked_and_judged(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    task = build_task(spec)
+    assert [len(task.examples(split)) for split in Split] == [36, 4]
+    first = task.examples(Split.TRAIN)[0]
+    assert [message.content for message in task.render(first)] == [first.fields["columns"]["question"]]
+    right, wrong = judge(spec, f" {first.answer}\n", "no")
+    assert (right.parts, right.is_correct, wrong.parts, wrong.is_correct) == (
+        {"score": 1.0},
+        True,
+        {"score": 0.0},
+        False,
+    )
+    assert run_self_test(task, task.examples(Split.TRAIN)[:8]) == []
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "json"])
+def test_all_files_of_rows_are_read_alike(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"q.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(list(ROWS)), path)
+    elif suffix == "csv":
+        lines = [f'"{row["question"]}",{row["answer"]}' for row in ROWS]
+        path.write_text("\n".join(["question,answer", *lines]) + "\n")
+    else:
+        path.write_text(json.dumps(ROWS))
+    task, expected = task_of(tmp_path, source=str(path)), task_of(tmp_path)
+    assert task.examples(Split.TRAIN) == expected.examples(Split.TRAIN)
+    # The same data, code and settings: the same version, wherever they lie.
+    assert task.version == expected.version
+
+
+@pytest.mark.parametrize(
+    ("prompt", "row", "expected"),
+    [
+        ("question", {"question": "Why?"}, [("user", "Why?")]),
+        ("{question} Be {how}.", {"question": "Why?", "how": "brief"}, [("user", "Why? Be brief.")]),
+        ("{{x}} {n}", {"n": 4.5}, [("user", "{x} 4.5")]),
+        (
+            "chat",
+            {"chat": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]},
+            [("system", "Be brief."), ("user", "Why?")],
+        ),
+    ],
+)
+def test_a_prompt_is_a_column_a_template_or_a_chat(
+    tmp_path: Path, prompt: str, row: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    # A second row, because both splits need one.
+    other = {key: [{"role": "user", "content": "b"}] if key == "chat" else "b" for key in row}
+    task = task_of(tmp_path, [row, other], prompt=prompt, answer=None, code="def score(reply): ...")
+    asked = [
+        [(message.role, message.content) for message in task.render(example)]
+        for split in Split
+        for example in task.examples(split)
+    ]
+    assert expected in asked
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("True", {"score": 1.0}),
+        ("0.25", {"score": 0.25}),
+        ("None", {"score": None}),
+        ("{'right': True, 'brief': 0.5}", {"score.right": 1.0, "score.brief": 0.5}),
+        ("__import__('numpy').float32(0.5)", {"score": 0.5}),
+    ],
+)
+def test_a_function_returns_numbers_or_parts(
+    tmp_path: Path, returned: str, expected: dict[str, float | None]
+) -> None:
+    (found,) = judge(spec_of(tmp_path, code=f"def score(reply): return {returned}\n"), "x")
+    assert found.parts == expected
+    assert found.failure is None
+    assert found.is_scored is (None not in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return 'good'", ["TypeError", "reward.py:score (line 1) returned 'good'", "a finite number"]),
+        ("return float('nan')", ["ValueError", "returned nan", "a finite number"]),
+        ("return [1.0]", ["TypeError", "a list"]),
+        ("return {}", ["ValueError", "an empty table"]),
+        ("return {'a': 'b'}", ["TypeError", "returned 'b'"]),
+        ("return {}['missing']", ["KeyError", "missing", 'reward.py", line 2']),
+        ("import sys; sys.exit(0)", ["ended"]),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", ["ended"]),
+        ("return bytearray(1 << 36)", ["MemoryError"]),
+    ],
+)
+def test_a_function_that_fails_leaves_its_rollout_unscored(
+    tmp_path: Path, body: str, words: list[str]
+) -> None:
+    (found,) = judge(spec_of(tmp_path, code=f"def score(reply, answer):\n    {body}\n"), "x")
+    assert found.failure is not None
+    assert (found.reward, found.is_correct) == (None, None)
+    said = f"{found.failure.kind} {found.failure.detail}"
+    assert all(word in said for word in words), said
+
+
+def test_a_function_that_hangs_prints_and_forks_costs_its_own_rollout(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+
+def score(reply, answer):
+    print("x" * 100000)
+    sys.stderr.write("x" * 100000)
+    if reply == "fork" and os.fork() == 0:
+        time.sleep(600)
+    while reply == "hang":
+        pass
+    return 1
+"""
+    found = judge(spec_of(tmp_path, code=code, reward_limit_s=0.5), "a", "hang", "fork", "b")
+    kinds = [None if one.failure is None else one.failure.kind for one in found]
+    assert kinds == [None, "verifier_timeout", None, None]
+    assert [one.reward for one in found] == [1.0, None, 1.0, 1.0]
+
+
+def test_an_async_function_is_awaited(tmp_path: Path) -> None:
+    code = "import asyncio\nasync def score(reply):\n    await asyncio.sleep(0)\n    return 0.5\n"
+    assert judge(spec_of(tmp_path, code=code), "x")[0].reward == 0.5
+
+
+TRL = """
+def score(completions, answer, **kwargs):
+    assert kwargs["prompts"] and isinstance(kwargs["question"], list)
+    return [1.0 if text == right else 0.0 for text, right in zip(completions, answer)]
+"""
+TRL_CHAT = """
+def score(prompts, completions, **kwargs):
+    return [float(len(one[0]["content"])) + 10 * len(prompts[0]) for one in completions]
+"""
+
+
+def test_a_function_written_for_trl_is_taken_as_it_is(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, code=TRL)
+    right = build_task(spec).examples(Split.TRAIN)[0].answer or ""
+    assert [one.reward for one in judge(spec, right, "no")] == [1.0, 0.0]
+    chats = [{"chat": [{"role": "user", "content": text}]} for text in ("a", "b")]
+    spec = spec_of(tmp_path, chats, TRL_CHAT, prompt="chat", answer=None)
+    assert judge(spec, "four")[0].reward == 14.0
+
+
+def test_a_function_for_trl_must_score_each_completion(tmp_path: Path) -> None:
+    (found,) = judge(spec_of(tmp_path, code="def score(completions): return [1.0, 0.0]\n"), "x")
+    assert found.failure is not None
+    assert "returned 2 scores for 1 completion" in found.failure.detail
+
+
+def test_several_rewards_are_weighted_and_added(tmp_path: Path) -> None:
+    rewards = ["exact", f"{tmp_path / 'reward.py'}:score"]
+    code = "def score(reply): return len(reply) / 2\n"
+    spec = spec_of(tmp_path, code=code, reward=rewards, reward_weights=[1.0, 0.5], max_reward=1.5)
+    right = build_task(spec).examples(Split.TRAIN)[0].answer or ""
+    found, wrong = judge(spec, right, "no")
+    assert found.parts == {"exact": 1.0, "score": 0.5 * len(right) / 2}
+    assert (found.is_correct, wrong.is_correct, wrong.reward) == (len(right) == 2, False, 0.5)
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "right", "wrong"),
+    [
+        (
+            "exact",
+            "two  words",
+            ["two words", " two words\n", "<think>no</think>two words"],
+            ["two", "<think>two words"],
+        ),
+        ("contains", "4", ["It is 4.", "4"], ["42", "14", "four"]),
+        ("math", "1/2", ["\\boxed{0.5}", "It is $\\frac{1}{2}$"], ["\\boxed{2}", ""]),
+        ("math", 0.5, ["\\boxed{1/2}"], ["\\boxed{5}"]),
+        ("json-schema", SCHEMA, ['{"n": 1}', '```json\n{"n": 1}\n```'], ['{"n": "1"}', "n", "{}"]),
+        ("json-schema", json.dumps(SCHEMA), ['{"n": 1}'], ["[]"]),
+    ],
+)
+def test_built_in_rewards(
+    tmp_path: Path, reward: str, answer: Any, right: list[str], wrong: list[str]
+) -> None:
+    rows = [{"question": f"{number}?", "answer": answer} for number in range(4)]
+    spec = spec_of(tmp_path, rows, reward=reward)
+    assert [one.reward for one in judge(spec, *right, *wrong)] == [1.0] * len(right) + [0.0] * len(wrong)
+    # In this process: their time is bounded by the text.
+    assert build_task(spec).limits.verify_limit_s is None
+
+
+@pytest.mark.parametrize("answer", [TESTS, "\n".join(TESTS)])
+def test_programs_are_tested_in_a_sandbox(tmp_path: Path, answer: Any) -> None:
+    rows = [{"question": f"Double {number} times.", "answer": answer} for number in range(4)]
+    spec = spec_of(tmp_path, rows, reward="python-tests", min_isolation="rlimit")
+    right = "```python\ndef double(x):\n    return 2 * x\n```"
+    found = judge(spec, right, right.replace("2", "3"), "no code")
+    assert [one.reward for one in found] == [1.0, 0.0, 0.0]
+    assert found[0].isolation is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prompt": "problem"}, ["row 1", "no column 'problem' (task.prompt='problem')", "question, answer"]),
+        ({"prompt": "Solve: {problem}"}, ["row 1", "'problem'", "Solve: {problem}"]),
+        ({"answer": "gold"}, ["row 1", "'gold' (task.answer='gold')"]),
+        ({"gold": "#### {solution}"}, ["row 1", "'solution' (task.gold="]),
+        ({"reward": "json-schema"}, ["row 1", "json-schema cannot read", "a JSON Schema"]),
+        ({"reward": "python-tests"}, ["row 1", "no name" if False else "none uses a name"]),
+    ],
+)
+def test_settings_that_rows_do_not_bear_out_are_refused_by_row(
+    tmp_path: Path, settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(DataError) as refusal:
+        task_of(tmp_path, **settings).examples(Split.TRAIN)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "template", ["{question", "}", "{}", "{0}", "{question!r}", "{question:>5}", "{a.b}", "{a[0]}"]
+)
+def test_a_template_names_columns_alone(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ConfigError, match=r"task\.prompt="):
+        task_of(tmp_path, prompt=template)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([*ROWS, {"other": 1}], ["row 41", "no column 'question'"]),
+        ([*ROWS, {"question": 3, "answer": "3"}], ["row 41 asks 3", "a text that is not empty"]),
+        ([*ROWS, {"question": " ", "answer": "3"}], ["row 41 asks ' '"]),
+        ([*ROWS, {"question": [{"role": "robot", "content": ""}], "answer": "3"}], ["row 41", "assistant"]),
+        ([*ROWS, {**ROWS[0], "answer": "5"}], ["row 41 asks what", "row 1 asks", "another answer: '5'"]),
+    ],
+)
+def test_rows_of_another_shape_are_refused_by_row(tmp_path: Path, rows: list[Any], words: list[str]) -> None:
+    with pytest.raises(DataError) as refusal:
+        task_of(tmp_path, rows).examples(Split.TRAIN)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+def test_a_row_without_an_answer_is_left_out_only_where_one_is_compared(tmp_path: Path) -> None:
+    rows = [*ROWS, {"question": "Who knows?", "answer": None}]
+    assert describe_counts(task_of(tmp_path, rows, reward="exact")) == "rows left out, without an answer: 1"
+    task = task_of(tmp_path, rows)
+    assert describe_counts(task) == ""
+    assert any(example.answer is None for split in Split for example in task.examples(split))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def score(text): ...", ["takes text, and no reply", "completions"]),
+        ("def score(): ...", ["takes nothing, and no reply"]),
+        ("def score(reply, hint): ...", ["no column 'hint' (reward.py:score (line 1) takes it)"]),
+        ("def score(completions, completion_ids): ...", ["no column 'completion_ids'"]),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_runs(
+    tmp_path: Path, code: str, words: list[str]
+) -> None:
+    with pytest.raises((ConfigError, DataError)) as refusal:
+        task_of(tmp_path, code=code).examples(Split.TRAIN)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+def test_a_built_in_reward_without_answers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"task\.answer=none: a built-in reward compares with an answer"):
+        spec_of(tmp_path, answer=None, reward="exact")
+    rows = [{"question": f"{n}?", "answer": ""} for n in range(4)]
+    with pytest.raises(DataError, match="0 training and 0 held-out examples; rows left out: 4 without an"):
+        task_of(tmp_path, rows, reward="exact").examples(Split.TRAIN)
+
+
+def test_a_malformed_csv_is_refused_by_line(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text("question,answer\na,1\nb,2,3\n")
+    with pytest.raises(DataError, match="line 3 has not the 2 columns"):
+        task_of(tmp_path, source=str(tmp_path / "q.csv")).examples(Split.TRAIN)
+
+
+def test_the_version_covers_code_data_and_settings(tmp_path: Path) -> None:
+    seen = {task_of(tmp_path).version}
+    changed = [
+        task_of(tmp_path, ROWS[:-1]).version,
+        task_of(tmp_path, code=PLAIN + "\n").version,
+        task_of(tmp_path, prompt="{question} ").version,
+        task_of(tmp_path, max_reward=2.0).version,
+        task_of(tmp_path, reward="exact").version,
+        task_of(tmp_path, reward_weights=[0.5]).version,
+    ]
+    assert len(seen.union(changed)) == 7
+    assert task_of(tmp_path).version in seen
+
+
+def test_what_json_cannot_hold_is_kept_from_functions(tmp_path: Path) -> None:
+    import datetime as dt
+
+    path = tmp_path / "q.parquet"
+    rows = [
+        {"question": f"{n}?", "answer": str(n), "day": dt.date(2026, 1, 1), "raw": b"x"} for n in range(4)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    columns = task_of(tmp_path, source=str(path)).examples(Split.TRAIN)[0].fields["columns"]
+    assert (columns["day"], "raw" in columns) == ("2026-01-01", False)
