@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 500
 MAX_NESTING = 4
 MAX_PARAMETERS = 8
-BOUNDARIES = ("rollout worker", "sandbox execution", "import of user code", "CLI top level")
+BOUNDARIES = ("rollout worker", "sandbox execution", "user code", "CLI top level")
 VAGUE_MODULES = frozenset({"utils", "util", "common", "misc", "helpers"})
 
 _BOUNDARY = re.compile(r"#\s*boundary:\s*(?P<name>[^#]+?)\s*$")

@@ -58,7 +58,7 @@ def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
     assert known.default == (
         "arithmetic, reverse-text, reasoning-gym: 100; dummy: 4; gsm8k, math, math500, deepscaler, aime,"
         " mmlu, mmlu-choice, mbpp, humaneval, apps, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge,"
-        ' sft-jsonl, rlvr-mixed: "none"'
+        ' sft-jsonl, rlvr-mixed, rows, FILE.py:CLASS: "none"'
     )
     assert explain("task.num_held_out", load_spec(run_path)).default == "100"
 

@@ -83,7 +83,10 @@ def read_kept_asking(folder: Path, words: Sequence[str] = ()) -> Asking:
     """
     shard = list_shards(folder)[0]
     plan = read_plan(shard)
-    return read_asking(plan.task, _merge(read_task_settings(shard), words), Split(plan.split))
+    settings = read_task_settings(shard)
+    # Of a task of the user's the settings say where it is; the plan has the name of its class.
+    name = str(settings.get("name", plan.task))
+    return read_asking(name, _merge(settings, words), Split(plan.split))
 
 
 def _merge(stored: Mapping[str, Any], words: Sequence[str]) -> list[str]:

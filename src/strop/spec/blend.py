@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from strop.spec.base import Section, SpecConflict
 from strop.spec.judge_tasks import LlmJudgeSpec
-from strop.spec.parts import PartedSection, PlainTask, read_part
+from strop.spec.parts import PartedSection, PartTask, read_part, refuse_same_names
 
 MAX_FORMAT_WEIGHT = 0.1
 
@@ -16,7 +16,7 @@ MAX_FORMAT_WEIGHT = 0.1
 class BlendPart(Section):
     """One verifier of a blend."""
 
-    task: PlainTask = Field(discriminator="name", description="Whose verifier judges.")
+    task: PartTask = Field(description="Whose verifier judges.")
     weight: float = Field(
         default=1.0, ge=0.0, le=1e3, description="What full marks of it add to the reward. 0 only records it."
     )
@@ -65,6 +65,7 @@ class BlendSpec(PartedSection):
     @model_validator(mode="after")
     def _check_blend(self) -> Self:
         parts = self.read_parts()
+        refuse_same_names({label: part.task for label, part in parts.items()})
         if self.data_label not in parts:
             raise SpecConflict(
                 {"task.data": self.data, "task.parts": list(parts)},

@@ -18,12 +18,15 @@ from strop.spec.schema import (
     find_settings,
     free_table,
     near_keys,
+    own_settings,
     section_description,
     section_names,
     settings,
+    settings_of,
     valid_names,
 )
 from strop.spec.sites import SECTIONS, SITES_TABLE
+from strop.spec.user_task import UserTaskSpec
 from strop.spec.writer import value_of
 
 
@@ -57,15 +60,16 @@ def explain(key: str, resolved: ResolvedSpec | None = None) -> Explanation:
             key=EXTENDS, type="text", default='"none"', allowed="one run file", description=EXTENDS_HELP
         )
     if path[0] == SITES_TABLE or (len(path) == 1 and path[0] in section_names()):
-        return _explain_site(path) if path[0] == SITES_TABLE else _explain_section(path[0])
+        return _explain_site(path) if path[0] == SITES_TABLE else _explain_section(path[0], resolved)
     if free_table(path) is not None:
         return _explain_free_key(path, resolved)
-    found = find_settings(path)
+    own = own_settings(resolved.spec.task) if resolved is not None else ()
+    found = find_settings(path) or tuple(setting for setting in own if setting.path == path)
     if not found:
         raise _unknown(path)
     if resolved is None:
         return _describe(found)
-    mine = find_settings(path, resolved.spec.task.name)
+    mine = tuple(setting for setting in settings_of(resolved.spec) if setting.path == path)
     if not mine:
         return _describe(found)
     value, origin = value_of(resolved.spec, mine[0]), resolved.origins.get(mine[0].key, DEFAULT)
@@ -112,8 +116,10 @@ def _join(texts: list[tuple[str, str | None]]) -> str:
     return "; ".join(f"{', '.join(tasks[text])}: {text}" for text in distinct)
 
 
-def _explain_section(name: str) -> Explanation:
-    inside = [setting.key for setting in settings() if setting.path[0] == name]
+def _explain_section(name: str, resolved: ResolvedSpec | None) -> Explanation:
+    is_own = resolved is not None and name == "task" and isinstance(resolved.spec.task, UserTaskSpec)
+    known = settings_of(resolved.spec) if resolved is not None and is_own else settings()
+    inside = [setting.key for setting in known if setting.path[0] == name]
     keys = tuple(dict.fromkeys(inside))
     return Explanation(
         key=name,

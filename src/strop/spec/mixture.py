@@ -7,13 +7,13 @@ from typing import Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from strop.spec.base import Section, SpecConflict
-from strop.spec.parts import PartedSection, PlainTask, read_part
+from strop.spec.parts import PartedSection, PartTask, read_part, refuse_same_names
 
 
 class MixturePart(Section):
     """One part of a mixture: a task, and how much of it."""
 
-    task: PlainTask = Field(discriminator="name", description="What the part asks.")
+    task: PartTask = Field(description="What the part asks.")
     weight: float = Field(
         default=1.0, gt=0.0, le=1e6, description="Share of its draws, relative to the other parts'."
     )
@@ -55,7 +55,7 @@ class MixtureSpec(PartedSection):
                 allowed="task.parts.LABEL.max_reply_tokens",
                 next_step="move the setting into the parts",
             )
-        self.read_parts()
+        refuse_same_names({label: part.task for label, part in self.read_parts().items()})
         return self
 
     def read_parts(self) -> dict[str, MixturePart]:

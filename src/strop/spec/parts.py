@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from strop.errors import ConfigError
 from strop.spec.base import Section, SpecConflict
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
 from strop.spec.free_values import check_free_table
@@ -25,8 +35,9 @@ from strop.spec.math_tasks import (
 from strop.spec.rows_task import RowsSpec
 from strop.spec.sft_task import SftJsonlSpec
 from strop.spec.task_base import TaskSection
+from strop.spec.user_task import BUILT_IN, USER_TASK, UserTaskSpec, tell_apart
 
-PlainTask = (
+BuiltInTask = (
     ArithmeticSpec
     | DummySpec
     | ReverseTextSpec
@@ -50,7 +61,15 @@ PlainTask = (
     | RlvrMixedSpec
     | RowsSpec
 )
+"""A task of strop's own that is not made of others."""
+PlainTask = BuiltInTask | UserTaskSpec
 """A task that is not made of others."""
+PartTask = Annotated[
+    Annotated[BuiltInTask, Field(discriminator="name"), Tag(BUILT_IN)]
+    | Annotated[UserTaskSpec, Tag(USER_TASK)],
+    Discriminator(tell_apart),
+]
+"""The same, read from a table."""
 AnyPart = TypeVar("AnyPart", bound=Section)
 
 
@@ -97,11 +116,41 @@ def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> A
         return kind.model_validate({**own, "task": settings})
     except ValidationError as error:
         first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, SpecConflict):
+            inside = f"task.parts.{label}."
+            given = {key.replace("task.", inside, 1): value for key, value in cause.given.items()}
+            raise SpecConflict(given, cause.why, allowed=cause.allowed, next_step=cause.next_step) from error
+        if isinstance(cause, ConfigError):
+            raise cause from error
         # Without the name of the section and of the task, which pydantic puts in between.
-        where = [str(part) for part in first["loc"] if part not in ("task", settings.get("name"))]
+        where = [
+            str(part)
+            for part in first["loc"]
+            if part not in ("task", settings.get("name"), BUILT_IN, USER_TASK)
+        ]
         raise SpecConflict(
             {".".join(["task.parts", label, *where]): first["input"]},
             first["msg"],
             allowed=f"the settings of the part's task, and {', '.join(names[:-1])} and {names[-1]}",
             next_step="correct the setting; `strop explain task` lists those of every task",
         ) from error
+
+
+def refuse_same_names(parts: Mapping[str, PlainTask]) -> None:
+    """Refuse two classes of one name: results would not tell their examples apart.
+
+    Raises: SpecConflict naming both.
+    """
+    known: dict[str, str] = {}
+    for label, task in parts.items():
+        if not isinstance(task, UserTaskSpec):
+            continue
+        other = known.setdefault(task.ref.name, label)
+        if parts[other].name != task.name:
+            raise SpecConflict(
+                {f"task.parts.{one}.name": parts[one].name for one in (other, label)},
+                f"two tasks are called {task.ref.name}",
+                allowed="a name of its own for each class",
+                next_step="rename one of the classes",
+            )

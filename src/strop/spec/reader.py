@@ -22,9 +22,18 @@ from strop.spec.flags import Conflict, Flag, apply_flags
 from strop.spec.overrides import OVERRIDE
 from strop.spec.paths import PATH_SETTINGS, absolute_path
 from strop.spec.run import RunSpec
-from strop.spec.schema import FREE_TABLES, NULL_WORD, find_settings, near_keys, settings
+from strop.spec.schema import (
+    FREE_TABLES,
+    NULL_WORD,
+    find_settings,
+    near_keys,
+    settings,
+    settings_of,
+    variant_of,
+)
 from strop.spec.sources import SELECTORS, Leaves, read_sources
 from strop.spec.unused import note_unused
+from strop.spec.user_task import BUILT_IN, USER_TASK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,11 +132,7 @@ def _set_default_path(tree: dict[str, Any], path: KeyPath) -> None:
 
 def _all_origins(spec: RunSpec, origins: Mapping[str, str]) -> dict[str, str]:
     """Return an origin for every setting that this spec has."""
-    complete = {
-        setting.key: origins.get(setting.key, DEFAULT)
-        for setting in settings()
-        if setting.variant in (None, spec.task.name)
-    }
+    complete = {setting.key: origins.get(setting.key, DEFAULT) for setting in settings_of(spec)}
     return complete | dict(origins)
 
 
@@ -136,6 +141,8 @@ def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str,
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, SpecConflict):
         return cause.located(origins)
+    if isinstance(cause, ConfigError):
+        return str(cause)
     path = _setting_path(detail["loc"], task)
     kind = detail["type"]
     if kind in {"missing", "union_tag_not_found"}:
@@ -150,7 +157,7 @@ def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str,
 def _setting_path(location: tuple[int | str, ...], task: str | None) -> KeyPath:
     """Return the setting that a position of the models speaks of: without the name of the task."""
     parts = [str(part) for part in location]
-    if len(parts) > 1 and parts[0] == "task" and parts[1] == task:
+    while len(parts) > 1 and parts[0] == "task" and parts[1] in (task, BUILT_IN, USER_TASK):
         del parts[1]
     limit = 3 if tuple(parts[:2]) in FREE_TABLES else 2
     return tuple(parts[:limit])
@@ -172,7 +179,7 @@ def _allowed(path: KeyPath, task: str | None) -> list[str]:
 
 def _foreign_key(path: KeyPath, task: str | None, origins: Mapping[str, str]) -> str:
     """Refuse a setting that belongs to another task than the one named."""
-    names = [s.path[1] for s in settings() if s.path[0] == "task" and s.variant in (None, task)]
+    names = [s.path[1] for s in settings() if s.path[0] == "task" and s.variant in (None, variant_of(task))]
     near = [key for key in near_keys(path) if key != dotted(path) and key.removeprefix("task.") in names]
     return explain_refusal(
         f"{dotted(path)} ({origins.get(dotted(path), DEFAULT)}) is no setting of task {show_value(task)}",

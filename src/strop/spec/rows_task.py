@@ -30,7 +30,9 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         " 'Solve: {question}'.",
     )
     answer: str | None = Field(
-        default=None, min_length=1, description="Column of the right answer, where one is known."
+        default=None,
+        min_length=1,
+        description="Column of the right answer. none = no answer is known; the reward function needs none.",
     )
     reward: tuple[str, ...] = Field(
         strict=False,

@@ -11,14 +11,18 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as at
 from pydantic.fields import FieldInfo
 
 from strop.spec.base import Section
 from strop.spec.display import KeyPath, dotted, format_value
+from strop.spec.json_schema import to_field
 from strop.spec.run import RunSpec
+from strop.spec.task import TaskSpec, UserTaskSpec
+from strop.spec.user_task import USER_TASK
+from strop.user_code import find_task
 
 EXTENDS = "extends"
 """The one key of a file that is no setting: the file whose values this one starts from."""
@@ -129,9 +133,11 @@ def _bound(value: Any) -> str:
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """Return the alternatives of an annotation, without None."""
+    """Return the alternatives of an annotation, those of alternatives too, without None."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [kind for kind in get_args(annotation) if kind is not type(None)]
+        return [kind for one in get_args(annotation) for kind in _kinds(one) if kind is not type(None)]
     return [annotation]
 
 
@@ -160,7 +166,8 @@ def _walk() -> Iterator[Setting]:
 
 def _walk_variants(section: str, models: list[type[Section]]) -> Iterator[Setting]:
     """Yield the settings of a section that is one of several, told apart by `name`."""
-    variants = {get_args(model.model_fields["name"].annotation)[0]: model for model in models}
+    named = [get_args(model.model_fields["name"].annotation) for model in models]
+    variants = {names[0] if names else USER_TASK: model for names, model in zip(named, models, strict=True)}
     # Each model allows its own name only; a user chooses among all.
     meaning = " ".join(f"'{variant}': {model.__doc__}" for variant, model in variants.items())
     info = FieldInfo(annotation=Literal[tuple(variants)], description=meaning)  # type: ignore[arg-type]
@@ -192,7 +199,31 @@ def find_settings(path: KeyPath, variant: str | None = None) -> tuple[Setting, .
     found = tuple(setting for setting in settings() if setting.path == path)
     if variant is None or not found or found[0].variant is None:
         return found
-    return tuple(setting for setting in found if setting.variant == variant)
+    return tuple(setting for setting in found if setting.variant == variant_of(variant))
+
+
+def variant_of(task: str | None) -> str | None:
+    """Return the variant that a task's settings have: its name, or that of all of the user's tasks."""
+    return USER_TASK if task is not None and find_task(task) is not None else task
+
+
+def settings_of(spec: RunSpec) -> tuple[Setting, ...]:
+    """Return the settings that a spec has: those of its own task alone, and the user's own of that."""
+    variant = variant_of(spec.task.name)
+    mine = tuple(setting for setting in settings() if setting.variant in (None, variant))
+    return mine + own_settings(spec.task)
+
+
+def own_settings(task: TaskSpec) -> tuple[Setting, ...]:
+    """Return the settings that the class of a user's task takes; none for a built-in task."""
+    if not isinstance(task, UserTaskSpec):
+        return ()
+    known = task.inspect().schema if task.ref.is_here else {}
+    properties = known.get("properties") or {key: {} for key in task.__pydantic_extra__}
+    return tuple(
+        Setting(path=("task", name), variant=USER_TASK, info=to_field(schema, known.get("$defs", {})))
+        for name, schema in properties.items()
+    )
 
 
 def valid_names(path: KeyPath) -> tuple[str, ...]:

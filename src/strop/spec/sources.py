@@ -30,6 +30,7 @@ from strop.spec.schema import (
     valid_names,
 )
 from strop.spec.tree import Tree, read_tree
+from strop.user_code import find_task
 
 SELECTORS: dict[KeyPath, KeyPath] = {("task", "name"): ("task",), ("task", "dataset"): CONFIG_TABLE}
 """A setting that picks what a table is about, and the table that starts anew with it."""
@@ -55,9 +56,19 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
 
     Raises: ConfigError, with one line per mistake of the first source that has any.
     """
-    sources = [_read_file(tree) for tree in reversed(_read_chain(path))] if path is not None else []
-    sources.append(_read_overrides(overrides))
+    trees = _read_chain(path) if path is not None else []
+    found = [(_leaves_of(tree), tree.folder) for tree in reversed(trees)]
+    found.append((_read_overrides(overrides), os.getcwd()))
+    # Which settings a class of the user's takes is its own business.
+    is_open = any(_names_code(leaf) for leaves, _ in found for leaf in leaves)
+    sources = [_finish(leaves, folder, is_open=is_open) for leaves, folder in found]
+    _refuse_contradictions(found[-1][0])
     return sources
+
+
+def _names_code(leaf: Leaf) -> bool:
+    is_name = leaf.path == ("task", "name") and isinstance(leaf.value, str)
+    return is_name and find_task(leaf.value) is not None
 
 
 def _read_chain(path: str) -> list[Tree]:
@@ -107,14 +118,12 @@ def _extended_path(path: str, tree: Tree) -> str | None:
     return extended
 
 
-def _read_file(tree: Tree) -> Leaves:
+def _leaves_of(tree: Tree) -> list[Leaf]:
     given = {key: value for key, value in tree.values.items() if key != EXTENDS}
-    found = [Leaf(path=path, value=value, origin=tree.origin(path)) for path, value in _flatten(given, ())]
-    return _finish(found, tree.folder)
+    return [Leaf(path=path, value=value, origin=tree.origin(path)) for path, value in _flatten(given, ())]
 
 
-def _read_overrides(overrides: Sequence[str]) -> Leaves:
-    """Return the leaves of the overrides; the same setting twice is fine only with one value."""
+def _read_overrides(overrides: Sequence[str]) -> list[Leaf]:
     found: list[Leaf] = []
     for text in join_words(overrides):
         path, value = parse_override(text)
@@ -122,7 +131,11 @@ def _read_overrides(overrides: Sequence[str]) -> Leaves:
         for part in reversed(path[:-1]):
             tree = {part: tree}
         found += [Leaf(path=inner, value=item, origin=OVERRIDE) for inner, item in _flatten(tree, ())]
-    finished = _finish(found, os.getcwd())
+    return found
+
+
+def _refuse_contradictions(found: list[Leaf]) -> None:
+    """The same setting twice is fine only with one value."""
     winners: Leaves = {}
     for leaf in found:
         earlier = winners.setdefault(leaf.path, leaf)
@@ -136,7 +149,6 @@ def _read_overrides(overrides: Sequence[str]) -> Leaves:
                     next_step="remove one of the two",
                 )
             )
-    return finished
 
 
 def is_table(path: KeyPath) -> bool:
@@ -155,9 +167,12 @@ def _flatten(values: dict[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath,
             yield path, value
 
 
-def _finish(found: list[Leaf], folder: str) -> Leaves:
-    """Refuse what no setting takes; turn the word none into None and relative paths absolute."""
-    problems = [problem for leaf in found if (problem := _problem(leaf)) is not None]
+def _finish(found: list[Leaf], folder: str, *, is_open: bool) -> Leaves:
+    """Refuse what no setting takes; turn the word none into None and relative paths absolute.
+
+    `is_open`: the table `task` may have settings of the user's own.
+    """
+    problems = [problem for leaf in found if (problem := _problem(leaf, is_open=is_open)) is not None]
     if problems:
         raise ConfigError("\n".join(problems))
     leaves: Leaves = {}
@@ -176,7 +191,7 @@ def _finish(found: list[Leaf], folder: str) -> Leaves:
     return leaves
 
 
-def _problem(leaf: Leaf) -> str | None:
+def _problem(leaf: Leaf, *, is_open: bool) -> str | None:
     """Return why no setting takes this leaf, or None."""
     if _is_too_deep(leaf.value):
         return explain_refusal(
@@ -198,7 +213,8 @@ def _problem(leaf: Leaf) -> str | None:
             allowed="a table of settings" + _names_text(leaf.path),
             next_step=f"write [{dotted(leaf.path)}] with its settings below",
         )
-    if free_table(leaf.path) is None and not find_settings(leaf.path):
+    is_users = is_open and leaf.path[0] == "task" and len(leaf.path) == 2
+    if free_table(leaf.path) is None and not find_settings(leaf.path) and not is_users:
         return _unknown_key(leaf)
     return None
 

@@ -1,4 +1,4 @@
-"""What the model practises: one section per built-in task, told apart by `task.name`.
+"""What the model practises: one section per built-in task, told apart by `task.name`, and one for the user's.
 
 Building the task from its section is `tasks`' business; nothing here reads data.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from strop.spec.blend import BlendPart, BlendSpec
 from strop.spec.code_tasks import AppsSpec, HumanEvalSpec, MbppSpec
@@ -25,9 +25,10 @@ from strop.spec.math_tasks import (
     RlvrMixedSpec,
 )
 from strop.spec.mixture import MixturePart, MixtureSpec
-from strop.spec.parts import PlainTask
+from strop.spec.parts import BuiltInTask, PlainTask
 from strop.spec.rows_task import RowsSpec
 from strop.spec.sft_task import SftJsonlSpec
+from strop.spec.user_task import BUILT_IN, USER_TASK, UserTaskSpec, tell_apart
 
 BoxedMathSpec = MathSpec | Math500Spec | DeepscalerSpec
 """The tasks that compare formulas."""
@@ -49,7 +50,11 @@ RowTaskSpec = (
     | RowsSpec
 )
 """The tasks whose problems are the rows of a data set."""
-TaskSpec = Annotated[PlainTask | MixtureSpec | BlendSpec, Field(discriminator="name")]
+TaskSpec = Annotated[
+    Annotated[BuiltInTask | MixtureSpec | BlendSpec, Field(discriminator="name"), Tag(BUILT_IN)]
+    | Annotated[UserTaskSpec, Tag(USER_TASK)],
+    Discriminator(tell_apart),
+]
 """One of the task sections, told apart by `name`."""
 
 
@@ -101,6 +106,7 @@ __all__ = [
     "RowsSpec",
     "SftJsonlSpec",
     "TaskSpec",
+    "UserTaskSpec",
     "judge_sections",
     "plain_sections",
     "role_judges",

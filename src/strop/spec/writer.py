@@ -16,7 +16,7 @@ from strop.spec.base import DEFAULT
 from strop.spec.display import dotted, format_value
 from strop.spec.reader import ResolvedSpec
 from strop.spec.run import RunSpec
-from strop.spec.schema import FREE_TABLES, NULL_WORD, Setting, section_names, settings
+from strop.spec.schema import FREE_TABLES, NULL_WORD, Setting, section_names, settings_of
 
 
 def write_spec(resolved: ResolvedSpec) -> str:
@@ -26,7 +26,7 @@ def write_spec(resolved: ResolvedSpec) -> str:
     """
     spec, origins = resolved.spec, resolved.origins
     lines = [f'# The run as asked for: every setting and where it came from. "{NULL_WORD}" is no value.']
-    mine = [setting for setting in settings() if setting.variant in (None, spec.task.name)]
+    mine = settings_of(spec)
     lines += [_line(spec, setting, origins) for setting in mine if len(setting.path) == 1]
     for section in section_names():
         inside = [setting for setting in mine if setting.path[0] == section and len(setting.path) > 1]

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
+from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Split
 from strop.spec.base import Section
 from strop.spec.task import (
@@ -36,6 +37,7 @@ from strop.spec.task import (
     RowsSpec,
     SftJsonlSpec,
     TaskSpec,
+    UserTaskSpec,
     judge_sections,
     plain_sections,
 )
@@ -95,7 +97,7 @@ def _deferred(place: str) -> Callable[[Any], Task]:
 
 
 # By name: a run imports its own task alone.
-_TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
+_TASKS: Mapping[type[Section], Callable[[Any], Any]] = MappingProxyType(
     {
         ArithmeticSpec: _deferred("generated.arithmetic:Arithmetic"),
         DummySpec: _deferred("generated.dummy:Dummy"),
@@ -119,6 +121,7 @@ _TASKS: Mapping[type[Section], Callable[[Any], Task]] = MappingProxyType(
         SftJsonlSpec: _deferred("sft_jsonl:SftJsonl"),
         RlvrMixedSpec: _deferred("rlvr_mixed:RlvrMixed"),
         RowsSpec: _deferred("user.rows:Rows"),
+        UserTaskSpec: _deferred("user.own_task:OwnTask"),
         MixtureSpec: _build_mixture,
         BlendSpec: _build_blend,
     }
@@ -130,7 +133,15 @@ def build_task(spec: TaskSpec) -> Task:
 
     Raises: ConfigError if a setting cannot work with this task.
     """
-    task = _TASKS[type(spec)](spec)
+    task: Task = _TASKS[type(spec)](spec)
+    if isinstance(spec, UserTaskSpec) and task.name in TASK_SUMMARIES:
+        raise ConfigError(
+            explain_refusal(
+                f"task.name={spec.name}: two tasks are called {task.name}, and one of them is strop's own",
+                allowed="a name that no built-in task has",
+                next_step="rename the class, or the entry point",
+            )
+        )
     if spec.order_file is None:
         return task
     from strop.tasks.curriculum import Curriculum
@@ -149,10 +160,8 @@ def build_warm_task(spec: TaskSpec) -> Task:
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
     for part in plain_sections(spec):
-        if isinstance(part, RowsSpec):
-            from strop.tasks.user.rows import Rows
-
-            Rows(part).load_code()
+        if isinstance(part, RowsSpec | UserTaskSpec):
+            _TASKS[type(part)](part).load_code()
     for judge in judge_sections(spec):
         from strop.tasks.llm_judge.task import LlmJudge
 

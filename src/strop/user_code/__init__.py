@@ -6,8 +6,14 @@ it into this process; `hash_sources` is what versions of tasks cover of it.
 Not here: what a task or a reward is (`tasks`), and where they run (`tasks.judging`).
 """
 
-from strop.user_code.inspection import InspectedFunction, InspectedTask, inspect_function, inspect_task
-from strop.user_code.loading import blame, load_code
+from strop.user_code.inspection import (
+    InspectedFunction,
+    InspectedTask,
+    inspect_function,
+    inspect_task,
+    run_apart,
+)
+from strop.user_code.loading import blaming, load_code
 from strop.user_code.reference import CodeRef, announced, find_task, is_code
 from strop.user_code.sources import hash_sources, list_sources
 
@@ -16,7 +22,7 @@ __all__ = [
     "InspectedFunction",
     "InspectedTask",
     "announced",
-    "blame",
+    "blaming",
     "find_task",
     "hash_sources",
     "inspect_function",
@@ -24,4 +30,5 @@ __all__ = [
     "is_code",
     "list_sources",
     "load_code",
+    "run_apart",
 ]

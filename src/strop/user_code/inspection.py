@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
@@ -53,6 +54,8 @@ class InspectedTask:
     mistakes: tuple[tuple[str, str], ...]
     """Dotted setting, and what is wrong with it; '' where there is no such setting."""
     line: int | None
+    path: Path
+    """The file that the class is in."""
 
 
 def inspect_function(ref: CodeRef) -> InspectedFunction:
@@ -83,19 +86,13 @@ def inspect_task(ref: CodeRef, settings: Mapping[str, Any]) -> InspectedTask:
         values=found["values"],
         mistakes=tuple((name, text) for name, text in found["mistakes"]),
         line=found["line"],
+        path=Path(found["path"]),
     )
 
 
 def _look(ref: CodeRef, *, is_task: bool, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    digest = ""
-    if ref.is_file:
-        if not ref.path.is_file():
-            raise _refuse(ref, f"is in {ref.path}, which does not exist", "an existing file of Python")
-        digest = hash_sources(ref.path)
-    order = {"ref": {"place": ref.place, "name": ref.name}, "is_task": is_task, "settings": settings or {}}
-    found: dict[str, Any] = json.loads(_ask(json.dumps(order, sort_keys=True), digest))
-    if "refused" in found:
-        raise ConfigError(found["refused"])
+    order = {"is_task": is_task, "settings": settings or {}}
+    found = run_apart(probe.__name__, ref, order, limit_s=IMPORT_LIMIT_S, doing="imported")
     if "fault" in found:
         line = f" (line {found['line']})" if found.get("line") else ""
         allowed = f"a class with {', '.join(probe.TASK_METHODS)}" if is_task else "a function"
@@ -103,38 +100,61 @@ def _look(ref: CodeRef, *, is_task: bool, settings: Mapping[str, Any] | None = N
     return found
 
 
-@lru_cache(maxsize=256)
-def _ask(order: str, digest: str) -> str:
-    """Have a process look; `digest` is that of the code, so that an edited file is looked at again."""
+def run_apart(
+    module: str, ref: CodeRef, order: Mapping[str, Any], *, limit_s: float, doing: str
+) -> dict[str, Any]:
+    """Have a process do something with user code; return its answer.
+
+    `module` is run as `python -m MODULE FD`: it reads the order with `ref` in it from standard input, and
+    writes a table as JSON to the file. `doing` says in a message what was not done in time.
+
+    Raises: ConfigError if the file is missing, the process ends without an answer or refuses.
+    """
+    digest = ""
+    if ref.is_file:
+        if not ref.path.is_file():
+            raise _refuse(ref, f"is in {ref.path}, which does not exist", "an existing file of Python")
+        digest = hash_sources(ref.path)
+    whole = {**order, "ref": {"place": ref.place, "name": ref.name}}
+    text = json.dumps(whole, sort_keys=True)
+    found: dict[str, Any] = json.loads(_ask(module, text, digest, limit_s, doing))
+    if "refused" in found:
+        raise ConfigError(found["refused"])
+    return found
+
+
+@lru_cache(maxsize=64)
+def _ask(module: str, order: str, digest: str, limit_s: float, doing: str) -> str:
+    """Ask a process; `digest` is that of the code, so that an edited file is looked at again."""
     ref = CodeRef(**json.loads(order)["ref"])
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answers:
         question.write(order.encode())
         question.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", probe.__name__, str(answers.fileno())],
+            [sys.executable, "-m", module, str(answers.fileno())],
             pass_fds=[answers.fileno()],
             stdin=question,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        is_late = not _has_ended(process.pid)
+        is_late = not _has_ended(process.pid, limit_s)
         # Before it is waited for, so that its group is its own still: what it forked goes with it.
         os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         answers.seek(0)
         answer = answers.read().decode()
     if is_late:
-        raise _refuse(ref, f"was not imported after {IMPORT_LIMIT_S:g} s", "a file that is done in less time")
+        raise _refuse(ref, f"was not {doing} after {limit_s:g} s", "code that is done in less time")
     if not answer:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        raise _refuse(ref, f"ended the process that imported it ({how})", "a file that can be imported")
+        raise _refuse(ref, f"ended the process in which it was {doing} ({how})", "code that lets it go on")
     return answer
 
 
-def _has_ended(pid: int) -> bool:
-    """Wait for a child's end, at most as long as an import may take; it stays to be waited for."""
-    ends_at = time.monotonic() + IMPORT_LIMIT_S
+def _has_ended(pid: int, limit_s: float) -> bool:
+    """Wait for a child's end; it stays to be waited for."""
+    ends_at = time.monotonic() + limit_s
     while time.monotonic() < ends_at:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
             return True

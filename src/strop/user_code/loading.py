@@ -7,6 +7,8 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -23,16 +25,8 @@ def load_code(ref: CodeRef) -> Any:
 
     Raises: ConfigError naming file and line if the module cannot be imported or has no such name.
     """
-    try:
+    with blaming(ref, "be imported"):
         module = _import_file(ref) if ref.is_file else importlib.import_module(ref.place)
-    except Exception as error:  # boundary: import of user code
-        raise ConfigError(
-            explain_refusal(
-                f"{ref} cannot be imported: {blame(error, ref)}",
-                allowed="a file that can be imported with what is installed here",
-                next_step="mend that line, or install what it imports",
-            )
-        ) from error
     try:
         return getattr(module, ref.name)
     except AttributeError:
@@ -46,7 +40,25 @@ def load_code(ref: CodeRef) -> Any:
         ) from None
 
 
-def blame(error: BaseException, ref: CodeRef) -> str:
+@contextmanager
+def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
+    """Run code of the user's; whatever it raises is one refusal with the file and line that it comes from.
+
+    Raises: ConfigError: REF cannot DOING.
+    """
+    try:
+        yield
+    except Exception as error:  # boundary: user code
+        raise ConfigError(
+            explain_refusal(
+                f"{ref} cannot {doing}: {_blame(error, ref)}",
+                allowed="code that runs with what is installed here",
+                next_step="mend that line, or install what it needs",
+            )
+        ) from error
+
+
+def _blame(error: BaseException, ref: CodeRef) -> str:
     """Return an error in one line with the file and line of the user's code that it comes from."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError) and error.filename:
@@ -72,9 +84,11 @@ def _import_file(ref: CodeRef) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     # Before it runs: dataclasses and pickles look their module up.
     sys.modules[name] = module
+    is_whole = False
     try:
         found.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        is_whole = True
+    finally:
+        if not is_whole:
+            del sys.modules[name]
     return module

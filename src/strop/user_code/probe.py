@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from strop.errors import ConfigError
@@ -23,16 +23,24 @@ TASK_METHODS = ("examples", "render", "verify")
 
 def main(descriptor: int) -> None:
     """Answer one order: what the code is, or why it cannot be used."""
+    answer_order(descriptor, _look)
+
+
+def answer_order(descriptor: int, work: Callable[[Any, Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Read an order, load the code in it, and write what `work` makes of both, or why there is nothing."""
     order = json.load(sys.stdin)
     try:
-        found = load_code(CodeRef(**order["ref"]))
-        answer = _look_at_task(found, order["settings"]) if order["is_task"] else _look_at_function(found)
+        answer = work(load_code(CodeRef(**order["ref"])), order)
     except ConfigError as error:
         answer = {"refused": str(error)}
     with os.fdopen(descriptor, "w") as file:
         json.dump(answer, file)
     # Threads and exit handlers of the user's have nothing to say any more.
     os._exit(0)
+
+
+def _look(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+    return _look_at_task(found, order["settings"]) if order["is_task"] else _look_at_function(found)
 
 
 def _look_at_function(found: Any) -> dict[str, Any]:
@@ -57,6 +65,7 @@ def _look_at_task(found: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         return {"fault": f"has no {' and no '.join(missing)}", "line": line}
     answer: dict[str, Any] = {"line": line, "meaning": inspect.getdoc(found) or ""}
+    answer["path"] = inspect.getfile(found)
     kind = settings_class(found)
     if kind is None:
         return {**answer, "schema": {}, "values": {}, "mistakes": [[name, ""] for name in settings]}

@@ -56,6 +56,11 @@ class CodeRef:
         path = Path(self.place)
         return Path(moved_to) / path.relative_to(came_from) if _is_in(path, came_from) else path
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be looked at on this machine."""
+        return not self.is_file or self.path.is_file()
+
     def __str__(self) -> str:
         """Return it as messages name it: the file without its folders."""
         return f"{os.path.basename(self.place)}:{self.name}"

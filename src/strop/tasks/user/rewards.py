@@ -73,7 +73,7 @@ class UserReward:
         returned = self.load()(**given)
         if inspect.isawaitable(returned):
             returned = asyncio.run(_await(returned))
-        return _to_parts(self._only(returned) if is_batched else returned, self.name, self._where)
+        return to_parts(self._only(returned) if is_batched else returned, self.name, self._where)
 
     def _pick(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: values[name] for name in self.signature.parameters if name in values}
@@ -95,7 +95,7 @@ async def _await(returned: Any) -> Any:
     return await returned
 
 
-def _to_parts(returned: Any, name: str, where: str) -> Parts:
+def to_parts(returned: Any, name: str, where: str) -> Parts:
     """Check what a function returned. Raises: TypeError or ValueError saying what is allowed."""
     if isinstance(returned, Mapping):
         if not returned:

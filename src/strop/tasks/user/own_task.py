@@ -1,0 +1,166 @@
+"""A task class of the user's, as a task like any other.
+
+The class is made and asked for its examples in a process of its own (`posing`), and judges in the workers
+where replies are judged; in the process that trains it is data. Its version is a hash of its sources, its
+settings and its examples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from strop.errors import DataError, explain_refusal
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.user_task import UserTaskSpec
+from strop.tasks.contract import TaskLimits
+from strop.tasks.prompt import PosedMessage, Thinking
+from strop.tasks.rows.reading import SplitExamples
+from strop.tasks.user import posing
+from strop.tasks.user.rewards import to_parts
+from strop.tasks.version import fit_limits, hash_version
+from strop.user_code import hash_sources, load_code, run_apart
+
+POSE_LIMIT_S = 600.0
+"""Wall time in which the class must have made its examples and written their prompts."""
+_MAX_REPLY_TOKENS = 1024
+_VERIFIER = "own-1"
+_FULL_MARKS_SLACK = 1e-9
+
+
+class OwnTask:
+    """Asks what the class asks, and judges as it does.
+
+    `verify` of the class returns an `Outcome`, or what a reward function may return: a number, true or false,
+    None, or a table of them.
+    """
+
+    def __init__(self, spec: UserTaskSpec) -> None:
+        """Look at the class; it is not loaded, and no example is made.
+
+        Raises: ConfigError if it cannot be imported, or is no task.
+        """
+        self._spec = spec
+        self._inspected = spec.inspect()
+        self.name = spec.ref.name if spec.ref.is_file else spec.name
+
+    @cached_property
+    def limits(self) -> TaskLimits:
+        """What the class says, within what the run file says; judging ends at `task.judge_limit_s`."""
+        # JSON has no tuples.
+        said = {
+            key: tuple(one) if isinstance(one, list) else one for key, one in self._posed["limits"].items()
+        }
+        own: dict[str, Any] = {} if self._posed["knows_gold"] else {"max_goldless_frac": 1.0}
+        own |= {"max_reply_tokens": self._spec.max_reply_tokens or _MAX_REPLY_TOKENS, **said}
+        limits = TaskLimits(**{**own, "verify_limit_s": self._spec.judge_limit_s})
+        return fit_limits(limits, self._spec)
+
+    @cached_property
+    def version(self) -> str:
+        """Hash over the sources, the settings and the ids of all examples with their prompts."""
+        # Where the file lies is nothing that a score depends on.
+        spec = self._spec.model_copy(update={"name": self.name})
+        prompts = json.dumps([self._made[id_]["messages"] for id_ in sorted(self._made)])
+        judged = f"{_VERIFIER} {hash_sources(self._inspected.path)}"
+        return hash_version(self.name, prompts, judged, self.limits, spec, self._splits.digest)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return what the class makes for a split.
+
+        Raises: ConfigError naming file and line if it cannot; DataError if the splits share an example.
+        """
+        return self._splits.of(split)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Return the messages that the class wrote for an example."""
+        said = self._made[example.example_id]["messages"]
+        *before, last = [Message(role=role, content=text) for role, text in said]
+        thinking = Thinking(self._spec.thinking)
+        return (*before, PosedMessage(role=last.role, content=last.content, thinking=thinking))
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the right replies that the class knows; without such a method, none."""
+        return tuple(self._made[example.example_id]["gold"])
+
+    def load_code(self) -> None:
+        """Bring the class into this process. Raises: ConfigError like `user_code.load_code`."""
+        self._own  # noqa: B018
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Let the class judge.
+
+        Raises: DataError if an example is none of the task's; whatever the class raises; TypeError or
+            ValueError for what it may not return.
+        """
+        self._require_whole(example)
+        found = self._own.verify(example, text)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_await(found))
+        if isinstance(found, Outcome):
+            return found
+        where = f"{self._spec.ref} (line {self._inspected.line})"
+        outcome = Outcome(parts=to_parts(found, "reward", where))
+        reward = outcome.reward
+        is_full = reward is not None and reward >= self.limits.max_reward - _FULL_MARKS_SLACK
+        return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
+
+    def _require_whole(self, example: Example) -> None:
+        """Refuse an example that has lost a field: most classes would call every reply to it wrong."""
+        whole = make_example(self.name, example.fields, example.answer)
+        if not example.fields or whole.example_id != example.example_id:
+            raise DataError(
+                explain_refusal(
+                    f"example {example.example_id} of task {self.name} lacks a part of what it was made with",
+                    allowed="the task's own examples, as they are",
+                    next_step="take the example from the task",
+                )
+            )
+
+    @cached_property
+    def _own(self) -> Any:
+        return posing.make_task(load_code(self._spec.ref), self._inspected.values)
+
+    @cached_property
+    def _posed(self) -> dict[str, Any]:
+        """All that the class asks, as JSON values."""
+        order = {"values": dict(self._inspected.values)}
+        doing = "asked for its examples"
+        return run_apart(posing.__name__, self._spec.ref, order, limit_s=POSE_LIMIT_S, doing=doing)
+
+    @cached_property
+    def _made(self) -> Mapping[str, Mapping[str, Any]]:
+        """What was made for each example, by its id."""
+        rows = [one for split in Split for one in self._posed["splits"][split.value]]
+        return {self._example_of(one).example_id: one for one in rows}
+
+    @cached_property
+    def _splits(self) -> SplitExamples:
+        train = self._first(Split.TRAIN, self._spec.num_train)
+        held_out = self._first(Split.HELD_OUT, self._spec.num_held_out)
+        shared = {one.example_id for one in train} & {one.example_id for one in held_out}
+        if shared:
+            raise DataError(
+                explain_refusal(
+                    f"{len(shared)} held-out examples of {self._spec.ref} are training examples too",
+                    allowed="no example in both splits: its score would measure memory",
+                    next_step="make examples(split) return others for each split",
+                )
+            )
+        return SplitExamples(train=train, held_out=held_out)
+
+    def _first(self, split: Split, number: int | None) -> tuple[Example, ...]:
+        """Return the first examples of a split, each once."""
+        found = map(self._example_of, self._posed["splits"][split.value])
+        return tuple({example.example_id: example for example in found}.values())[:number]
+
+    def _example_of(self, made: Mapping[str, Any]) -> Example:
+        return make_example(self.name, made["fields"], made["answer"])
+
+
+async def _await(found: Any) -> Any:
+    return await found

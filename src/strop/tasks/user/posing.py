@@ -1,0 +1,119 @@
+"""The process in which a user's task class makes its examples: `python -m strop.tasks.user.posing FD`.
+
+It writes all that the class asks as JSON: a training process that reads this holds no code of the user's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from strop.errors import ConfigError, explain_refusal
+from strop.rollout import Example, Message, Split, make_example
+from strop.tasks.contract import TaskLimits
+from strop.user_code import CodeRef, blaming
+from strop.user_code.probe import answer_order, settings_class
+
+_LIMITS = frozenset(field.name for field in dataclasses.fields(TaskLimits)) - {"verify_limit_s"}
+
+
+def make_task(found: Any, values: Mapping[str, Any]) -> Any:
+    """Return the user's object, made with its settings."""
+    kind = settings_class(found)
+    if kind is None:
+        return found()
+    from pydantic import TypeAdapter
+
+    return found(TypeAdapter(kind).validate_python(dict(values)))
+
+
+def main(descriptor: int) -> None:
+    """Answer one order: the settings, as the class completed them."""
+    answer_order(descriptor, _pose)
+
+
+def _pose(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+    ref = CodeRef(**order["ref"])
+    with blaming(ref, "be made with its settings"):
+        task = make_task(found, order["values"])
+    return {
+        "limits": _limits_of(task, ref),
+        "knows_gold": callable(getattr(task, "gold_replies", None)),
+        "splits": {split.value: _pose_split(task, ref, split) for split in Split},
+    }
+
+
+def _limits_of(task: Any, ref: CodeRef) -> dict[str, Any]:
+    """Return what the class says of its limits: those that are not the contract's own."""
+    said = getattr(task, "limits", None)
+    if said is None:
+        return {}
+    if not isinstance(said, TaskLimits):
+        raise _refuse(ref, f"has limits of type {type(said).__name__}", "a TaskLimits of strop.tasks")
+    given = {name: getattr(said, name) for name in _LIMITS}
+    defaults = TaskLimits(max_reply_tokens=said.max_reply_tokens)
+    return {
+        name: value
+        for name, value in given.items()
+        if name == "max_reply_tokens" or value != getattr(defaults, name)
+    }
+
+
+def _pose_split(task: Any, ref: CodeRef, split: Split) -> list[dict[str, Any]]:
+    with blaming(ref, f"give its examples of {split.value}"):
+        made = list(task.examples(split))
+    if not made:
+        raise _refuse(ref, f"has no examples of {split.value}", "at least one in each split")
+    return [_pose_one(task, ref, one) for one in made]
+
+
+def _pose_one(task: Any, ref: CodeRef, made: Any) -> dict[str, Any]:
+    if isinstance(made, Mapping):
+        fields = {name: value for name, value in made.items() if name != "answer"}
+        answer = made.get("answer")
+        with blaming(ref, f"give the example {made!r:.80}"):
+            example = make_example(ref.name, fields, None if answer is None else str(answer))
+    elif isinstance(made, Example):
+        example = made
+    else:
+        raise _refuse(ref, f"gives an example {made!r:.80}", "tables of fields, perhaps with an answer")
+    with blaming(ref, f"write the prompt of {dict(example.fields)!r:.80}"):
+        asked = task.render(example)
+    gold: list[str] = []
+    if callable(getattr(task, "gold_replies", None)):
+        with blaming(ref, f"say a right reply to {dict(example.fields)!r:.80}"):
+            gold = [str(reply) for reply in task.gold_replies(example)]
+    return {
+        "fields": dict(example.fields),
+        "answer": example.answer,
+        "messages": _to_messages(asked, ref),
+        "gold": gold,
+    }
+
+
+def _to_messages(asked: Any, ref: CodeRef) -> list[list[str]]:
+    """Return a prompt as roles and texts: of a text, one message of the user's."""
+    if isinstance(asked, str):
+        asked = [Message(role="user", content=asked)]
+    said = [
+        (one.role, one.content) if isinstance(one, Message) else (one.get("role"), one.get("content"))
+        for one in asked or ()
+        if isinstance(one, Message | Mapping)
+    ]
+    if not said or not all(isinstance(text, str) and text for pair in said for text in pair):
+        raise _refuse(ref, f"asks {asked!r:.80}", "a text, or messages with role and content")
+    return [[str(role), str(text)] for role, text in said]
+
+
+def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        explain_refusal(
+            f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.path if ref.is_file else ref}"
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

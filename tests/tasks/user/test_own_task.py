@@ -1,0 +1,279 @@
+"""A task class of the user's: a task like any other, and every way in which it can be wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import ConfigError, DataError, StropError
+from strop.rollout import Outcome, Split
+from strop.spec import ResolvedSpec, load_spec, write_spec
+from strop.spec.explain import explain
+from strop.spec.task import BlendSpec, MixtureSpec, TaskSpec, UserTaskSpec
+from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.judging import open_judge
+from strop.tasks.user import own_task
+from tests.fixtures.judging import run_self_test
+
+CODE = """
+from dataclasses import dataclass
+
+@dataclass
+class Settings:
+    low: int = 2
+    high: int = 40
+    word: str | None = None
+
+class Doubling:
+    \"\"\"What is twice a number?\"\"\"
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
+    def examples(self, split):
+        numbers = range(self.settings.low, self.settings.high)
+        return [{"n": n, "answer": 2 * n} for n in numbers if (n % 5 == 0) == (split == "held_out")]
+
+    def render(self, example):
+        return f"What is 2 * {example.fields['n']}?"
+
+    def verify(self, example, text):
+        return example.answer in text.split()
+
+    def gold_replies(self, example):
+        return [example.answer]
+"""
+
+
+def load(tmp_path: Path, *words: str, code: str = CODE, text: str = "") -> ResolvedSpec:
+    (tmp_path / "own.py").write_text(code)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(f'name = "own"\n[task]\nname = "own.py:Doubling"\n{text}')
+    return load_spec(run_file, ["train.prompts_per_step=4", *words])
+
+
+def task_of(tmp_path: Path, *words: str, code: str = CODE) -> Task:
+    return build_task(load(tmp_path, *words, code=code).spec.task)
+
+
+def judge(spec: TaskSpec, *replies: str) -> list[Outcome]:
+    async def work() -> list[Outcome]:
+        example = build_task(spec).examples(Split.TRAIN)[0]
+        found = open_judge(build_task(spec), partial(build_warm_task, spec))
+        try:
+            return [await found.judge(example, reply) for reply in replies]
+        finally:
+            await found.close()
+
+    return asyncio.run(work())
+
+
+def test_a_class_is_a_task(tmp_path: Path) -> None:
+    task = task_of(tmp_path)
+    first = task.examples(Split.TRAIN)[0]
+    assert (task.name, first.fields, first.answer) == ("Doubling", {"n": 2}, "4")
+    assert [(one.role, one.content) for one in task.render(first)] == [("user", "What is 2 * 2?")]
+    assert [len(task.examples(split)) for split in Split] == [31, 7]
+    assert run_self_test(task, task.examples(Split.TRAIN)[:8]) == []
+    assert task.limits.verify_limit_s == 10.0
+    found = judge(load(tmp_path).spec.task, "It is 4", "5")
+    assert [(one.reward, one.is_correct) for one in found] == [(1.0, True), (0.0, False)]
+
+
+def test_its_settings_are_those_of_the_run_file(tmp_path: Path) -> None:
+    resolved = load(tmp_path, "task.high=12", text="low = 3\n")
+    assert isinstance(resolved.spec.task, UserTaskSpec)
+    assert resolved.spec.task.model_extra == {"low": 3, "high": 12, "word": None}
+    found = {name: explain(f"task.{name}", resolved) for name in ("low", "high", "word")}
+    assert {name: (one.value, one.origin) for name, one in found.items()} == {
+        "low": (3, f"{tmp_path / 'run.toml'}:4"),
+        "high": (12, "override"),
+        "word": (None, "default"),
+    }
+    assert (found["low"].type, found["low"].default, found["word"].type) == ("integer", "2", "text or none")
+    assert {"task.low", "task.high"} <= set(explain("task", resolved).keys)
+    # What is written reads back to the same, defaults of the class included.
+    (tmp_path / "again.toml").write_text(write_spec(resolved))
+    assert load_spec(tmp_path / "again.toml").spec == resolved.spec
+    assert len(build_task(resolved.spec.task).examples(Split.TRAIN)) == 7
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("task.lo=3", ["task.lo=3 (override): own.py:Doubling has no such setting", "low, high, word"]),
+        ("task.low=x", ["task.low='x' (override)", "a valid integer"]),
+        ("task.low=none", ["task.low='none' (override)", "a valid integer"]),
+        ("task.low=1.5", ["task.low=1.5", "a valid integer"]),
+        ("task.min_words=3", ["task.min_words=3", "no such setting"]),
+        ("task.judge_limit_s=0", ["task.judge_limit_s=0", "above 0"]),
+        ("train.stepz=3", ["unknown key train.stepz"]),
+    ],
+)
+def test_a_setting_that_it_does_not_take_is_refused(tmp_path: Path, word: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, word)
+    assert all(part in str(refusal.value) for part in words), str(refusal.value)
+
+
+def test_settings_of_pydantic_are_checked_by_it(tmp_path: Path) -> None:
+    code = PYDANTIC + CODE.partition("word: str | None = None\n")[2]
+    with pytest.raises(ConfigError, match="less than or equal to 100"):
+        load(tmp_path, "task.high=101", code=code)
+    resolved = load(tmp_path, "task.high=50", code=code)
+    assert explain("task.high", resolved).allowed == "an integer at most 100"
+    assert explain("task.high", resolved).description == "Where numbers end."
+    assert len(build_task(resolved.spec.task).examples(Split.TRAIN)) == 39
+
+
+PYDANTIC = """from pydantic import BaseModel, Field
+
+class Settings(BaseModel):
+    low: int = 2
+    high: int = Field(default=40, le=100, description="Where numbers end.")
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("return [{", "return [] and [{", ["has no examples of train"]),
+        ("return [{", "return [3] or [{", ["gives an example 3"]),
+        ('{"n": n,', '{"n": {1},', ["give the example", "not JSON"]),
+        ("numbers = range", "numbers = 1 / 0 or range", ["ZeroDivisionError", "(own.py:17)"]),
+        ("example.fields['n']", "example.fields['m']", ["write the prompt", "KeyError: 'm'", "(own.py:21)"]),
+        ("return f", "return 3 and None and f", ["asks None"]),
+        ("return [example.answer]", "raise OSError('away')", ["say a right reply", "OSError: away"]),
+        (
+            "self.settings = settings",
+            "raise ValueError('no')",
+            ["be made with its settings", "ValueError: no"],
+        ),
+        ("def verify", "def judge", ["Doubling has no verify"]),
+        ("class Doubling", "class Other", ["has no Doubling", "Settings, Other"]),
+        ("(split ==", "('held_out' ==", ["held-out examples of own.py:Doubling are training examples too"]),
+    ],
+)
+def test_a_class_that_cannot_be_asked_is_refused_by_line(
+    tmp_path: Path, old: str, new: str, words: list[str]
+) -> None:
+    with pytest.raises(StropError) as refusal:
+        task_of(tmp_path, code=CODE.replace(old, new, 1)).examples(Split.TRAIN)
+    assert all(part in str(refusal.value) for part in words), str(refusal.value)
+
+
+def test_examples_without_an_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_task, "POSE_LIMIT_S", 2.0)
+    code = CODE.replace("numbers = range", "while True: pass\n        numbers = range")
+    with pytest.raises(ConfigError, match="was not asked for its examples after 2 s"):
+        task_of(tmp_path, code=code).examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("return example.answer in", "return 'x' or", ["TypeError", "returned 'x'", "own.py:Doubling"]),
+        ("return example.answer in", "return float('nan') or", ["ValueError", "returned nan"]),
+        ("return example.answer in", "return 1 / 0 or", ["ZeroDivisionError", 'own.py", line 24']),
+    ],
+)
+def test_a_judgement_that_fails_has_no_score(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
+    (found,) = judge(load(tmp_path, code=CODE.replace(old, new)).spec.task, "4")
+    assert found.failure is not None
+    assert found.reward is None
+    assert all(word in f"{found.failure.kind} {found.failure.detail}" for word in words), found.failure
+
+
+def test_an_endless_judgement_is_killed(tmp_path: Path) -> None:
+    code = CODE.replace(
+        "return example.answer in", "while text == 'hang': pass\n        return example.answer in"
+    )
+    found = judge(load(tmp_path, "task.judge_limit_s=0.5", code=code).spec.task, "hang", "4")
+    assert [one.failure.kind if one.failure else one.reward for one in found] == ["verifier_timeout", 1.0]
+
+
+def test_an_outcome_of_its_own_is_taken_as_it_is(tmp_path: Path) -> None:
+    code = "from strop.rollout import Outcome\n" + CODE.replace(
+        "return example.answer in text.split()",
+        "return Outcome(parts={'a': 0.5, 'b': 0.25}, is_correct=False, format_ok=True)",
+    )
+    (found,) = judge(load(tmp_path, code=code).spec.task, "4")
+    assert (found.parts, found.format_ok) == ({"a": 0.5, "b": 0.25}, True)
+
+
+def test_its_limits_are_those_that_it_says(tmp_path: Path) -> None:
+    code = "from strop.tasks import TaskLimits\n" + CODE.replace(
+        "class Doubling:",
+        "class Doubling:\n    limits = TaskLimits(max_reply_tokens=64, stop_strings=('END',))\n",
+    )
+    limits = task_of(tmp_path, code=code).limits
+    assert (limits.max_reply_tokens, limits.stop_strings) == (64, ("END",))
+    with pytest.raises(ConfigError, match="max_reply_tokens=65"):
+        task_of(tmp_path, "task.max_reply_tokens=65", code=code).limits.stops(is_base=False)
+
+
+def test_the_version_covers_source_settings_and_examples(tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    versions = [
+        task_of(tmp_path).version,
+        task_of(tmp_path, "task.high=39").version,
+        task_of(tmp_path, code=CODE + "\n").version,
+        task_of(tmp_path, "task.judge_limit_s=9").version,
+    ]
+    assert len(set(versions)) == 4
+    assert task_of(other).version == versions[0]
+
+
+def test_an_example_that_lost_a_part_is_not_judged(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    task = build_warm_task(load(tmp_path).spec.task)
+    with pytest.raises(DataError, match="lacks a part"):
+        task.verify(replace(task.examples(Split.TRAIN)[0], answer=None), "4")
+
+
+def test_a_run_file_is_valid_where_its_task_is_not(tmp_path: Path) -> None:
+    resolved = load(tmp_path, "task.high=12")
+    (tmp_path / "written.toml").write_text(write_spec(resolved))
+    (tmp_path / "own.py").unlink()
+    assert load_spec(tmp_path / "written.toml").spec.task == resolved.spec.task
+    with pytest.raises(ConfigError, match=r"own\.py, which does not exist"):
+        build_task(resolved.spec.task)
+
+
+def test_it_is_a_part_like_any_other(tmp_path: Path) -> None:
+    load(tmp_path)
+    part: dict[str, Any] = {"name": f"{tmp_path / 'own.py'}:Doubling", "high": 12}
+    mixture = build_task(
+        MixtureSpec(name="mixture", parts={"own": part, "sums": {"name": "arithmetic", "num_held_out": 4}})
+    )
+    assert {example.task for example in mixture.examples(Split.HELD_OUT)} == {"Doubling", "arithmetic"}
+    blend = BlendSpec(name="blend", parts={"own": part, "same": {**part, "weight": 0.5}})
+    example = build_task(blend).examples(Split.TRAIN)[0]
+    assert build_warm_task(blend).verify(example, "4").reward == 1.5
+    with pytest.raises(ValueError, match=r"task\.parts\.own\.lo.*no such setting"):
+        MixtureSpec(name="mixture", parts={"own": {**part, "lo": 3}})
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    load(tmp_path)
+    load(other)
+    parts: dict[str, Any] = {
+        folder.name: {"name": f"{folder / 'own.py'}:Doubling"} for folder in (tmp_path, other)
+    }
+    with pytest.raises(ValueError, match="two tasks are called Doubling"):
+        MixtureSpec(name="mixture", parts=parts)
+
+
+def test_a_class_called_like_a_built_in_task_is_refused(tmp_path: Path) -> None:
+    load(tmp_path)
+    (tmp_path / "own.py").write_text(CODE.replace("class Doubling", "class arithmetic"))
+    with pytest.raises(ConfigError, match="two tasks are called arithmetic"):
+        build_task(UserTaskSpec(name=f"{tmp_path / 'own.py'}:arithmetic"))
