@@ -66,6 +66,17 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
+    def _check_wording(self) -> Self:
+        if self.prompt_template is not None:
+            raise SpecConflict(
+                {"task.prompt_template": self.prompt_template, "task.prompt": self.prompt},
+                "both word the question",
+                allowed="task.prompt, which takes a template of columns",
+                next_step="move the template into task.prompt",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_rewards(self) -> Self:
         unknown = [name for name in self.reward if name not in BUILT_IN_REWARDS and not is_code(name)]
         if unknown:

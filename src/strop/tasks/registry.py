@@ -131,6 +131,10 @@ def build_task(spec: TaskSpec) -> Task:
     Raises: ConfigError if a setting cannot work with this task.
     """
     task = _TASKS[type(spec)](spec)
+    if spec.prompting:
+        from strop.tasks.prompting import Prompted
+
+        task = Prompted(task, spec)
     if spec.order_file is None:
         return task
     from strop.tasks.curriculum import Curriculum
