@@ -94,3 +94,15 @@ def test_explain_says_what_they_mean(run: Run) -> None:
     out = run("explain", "task").out
     for name in ("system_prompt", "prompt_template", "stop"):
         assert f"task.{name}" in out
+
+
+def test_kept_replies_are_judged_anew_under_the_same_words(
+    run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: a text with a character that JSON writes plainly and TOML does not came back in quotes."""
+    words = ("--task", "arithmetic", "system_prompt=Be\x7f\nbrief.", 'stop=["\\u007f", "\\n"]', *ASK)
+    ended = run("eval", tiny_model_dir, *words, "--split", "held_out", "--limit", "2", "--out", "results")
+    result = read_result(folder / "results" / "arithmetic-step-000000.json")
+    assert result.stop_strings == ["\x7f", "\n"], ended.err
+    (entry,) = json.loads(run("rescore", "results", "--json").out)
+    assert entry["result"]["task_version"] == result.task_version

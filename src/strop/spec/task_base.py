@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from strop.spec.base import Section, SpecConflict
-from strop.spec.template import list_names
+from strop.spec.template import list_names, refuse_malformed
 
 PROMPTING = ("system_prompt", "prompt_template", "stop")
 """The settings that ask a model, or end its reply, otherwise than the task does by itself."""
@@ -94,7 +94,14 @@ class TaskSection(Section):
                 next_step="remove the setting, or write the text",
             )
         if self.prompt_template is not None:
-            _require_template("task.prompt_template", self.prompt_template)
+            refuse_malformed("task.prompt_template", self.prompt_template)
+            if not list_names(self.prompt_template):
+                raise SpecConflict(
+                    {"task.prompt_template": self.prompt_template},
+                    "no field of an example stands in it, so all would be asked alike",
+                    allowed="a text with at least one field of the examples in braces, such as {question}",
+                    next_step="name a field, in single braces",
+                )
         if self.stop is not None and not all(self.stop):
             raise SpecConflict(
                 {"task.stop": self.stop},
@@ -129,22 +136,6 @@ class TaskSection(Section):
                 next_step="make a file with `strop eval --write-order` and name it in task.order_file",
             )
         return self
-
-
-def _require_template(key: str, template: str) -> None:
-    """Refuse a template that is malformed or asks the same of every example."""
-    try:
-        why = "" if list_names(template) else "no field of an example stands in it: all would be asked alike"
-    except ValueError as error:
-        why = str(error)
-    if why:
-        raise SpecConflict(
-            {key: template},
-            why,
-            allowed="a text with at least one field of the examples in braces, such as {question}; '{{' and"
-            " '}}' stand for braces",
-            next_step="name a field in braces, or write the braces twice",
-        )
 
 
 SOURCE_HELP = (

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from string import Formatter
 
+from strop.spec.base import SpecConflict
+
 
 def list_names(template: str) -> list[str]:
     """Return the names of the places, in order, each once.
@@ -24,6 +26,19 @@ def list_names(template: str) -> list[str]:
         if name is not None and name not in names:
             names.append(name)
     return names
+
+
+def refuse_malformed(key: str, template: str) -> None:
+    """Raises: SpecConflict naming the setting, if the template cannot be read."""
+    try:
+        list_names(template)
+    except ValueError as error:
+        raise SpecConflict(
+            {key: template},
+            str(error),
+            allowed="braces with a name in them, such as {question}; '{{' and '}}' stand for braces",
+            next_step="correct the name, or write the braces twice",
+        ) from error
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
