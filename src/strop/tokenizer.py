@@ -149,12 +149,16 @@ class Tokenizer:
                 **self._special_texts,
             )
         except TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
+            roles = [message.role for message in messages]
+            remedy = "change the task's messages"
+            if "system" in roles:
+                remedy = "leave the system message out (task.system_prompt, or the data's own)"
             raise ConfigError(
                 explain_refusal(
-                    f"the chat template of model {self._source} refused messages of roles {roles} ({error})",
+                    f"the chat template of model {self._source} refused messages of roles"
+                    f" {', '.join(roles)} ({error})",
                     allowed="messages in the roles and order that this template accepts",
-                    next_step="change the task's messages, or set model.prompt_format=base",
+                    next_step=f"{remedy}, or set model.prompt_format=base",
                 )
             ) from error
 

@@ -28,6 +28,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("name", "seed"),
         *("model.uri", "model.dtype", "model.prompt_format"),
         *("task.name", "task.max_reply_tokens", "task.max_too_long_frac", "task.thinking"),
+        *("task.system_prompt", "task.prompt_template", "task.stop"),
         *("task.order_file", "task.min_solved_frac", "task.max_solved_frac", "task.max_unmatched_ids"),
         *("task.min_value", "task.max_value", "task.operators", "task.num_held_out"),
         *("task.num_train", "task.min_words", "task.max_words"),

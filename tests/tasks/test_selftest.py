@@ -12,6 +12,7 @@ from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec import ArithmeticSpec, ReverseTextSpec
 from strop.spec.schema import find_settings
 from strop.spec.task import MixtureSpec
+from strop.spec.user_task import USER_TASK
 from strop.tasks import TaskLimits, build_task
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.mixture import Mixture
@@ -65,7 +66,7 @@ def test_a_finding_shows_both_texts() -> None:
 
 
 def test_summaries_name_the_tasks_that_can_be_built() -> None:
-    assert set(TASK_SUMMARIES) == set(find_settings(("task", "name"))[0].choices)
+    assert {*TASK_SUMMARIES, USER_TASK} == set(find_settings(("task", "name"))[0].choices)
     assert build_task(ReverseTextSpec(name="reverse-text")).name in TASK_SUMMARIES
 
 

@@ -88,7 +88,7 @@ def test_a_model_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mixture", "blend"])
 def test_a_task_made_of_others_leaves_thinking_to_its_parts(name: str) -> None:
     words = ["name=x", f"task.name={name}", "task.parts.a.name=arithmetic"]
-    with pytest.raises(ConfigError, match=r"task\.thinking='?on.*: each part says for itself whether"):
+    with pytest.raises(ConfigError, match=r"task\.thinking='?on.*: each part says for itself how"):
         load_spec(None, [*words, "task.thinking=on"])
     task = build_task(load_spec(None, [*words, "task.parts.a.thinking=on"]).spec.task)
     (message,) = task.render(task.examples(Split.HELD_OUT)[0])

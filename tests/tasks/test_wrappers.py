@@ -15,6 +15,11 @@ from strop.tasks import Task, build_task, traits
 NOT_PASSED_ON = {
     # A mixture is no single task of many, and says which part an example is of instead.
     ("mixture", "Varied"),
+    # The parts are asked in the run's own words, and a task that is made of them is not.
+    ("mixture", "PromptFields"),
+    ("blend", "PromptFields"),
+    # A plain task has no order to pass on; one that has is in tests/tasks/test_prompting.py.
+    ("prompted", "Ordered"),
     # Its data has no parts, an order of its own is the blend's, and judging by several is never quick.
     ("blend", "Parted"),
     ("blend", "Ordered"),
@@ -46,14 +51,18 @@ def wrap(kind: str, folder: Path) -> Task:
         return build_task(MixtureSpec(name="mixture", parts={"code": part}))
     if kind == "blend":
         return build_task(BlendSpec(name="blend", parts={"code": part}))
-    spec = MbppSpec(name="mbpp", source=str(folder))
+    spec = MbppSpec(
+        name="mbpp", source=str(folder), system_prompt="Be brief." if kind == "prompted" else None
+    )
+    if kind == "prompted":
+        return build_task(spec)
     order = folder.with_suffix(".jsonl")
     # The file is read to see whether the task counts what is left out.
     order.write_text(json.dumps({"example_id": build_task(spec).examples(Split.TRAIN)[0].example_id}))
     return build_task(spec.model_copy(update={"order_file": str(order)}))
 
 
-@pytest.mark.parametrize("kind", ["mixture", "blend", "curriculum"])
+@pytest.mark.parametrize("kind", ["mixture", "blend", "curriculum", "prompted"])
 def test_nothing_that_a_task_has_beside_is_lost_in_another(kind: str, tmp_path: Path) -> None:
     task = wrap(kind, write_rows(tmp_path / "rows"))
     missing = {

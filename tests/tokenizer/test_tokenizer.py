@@ -148,7 +148,9 @@ def test_named_templates_use_the_default(tmp_path: Path) -> None:
 def test_template_that_refuses_names_the_roles(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
-    with pytest.raises(ConfigError, match=r"roles system, user \(no system role\).*Next: change the task"):
+    with pytest.raises(
+        ConfigError, match=r"roles system, user \(no system role\).*Next: leave .*task\.system_prompt"
+    ):
         Tokenizer.load(tmp_path).render(CHATS[1])
 
 

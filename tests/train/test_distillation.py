@@ -70,6 +70,13 @@ def test_a_context_names_only_what_there_is(tiny_model_dir: Path) -> None:
         prompts_of(tiny_model_dir, "See {hint}.").ids(TASK.examples(Split.TRAIN)[0])
 
 
+@pytest.mark.parametrize("context", ["See {hint", "See {}.", "See {answer:>5}."])
+def test_a_context_that_cannot_be_read_is_refused_with_the_run_file(context: str) -> None:
+    """Incident: an open brace ended the run at its first step, with a ValueError."""
+    with pytest.raises(ValueError, match=r"teacher\.context=.*'\{\{' and '\}\}' stand for braces"):
+        TeacherSpec(context=context)
+
+
 def solved(group: Group, is_correct: list[bool]) -> Group:
     rollouts = [
         replace(one, outcome=replace(one.outcome, is_correct=flag))

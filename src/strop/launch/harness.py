@@ -21,6 +21,7 @@ from strop.launch.evaluation import EVALS_ROOT, EvalWish
 from strop.launch.inference import OpenedModel, read_askings, read_trained_ids
 from strop.policy.footprint import read_model_size
 from strop.rollout import Split
+from strop.spec.task import TaskSpec
 from strop.tasks import build_task
 
 
@@ -67,6 +68,7 @@ def evaluate_by_harness(
     trained_ids = read_trained_ids(model.run_path)
     for protocol in protocols:
         asking = askings[protocol.own_task]
+        _refuse_prompting(asking.spec.task)
         task = build_task(asking.spec.task.model_copy(update=dict(protocol.own_settings)))
         refuse_trained(task, split, task.examples(split), trained_ids)
         jobs.append(
@@ -86,3 +88,15 @@ def evaluate_by_harness(
     python = ensure_environment(LM_EVAL, say=say)
     out_dir = wish.out_dir or EVALS_ROOT / f"lm-eval-{model.digest[:8]}"
     return [run_harness(job, Path(out_dir), python=python) for job in jobs]
+
+
+def _refuse_prompting(task: TaskSpec) -> None:
+    """Refuse settings that the harness, which asks in its own words, would not hear of."""
+    if task.prompting:
+        raise ConfigError(
+            explain_refusal(
+                f"--harness lm-eval with {' and '.join(f'task.{name}' for name in task.prompting)}",
+                allowed="its pinned protocol, which has prompts and stop strings of its own",
+                next_step="leave the settings out, or leave --harness out",
+            )
+        )

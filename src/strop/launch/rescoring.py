@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ from strop.evaluate.shards import read_all_shards, read_plan, read_task_settings
 from strop.launch.inference import Asking, hold_judge, read_asking
 from strop.record.shards import list_shards
 from strop.rollout import Split
-from strop.spec.display import dotted, walk_values
+from strop.spec.display import dotted, format_value, walk_values
 from strop.spec.overrides import parse_override
-from strop.spec.schema import NULL_WORD
 from strop.tasks import build_task
 
 
@@ -94,8 +92,7 @@ def _merge(stored: Mapping[str, Any], words: Sequence[str]) -> list[str]:
     given = [word if word.startswith("task.") else f"task.{word}" for word in words]
     replaced = [parse_override(word)[0] for word in given]
     kept = [
-        # JSON is TOML for all that a setting can be.
-        f"{dotted(path)}={NULL_WORD if value is None else json.dumps(value, ensure_ascii=False)}"
+        f"{dotted(path)}={format_value(value)}"
         for path, value in walk_values(stored, ("task",))
         if path != ("task", "name") and not any(path[: len(new)] == new for new in replaced)
     ]

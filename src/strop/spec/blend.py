@@ -74,6 +74,7 @@ class BlendSpec(PartedSection):
                 next_step="add the part, or correct the label",
             )
         for label, part in parts.items():
+            self._check_asking_of(label, part)
             if part.task.order_file is not None:
                 raise SpecConflict(
                     {f"task.parts.{label}.order_file": part.task.order_file},
@@ -97,6 +98,15 @@ class BlendSpec(PartedSection):
             )
         self._check_weights(parts)
         return self
+
+    def _check_asking_of(self, label: str, part: BlendPart) -> None:
+        for name in part.task.prompting if label != self.data_label else ():
+            raise SpecConflict(
+                {f"task.parts.{label}.{name}": part.task.prompting[name], "task.data": self.data_label},
+                "this part only judges, and asks the model nothing",
+                allowed=f"{name} in the part that poses the problems",
+                next_step=f"move the setting to [task.parts.{self.data_label}]",
+            )
 
     def _check_weights(self, parts: dict[str, BlendPart]) -> None:
         weights = {f"task.parts.{label}.weight": part.weight for label, part in parts.items()}

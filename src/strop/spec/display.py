@@ -71,7 +71,7 @@ def show_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         # As a run file writes them: none, true, false.
         return str(value).lower()
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         return (
             f"a table of {len(value)} keys" if isinstance(value, dict) else f"a list of {len(value)} values"
         )

@@ -132,11 +132,13 @@ class MmluChoiceSpec(_MmluRows, EvaluationRows):
             given["task.thinking"] = self.thinking
         if self.max_reply_tokens is not None:
             given["task.max_reply_tokens"] = self.max_reply_tokens
+        if self.stop is not None:
+            given["task.stop"] = self.stop
         if given:
             raise SpecConflict(
                 given,
                 "the model writes no reply: the likeliest of four letters is taken",
-                allowed="thinking off or model_default, and no reply budget",
+                allowed="thinking off or model_default, no reply budget, and no texts that end a reply",
                 next_step="remove the setting, or use task mmlu, where the model writes",
             )
         return self

@@ -83,12 +83,15 @@ class PartedSection(TaskSection):
         return parts
 
     @model_validator(mode="after")
-    def _check_thinking(self) -> Self:
+    def _check_asking(self) -> Self:
+        given = dict(self.prompting)
         if self.thinking != "model_default":
+            given["thinking"] = self.thinking
+        for name, value in given.items():
             raise SpecConflict(
-                {"task.thinking": self.thinking},
-                "each part says for itself whether the model thinks",
-                allowed="thinking in [task.parts.LABEL]",
+                {f"task.{name}": value},
+                "each part says for itself how the model is asked",
+                allowed=f"{name} in [task.parts.LABEL]",
                 next_step="move the setting into the parts",
             )
         return self

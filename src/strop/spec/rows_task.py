@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from strop.spec.base import SpecConflict
 from strop.spec.code_tasks import CodeTaskSection
 from strop.spec.task_base import SOURCE_HELP, TrainingRows
+from strop.spec.template import refuse_malformed
 from strop.user_code import is_code
 
 BUILT_IN_REWARDS = ("exact", "contains", "math", "json-schema", "python-tests")
@@ -66,6 +67,19 @@ class RowsSpec(CodeTaskSection, TrainingRows):
     @classmethod
     def _read_one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_wording(self) -> Self:
+        for key, template in (("task.prompt", self.prompt), ("task.gold", self.gold)):
+            refuse_malformed(key, template or "")
+        if self.prompt_template is not None:
+            raise SpecConflict(
+                {"task.prompt_template": self.prompt_template, "task.prompt": self.prompt},
+                "both word the question",
+                allowed="task.prompt, which takes a template of columns",
+                next_step="move the template into task.prompt",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:

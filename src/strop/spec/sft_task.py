@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from strop.spec.base import SpecConflict
 from strop.spec.task_base import TrainingRows
 
 
@@ -34,3 +35,14 @@ class SftJsonlSpec(TrainingRows):
         " 'formula': the final answer, by spelling and value, as math with strictness 'standard'; 'text': the"
         " last line that is not empty, but for case and white space.",
     )
+
+    @model_validator(mode="after")
+    def _check_wording(self) -> Self:
+        if self.prompt_template is not None:
+            raise SpecConflict(
+                {"task.prompt_template": self.prompt_template},
+                "a row is a conversation, and asked as it stands",
+                allowed="the wording of the rows",
+                next_step="write the wording into the rows, which sft.source imitates too",
+            )
+        return self

@@ -7,6 +7,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from strop.spec.base import Section, SpecConflict
+from strop.spec.template import list_names, refuse_malformed
+
+PROMPTING = ("system_prompt", "prompt_template", "stop")
+"""The settings that ask a model, or end its reply, otherwise than the task does by itself."""
 
 
 class TaskSection(Section):
@@ -32,6 +36,23 @@ class TaskSection(Section):
         " told. on = the reply has 8192 tokens beyond the task's own limit, and no text ends it. Judged is"
         " what stands behind the thinking, and thinking without an end is no answer.",
     )
+    system_prompt: str | None = Field(
+        default=None,
+        description="What the model is told before the task's own messages: a message of the role system in a"
+        " chat; in plain text it stands before the prompt, with a blank line between. none = nothing.",
+    )
+    prompt_template: str | None = Field(
+        default=None,
+        description="What the model is asked in place of the task's own wording, such as 'Solve: {question}'."
+        " A name in braces stands for the example's field of that name, '{{' and '}}' for braces. In plain"
+        " text it is the prompt to the letter. none = the task's own.",
+    )
+    stop: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="Texts that end a reply, in place of the task's own, in a chat and in plain text; an"
+        " empty list leaves the model's own terminator alone. none = the task's own.",
+    )
     order_file: str | None = Field(
         default=None,
         min_length=1,
@@ -56,6 +77,46 @@ class TaskSection(Section):
         ge=0,
         description="Ids of the order file that may be missing among the task's training examples.",
     )
+
+    @property
+    def prompting(self) -> dict[str, object]:
+        """What of `PROMPTING` is set, by name; empty where the model is asked as the task does it."""
+        found = {name: getattr(self, name) for name in PROMPTING}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check_prompting(self) -> Self:
+        if self.system_prompt is not None and not self.system_prompt.strip():
+            raise SpecConflict(
+                {"task.system_prompt": self.system_prompt},
+                "the model is told nothing",
+                allowed="a text with more than white space, or none",
+                next_step="remove the setting, or write the text",
+            )
+        if self.prompt_template is not None:
+            refuse_malformed("task.prompt_template", self.prompt_template)
+            if not list_names(self.prompt_template):
+                raise SpecConflict(
+                    {"task.prompt_template": self.prompt_template},
+                    "no field of an example stands in it, so all would be asked alike",
+                    allowed="a text with at least one field of the examples in braces, such as {question}",
+                    next_step="name a field, in single braces",
+                )
+        if self.stop is not None and not all(self.stop):
+            raise SpecConflict(
+                {"task.stop": self.stop},
+                "an empty text ends every reply before its first token",
+                allowed="texts of one character or more",
+                next_step="remove the empty text; an empty list leaves the model's own terminator alone",
+            )
+        if self.stop and self.thinking == "on":
+            raise SpecConflict(
+                {"task.stop": self.stop, "task.thinking": self.thinking},
+                "a text that ends a reply may stand among its thoughts",
+                allowed="texts that end a reply where the model is not told to think",
+                next_step="remove task.stop, or set task.thinking=off",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -84,7 +145,7 @@ SOURCE_HELP = (
 )
 
 
-class FewShot(Section):
+class FewShot(TaskSection):
     """What tasks share that can show solved examples first."""
 
     num_few_shot: int = Field(
@@ -94,6 +155,17 @@ class FewShot(Section):
         description="Solved examples before the problem where the model is asked in plain text, from the"
         " data itself. A chat shows none.",
     )
+
+    @model_validator(mode="after")
+    def _check_shots(self) -> Self:
+        if self.num_few_shot and self.prompt_template is not None:
+            raise SpecConflict(
+                {"task.num_few_shot": self.num_few_shot, "task.prompt_template": self.prompt_template},
+                "solved examples are worded as the task words its own problems",
+                allowed="solved examples, or a wording of the run's own",
+                next_step="remove one of the two; solved examples may be written into the template",
+            )
+        return self
 
 
 class HeldOutRows(TaskSection):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop.spec.base import Section
+from strop.spec.template import refuse_malformed
 
 
 class TeacherSpec(Section):
@@ -77,3 +78,9 @@ class TeacherSpec(Section):
         description="Factor of the term; beside rewards (train.terms = 'rl') that of the teacher's part of"
         " the advantage.",
     )
+
+    @model_validator(mode="after")
+    def _check_context(self) -> Self:
+        if self.context is not None:
+            refuse_malformed("teacher.context", self.context)
+        return self

@@ -19,6 +19,7 @@ from strop import __version__
 from strop.errors import DataError, StropError, explain_refusal
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split
 from strop.spec.task import BlendSpec
+from strop.spec.task_base import PROMPTING
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.failures import catch_failure
 from strop.tasks.llm_judge.task import LlmJudge
@@ -43,7 +44,7 @@ class _Part:
     weight: float
     optional: bool
     settings: str
-    """Of its task, as JSON; they identify a verifier whose data is not used."""
+    """Of its task, as JSON; they identify a verifier whose data is not used, and which asks nothing."""
 
 
 class Blend:
@@ -60,7 +61,7 @@ class Blend:
                 task=tasks[label],
                 weight=weights[label],
                 optional=part.optional,
-                settings=part.task.model_dump_json(),
+                settings=part.task.model_dump_json(exclude=set(PROMPTING)),
             )
             for label, part in spec.read_parts().items()
         ]

@@ -18,21 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError, explain_refusal
-from strop.rollout import Example, Message, Outcome, Split
+from strop.rollout import Example, Split
 from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
-from strop.tasks.contract import Task, TaskLimits
-from strop.tasks.traits import (
-    ProgramForm,
-    choices_of,
-    counts_of,
-    judge_digests_of,
-    limits_of,
-    part_of,
-    program_form_of,
-    variant_of,
-    verify_quick,
-)
+from strop.tasks.contract import Task
+from strop.tasks.traits import counts_of
+from strop.tasks.wrapper import TaskWrapper
 
 _MAX_SHOWN = 3
 
@@ -46,27 +37,16 @@ class OrderEntry:
     """Share of attempts that solved it; None where the file does not say."""
 
 
-class Curriculum:
+class Curriculum(TaskWrapper):
     """A task whose training examples are those of an order file, in its order, within its bounds.
 
-    Held-out examples are the task's own, so scores with and without a curriculum can be compared.
+    Held-out examples and the version are the task's own, so scores with and without a curriculum can be
+    compared: an order changes neither prompts nor scores.
     """
 
     def __init__(self, task: Task, spec: TaskSpec) -> None:
-        self._task = task
+        super().__init__(task)
         self._spec = spec
-        self.name = task.name
-        self.limits: TaskLimits = task.limits
-
-    @property
-    def version(self) -> str:
-        """The task's own: an order changes neither prompts nor scores."""
-        return self._task.version
-
-    @property
-    def variant(self) -> str | None:
-        """The task's own."""
-        return variant_of(self._task)
 
     @property
     def order_digest(self) -> str:
@@ -85,43 +65,6 @@ class Curriculum:
     def counts(self) -> Mapping[str, int]:
         """Those of the task that is ordered, and how many lines of the file are left out; reads both."""
         return {**counts_of(self._task), **self._choice[1]}
-
-    def limits_of(self, example: Example) -> TaskLimits:
-        """Return the limits that the task gives the example."""
-        return limits_of(self._task, example)
-
-    def part_of(self, example: Example) -> str | None:
-        """Return the part that the task counts the example to."""
-        return part_of(self._task, example)
-
-    def render(self, example: Example) -> tuple[Message, ...]:
-        """Pose the example as the task does."""
-        return self._task.render(example)
-
-    @property
-    def judge_digests(self) -> Sequence[str]:
-        """Those of the task that is ordered."""
-        return judge_digests_of(self._task)
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        """Judge as the task does."""
-        return self._task.verify(example, text)
-
-    def verify_quick(self, example: Example, text: str) -> Outcome | None:
-        """Judge as the task does, where it is quick."""
-        return verify_quick(self._task, example, text)
-
-    def program_form(self, example: Example) -> ProgramForm | None:
-        """Return how the task uses the program of a reply."""
-        return program_form_of(self._task, example)
-
-    def choices(self, example: Example) -> tuple[str, ...]:
-        """Return the replies to choose from, where the task has them."""
-        return choices_of(self._task, example)
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return what the task calls right."""
-        return self._task.gold_replies(example)
 
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
         """Return the positions of an epoch: every epoch goes through the file from its first line."""

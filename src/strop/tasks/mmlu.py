@@ -9,7 +9,7 @@ no subject.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import ClassVar
@@ -79,13 +79,17 @@ class Mmlu(RowTask):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the question with its choices, under a line that names the subject."""
-        subject = example.fields["subject"].replace("_", " ")
+        subject = _subject(example)
         content = _PROMPT.format(about=f" about {subject}" if subject else "", **_choices(example))
         header = _BASE_HEADER.format(subject=subject) if subject else ""
         shots = self._shots_by_subject.get(example.fields["subject"], ())[: self._num_few_shot]
         solved = join_shots([(_BASE_PROMPT.format(**_choices(shot)), f" {shot.answer}") for shot in shots])
         base = header + solved + _BASE_PROMPT.format(**_choices(example))
         return pose(content, base=base, thinking=self._spec.thinking)
+
+    def prompt_fields(self, example: Example) -> Mapping[str, str]:
+        """Return the question, the subject in words, and the choices `a` to `d`."""
+        return {"subject": _subject(example), **_choices(example)}
 
     @cached_property
     def _shots_by_subject(self) -> dict[str, list[Example]]:
@@ -163,6 +167,10 @@ class MmluChoice(Mmlu):
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the letter alone: nothing else can be chosen."""
         return (gold_of(example),)
+
+
+def _subject(example: Example) -> str:
+    return str(example.fields["subject"]).replace("_", " ")
 
 
 def _choices(example: Example) -> dict[str, str]:

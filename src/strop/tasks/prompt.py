@@ -14,6 +14,9 @@ from strop.errors import ConfigError, DataError, explain_refusal
 from strop.rollout import IntArray, Message
 from strop.tokenizer import Tokenizer
 
+SYSTEM = "system"
+"""Role of what a chat model is told before it is asked."""
+
 
 class PromptFormat(StrEnum):
     """How messages become a prompt; the values of `model.prompt_format`."""
@@ -86,14 +89,15 @@ def render_prompt(
 ) -> tuple[str, IntArray]:
     """Return the prompt as text and as ids.
 
-    Raises: ConfigError like `resolve_prompt_format`, or if thinking is asked of a model that cannot be told;
-        DataError if no token is left to ask with.
+    Raises: ConfigError like `resolve_prompt_format`, or if a system message or thinking is asked of a model
+        that cannot be told; DataError if no token is left to ask with.
     """
     resolved = resolve_prompt_format(tokenizer, prompt_format)
     thinking = _thinking_of(messages)
     if resolved is PromptFormat.CHAT:
         is_thinking = None if thinking is Thinking.MODEL_DEFAULT else thinking is Thinking.ON
         text = tokenizer.render(messages, is_thinking=is_thinking)
+        _require_told(text, messages)
     else:
         text = _base_text(tokenizer, messages, thinking)
     prompt_ids = tokenizer.encode(text)
@@ -106,6 +110,19 @@ def render_prompt(
             )
         )
     return text, prompt_ids
+
+
+def _require_told(text: str, messages: Sequence[Message]) -> None:
+    """Refuse a chat template that leaves a system message out: some know no such role, and do not say so."""
+    if any(message.role == SYSTEM and message.content.strip() not in text for message in messages):
+        raise ConfigError(
+            explain_refusal(
+                "the chat template of the model leaves out the system message (task.system_prompt, or the"
+                " data's own)",
+                allowed="a system message where the template writes it",
+                next_step="leave it out, and say the same in task.prompt_template",
+            )
+        )
 
 
 def _thinking_of(messages: Sequence[Message]) -> Thinking:
@@ -127,6 +144,7 @@ def _base_text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: Thin
                 next_step="leave task.thinking out, or set model.prompt_format=chat with a chat model",
             )
         )
-    if len(messages) == 1 and isinstance(messages[0], PosedMessage) and messages[0].base is not None:
-        return messages[0].base
+    last = messages[-1] if messages else None
+    if isinstance(last, PosedMessage) and last.base is not None:
+        return last.base
     return tokenizer.render_base(messages)

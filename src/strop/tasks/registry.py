@@ -142,6 +142,10 @@ def build_task(spec: TaskSpec) -> Task:
                 next_step="rename the class, or the entry point",
             )
         )
+    if spec.prompting:
+        from strop.tasks.prompting import Prompted
+
+        task = Prompted(task, spec)
     if spec.order_file is None:
         return task
     from strop.tasks.curriculum import Curriculum

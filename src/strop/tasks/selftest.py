@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, FailureOwner
-from strop.tasks.answers import parse_number
+from strop.tasks.answers import cut_at_first, parse_number
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure
 from strop.tasks.traits import limits_of
@@ -101,8 +101,15 @@ async def self_test(
 
 
 async def _check_gold(task: Task, example: Example, ask: _Ask) -> list[SelfTestFinding]:
-    expectation = f"a right reply must earn {task.limits.max_reward}"
-    judged_replies = [await ask(example, "gold", text, expectation) for text in task.gold_replies(example)]
+    """Judge the right replies as they arrive, ended where a stop string stands."""
+    stop_strings = limits_of(task, example).stop_strings
+    judged_replies = []
+    for gold in task.gold_replies(example):
+        expectation = f"a right reply must earn {task.limits.max_reward}"
+        text = cut_at_first(gold, stop_strings)
+        if text != gold:
+            expectation += f", and this one is {gold[:80]!r}, ended by a stop string of {list(stop_strings)}"
+        judged_replies.append(await ask(example, "gold", text, expectation))
     return [judged.finding for judged in judged_replies if not judged.has_full_marks]
 
 

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Example, Outcome, Split
 from strop.tasks.contract import Task, TaskLimits
+
+
+def every_form(examples: Sequence[Example]) -> Sequence[Example]:
+    """Return examples among which stands one of every form: all, or the first where they are made one by one.
+
+    What is made on demand is of one form, and there may be a million of it.
+    """
+    return examples if isinstance(examples, tuple | list) else examples[:1]
 
 
 @runtime_checkable
@@ -40,6 +48,20 @@ class Counted(Protocol):
 def counts_of(task: Task) -> Mapping[str, int]:
     """Return what reading a task's data counted; empty where it counts nothing."""
     return task.counts if isinstance(task, Counted) else {}
+
+
+@runtime_checkable
+class PromptFields(Protocol):
+    """What a task has beside, if its prompts name other things than the fields of an example."""
+
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        """Return what a prompt may name of an example."""
+        ...
+
+
+def prompt_fields_of(task: Task, example: Example) -> Mapping[str, Any]:
+    """Return what a prompt may name of an example: what the task says, or the example's fields."""
+    return task.prompt_fields(example) if isinstance(task, PromptFields) else example.fields
 
 
 @runtime_checkable
@@ -108,9 +130,9 @@ def require_written(task: Task) -> None:
     Raises: ConfigError; DataError like `examples`.
     """
     if not hasattr(task, "choices"):
-        return  # Without a look at the examples, of which a generator makes a million one by one.
+        return
     asked = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
-    if any(choices_of(task, example) for example in asked):
+    if any(choices_of(task, example) for example in every_form(asked)):
         raise ConfigError(
             explain_refusal(
                 f"training on task {task.name}, whose replies are chosen by their likelihood: the model"

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.task import TaskSpec
+from strop.spec.task_base import PROMPTING
 from strop.tasks.contract import TaskLimits
 
 # Where the data lies differs between machines and what it says does not; its content is hashed apart.
@@ -20,6 +21,8 @@ _NOT_HASHED = {
     # How a judge is reached, and who compares it with people; its rubric is hashed as a text.
     *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),
     *("rubric", "calibration", "can_judge_itself", "judge_engine", "judge_devices"),
+    # Where one of them is set, `Prompted` makes a version of the task's own and them.
+    *PROMPTING,
 }
 # What it takes to believe the verifier changes no score either.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from string import Formatter
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from strop.policy.distilling import DistillTerm
 from strop.policy.packing import PackedGroup, PackedReply
 from strop.rollout import Example, Group, IntArray, Message
 from strop.spec.teacher import TeacherSpec
+from strop.spec.template import fill, list_names
 from strop.tasks import Task
 from strop.tasks.prompt import PromptFormat, render_prompt
 from strop.tokenizer import Tokenizer
@@ -92,8 +92,7 @@ class TeacherPrompts:
         """
         *before, last = self.task.render(example)
         known = {**example.fields, **({} if example.answer is None else {"answer": example.answer})}
-        names = [name for _, name, _, _ in Formatter().parse(self.context) if name is not None]
-        missing = sorted(set(names) - known.keys())
+        missing = sorted(set(list_names(self.context)) - known.keys())
         if missing:
             raise ConfigError(
                 explain_refusal(
@@ -103,11 +102,8 @@ class TeacherPrompts:
                     next_step="correct teacher.context",
                 )
             )
-        told = "".join(
-            text + ("" if name is None else str(known[name]))
-            for text, name, _, _ in Formatter().parse(self.context)
-        )
-        messages = (*before, Message(role=last.role, content=f"{last.content}\n\n{told}"))
+        content = f"{last.content}\n\n{fill(self.context, known)}"
+        messages = (*before, Message(role=last.role, content=content))
         return render_prompt(self.tokenizer, messages, self.prompt_format)[1]
 
 

@@ -160,5 +160,7 @@ def test_names_of_containers_are_allowed_ones_and_one_for_each_home(project: Pat
 
 
 def test_paths_of_the_run_file_that_are_elsewhere_are_kept_for_the_check(project: Path) -> None:
-    plan = plan_of(boxed(project, 'model.uri="/models/tiny"'))
+    plan = plan_of(boxed(project, 'model.uri="/models/tiny"', 'task.system_prompt="/no_think"'))
     assert "/models/tiny" in plan.details["paths"]
+    # What a model is told may begin like a path.
+    assert "/no_think" not in plan.details["paths"]

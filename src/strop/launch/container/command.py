@@ -20,6 +20,7 @@ from strop.launch.jobs.contract import JobPlan, JobRequest, RolePlan
 from strop.launch.jobs.home import job_path_of
 from strop.spec.display import dotted, walk_values
 from strop.spec.site import ContainerSite
+from strop.spec.task_base import PROMPTING
 
 LABEL = "strop"
 """Its value is the plan's hash. The others are `strop.<name>`."""
@@ -219,6 +220,8 @@ def _find_paths(request: JobRequest, plan: JobPlan) -> list[str]:
             if isinstance(value, str)
             and value.startswith("/")
             and not dotted(path).startswith(skipped)
+            # '/no_think' is what some models are told, and no path.
+            and path[-1] not in PROMPTING
             and not PurePosixPath(value).is_relative_to(plan.home)
         }
     )

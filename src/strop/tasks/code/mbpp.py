@@ -116,7 +116,8 @@ class Mbpp(RowTask):
         program = cut_at_first(text, _STOP_STRINGS)
         return program if compiles(program) else None
 
-    def _asked(self, example: Example) -> Mapping[str, str]:
+    def prompt_fields(self, example: Example) -> Mapping[str, str]:
+        """Return the problem and the tests that are shown with it."""
         return {"text": example.fields["text"], "tests": "\n".join(example.fields["tests"])}
 
     def _shot_target(self, shot: Example) -> str:

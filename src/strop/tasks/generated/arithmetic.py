@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from types import MappingProxyType
-from typing import overload
+from typing import Any, overload
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import ArithmeticSpec
@@ -60,10 +60,14 @@ class Arithmetic:
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Ask for the result in one sentence."""
-        fields = {"op": "+", **example.fields}
+        fields = self.prompt_fields(example)
         return pose(
             _PROMPT.format(**fields), base=_BASE_PROMPT.format(**fields), thinking=self._spec.thinking
         )
+
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        """Return both numbers and the operator, which a sum's fields leave out."""
+        return {"op": "+", **example.fields}
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last number of the reply with the result."""

@@ -86,7 +86,7 @@ class RowTask(ABC):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the problem and say how the answer is to be written."""
-        asked = self._asked(example)
+        asked = self.prompt_fields(example)
         return pose(
             self._prompt.format(**asked),
             base=self._shots + self._base_prompt.format(**asked),
@@ -101,8 +101,8 @@ class RowTask(ABC):
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return replies that deserve full marks, the asked-for form first."""
 
-    def _asked(self, example: Example) -> Mapping[str, Any]:
-        """Return what the two prompts name of an example."""
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        """Return what the two prompts, or one of the run's own, may name of an example."""
         return example.fields
 
     def _shot_target(self, shot: Example) -> str:
@@ -116,7 +116,7 @@ class RowTask(ABC):
             return ""
         return join_shots(
             [
-                (self._base_prompt.format(**self._asked(shot)), self._shot_target(shot))
+                (self._base_prompt.format(**self.prompt_fields(shot)), self._shot_target(shot))
                 for shot in self._splits.shots
             ]
         )

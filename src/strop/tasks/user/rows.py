@@ -10,15 +10,15 @@ import ast
 import builtins
 import datetime as dt
 import json
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from strop.errors import ConfigError, DataError, explain_refusal
+from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.rows_task import BUILT_IN_REWARDS, RowsSpec
+from strop.spec.template import fill, list_names
 from strop.tasks.code.extraction import extract_python, used_names
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
@@ -131,7 +131,7 @@ class Rows(RowTask):
         answer = example.fields["answer"]
         if self._spec.gold is not None:
             names = {**example.fields["columns"], "answer": show_answer(answer)}
-            return (self._spec.gold.format(**names),)
+            return (fill(self._spec.gold, names),)
         first = self._spec.reward[0]
         if answer is None or first in ("json-schema", _SANDBOXED):
             return ()
@@ -199,8 +199,7 @@ class _Reader:
         self._functions = functions
         self._compares = any(name in BUILT_IN_REWARDS for name in spec.reward)
         self._answers: dict[str, tuple[Any, Row]] = {}
-        self._names = _template_names(spec.prompt, "task.prompt")
-        self._gold_names = _template_names(spec.gold or "", "task.gold")
+        self._names = list_names(spec.prompt)
 
     def why_left_out(self, row: Row, split: Split) -> str | None:
         self._require_columns(row)
@@ -229,7 +228,9 @@ class _Reader:
         """
         spec = self._spec
         wanted = dict.fromkeys(self._names or [spec.prompt], f"task.prompt={spec.prompt!r}")
-        wanted |= {name: f"task.gold={spec.gold!r}" for name in self._gold_names if name != "answer"}
+        wanted |= {
+            name: f"task.gold={spec.gold!r}" for name in list_names(spec.gold or "") if name != "answer"
+        }
         if spec.answer is not None:
             wanted[spec.answer] = f"task.answer={spec.answer!r}"
         for reward in self._functions.values():
@@ -244,7 +245,7 @@ class _Reader:
         """Return what a row asks: a text, or the messages of a chat. Raises: DataError naming the row."""
         spec = self._spec
         if self._names:
-            asked: Any = spec.prompt.format(**{name: _as_text(row.values[name]) for name in self._names})
+            asked: Any = fill(spec.prompt, {name: _as_text(row.values[name]) for name in self._names})
         else:
             asked = row.values[spec.prompt]
         if isinstance(asked, str) and asked.strip():
@@ -280,33 +281,6 @@ _READABLE = {
     "json-schema": "a JSON Schema, as a table or its text",
     _SANDBOXED: "statements of Python such as assert double(2) == 4, as a list or a text",
 }
-
-
-def _template_names(template: str, setting: str) -> tuple[str, ...]:
-    """Return the columns that a template names; () for a text without any.
-
-    Raises: ConfigError if it is no template, or asks for more than columns.
-    """
-    try:
-        found = string.Formatter().parse(template)
-        parts = [(name, spec or how) for _, name, spec, how in found if name is not None]
-    except ValueError as error:
-        raise _no_template(template, setting, str(error)) from error
-    for name, form in parts:
-        if not name.isidentifier() or form:
-            raise _no_template(template, setting, f"{{{name}}} is not the name of a column")
-    return tuple(dict.fromkeys(name for name, _ in parts))
-
-
-def _no_template(template: str, setting: str, cause: str) -> ConfigError:
-    return ConfigError(
-        explain_refusal(
-            f"{setting}={template!r:.80}: {cause}",
-            allowed="the name of a column, or a text with columns in braces, such as 'Solve: {question}'; {{"
-            " and }} stand for braces",
-            next_step=f"correct {setting}",
-        )
-    )
 
 
 def _is_message(value: Any) -> bool:

@@ -1,0 +1,111 @@
+"""A task asked as the run file words it: system prompt, prompt template and stop strings of the run's own.
+
+Done here for all tasks, behind what each of them renders and allows, so that none can forget a setting. How a
+reply is judged does not change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from strop.errors import ConfigError, DataError, explain_refusal
+from strop.rollout import Example, Message, Split
+from strop.spec.task import TaskSpec
+from strop.spec.template import fill, list_names
+from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.prompt import SYSTEM, PosedMessage, Thinking
+from strop.tasks.traits import Ordered, every_form, limits_of, prompt_fields_of
+from strop.tasks.wrapper import TaskWrapper
+
+
+class Prompted(TaskWrapper):
+    """A task with the settings `PROMPTING` of its section applied; at least one of them is set."""
+
+    def __init__(self, task: Task, spec: TaskSpec) -> None:
+        super().__init__(task)
+        self._spec = spec
+        self.limits = self._with_stops(task.limits)
+        self._checked: dict[Split, Sequence[Example]] = {}
+        if isinstance(task, Ordered):
+            # Only then: a task without an order of its own is shuffled.
+            self.epoch_order = task.epoch_order
+
+    @property
+    def version(self) -> str:
+        """Hash over the task's own and the settings; reads the data where the task's own does."""
+        return self._version
+
+    @cached_property
+    def _version(self) -> str:
+        parts = json.dumps([self._task.version, self._spec.prompting], sort_keys=True)
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the task's examples, each of which can be asked.
+
+        Raises: DataError as the task does, and like `render`; ConfigError like `render`.
+        """
+        if split not in self._checked:
+            examples = self._task.examples(split)
+            for example in every_form(examples):
+                self.render(example)
+            self._checked[split] = examples
+        return self._checked[split]
+
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits that the task gives the example, with the run's stop strings."""
+        return self._with_stops(limits_of(self._task, example))
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Pose the example in the run's own words.
+
+        Raises: ConfigError if the template names what the example does not have; DataError if the example
+            begins with a system message of its own and the run has one too.
+        """
+        template, system = self._spec.prompt_template, self._spec.system_prompt
+        *before, last = self._task.render(example)
+        if template is not None:
+            before, last = [], self._word(template, example, last)
+        if system is None:
+            return (*before, last)
+        if any(message.role == SYSTEM for message in before):
+            raise DataError(
+                explain_refusal(
+                    f"example {example.example_id} of task {self.name} has a system message of its own,"
+                    " beside task.system_prompt",
+                    allowed="one of the two",
+                    next_step="leave out task.system_prompt, or take the system messages out of the data",
+                )
+            )
+        if isinstance(last, PosedMessage) and last.base is not None:
+            last = replace(last, base=f"{system}\n\n{last.base}")
+        return (Message(role=SYSTEM, content=system), *before, last)
+
+    def _word(self, template: str, example: Example, own: Message) -> PosedMessage:
+        """Return the template filled with an example, told to think as the task's own message is."""
+        known = {
+            name: value
+            for name, value in prompt_fields_of(self._task, example).items()
+            if isinstance(value, str | int | float)
+        }
+        missing = [name for name in list_names(template) if name not in known]
+        if missing:
+            raise ConfigError(
+                explain_refusal(
+                    f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"
+                    f" {self.name} does not have",
+                    allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
+                    next_step="correct the name; '{{' and '}}' stand for braces",
+                )
+            )
+        text = fill(template, known)
+        thinking = own.thinking if isinstance(own, PosedMessage) else Thinking.MODEL_DEFAULT
+        return PosedMessage(role=own.role, content=text, base=text, thinking=thinking)
+
+    def _with_stops(self, limits: TaskLimits) -> TaskLimits:
+        stop = self._spec.stop
+        return limits if stop is None else replace(limits, stop_strings=stop, base_stop_strings=())

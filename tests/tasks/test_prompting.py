@@ -1,0 +1,345 @@
+"""System prompt, prompt template and stop strings of the run's own, over every task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import ConfigError, DataError
+from strop.rollout import Example, Message, Split
+from strop.spec import ArithmeticSpec, Gsm8kSpec, load_spec, write_spec
+from strop.spec.task import TaskSpec
+from strop.tasks import Task, build_task, limits_of, render_prompt
+from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.prompt import PosedMessage
+from strop.tasks.prompting import Prompted
+from strop.tasks.traits import Ordered, prompt_fields_of, require_written
+from strop.tokenizer import Tokenizer
+from tests.fixtures.every_task import CASES, write_rows_of
+from tests.fixtures.judging import run_self_test
+from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+
+SYSTEM = "Be brief.\nNo jokes."
+PLAIN_CASES = [case for case in CASES if case not in {"mixture", "blend"}]
+NOT_TAKEN = {("sft-jsonl", "prompt_template"), ("rows", "prompt_template"), ("mmlu-choice", "stop")}
+
+
+def setting_of(name: str, task: Task) -> Any:
+    """Return a value that the task takes for a setting: a template names the first text that it may."""
+    if name != "prompt_template":
+        return {"system_prompt": SYSTEM, "stop": ["\n###"]}[name]
+    fields = prompt_fields_of(task, an_example(task))
+    known = [key for key, value in fields.items() if isinstance(value, str | int)]
+    return f"Now: {{{known[0]}}} {{{{so}}}}"
+
+
+def an_example(task: Task) -> Example:
+    try:
+        return task.examples(Split.HELD_OUT)[0]
+    except (DataError, IndexError):
+        return task.examples(Split.TRAIN)[0]
+
+
+def with_settings(spec: TaskSpec, **settings: Any) -> TaskSpec:
+    """Return the section with further settings, checked as when a run file is read."""
+    return type(spec).model_validate({**spec.model_dump(), **settings})
+
+
+@pytest.mark.parametrize("name", ["system_prompt", "prompt_template", "stop"])
+@pytest.mark.parametrize("case", PLAIN_CASES)
+def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Path) -> None:
+    if case == "reasoning-gym":
+        pytest.importorskip("reasoning_gym")
+    spec = CASES[case](write_rows_of(case, tmp_path))
+    own = build_task(spec)
+    value = setting_of(name, own)
+    is_taken = (spec.name, name) not in NOT_TAKEN and (case, name) not in {
+        ("gsm8k 2 shots", "prompt_template"),
+        ("mbpp 2 shots", "prompt_template"),
+        ("mbpp thinking", "stop"),
+    }
+    if not is_taken:
+        with pytest.raises(ValueError, match=rf"task\.{name}="):
+            with_settings(spec, **{name: value})
+        return
+    task = build_task(with_settings(spec, **{name: value}))
+    example = an_example(task)
+    assert task.name == own.name
+    assert task.version not in {own.version, build_task(with_settings(spec, system_prompt="Else.")).version}
+    # How a reply is judged stays as it was.
+    assert task.gold_replies(example) == own.gold_replies(example)
+    asked, before = task.render(example), own.render(example)
+    if name == "stop":
+        assert asked == before
+        assert limits_of(task, example).stops(is_base=True) == ("\n###",) == task.limits.stops(is_base=False)
+        return
+    assert limits_of(task, example) == limits_of(own, example)
+    assert getattr(asked[-1], "thinking", None) == getattr(before[-1], "thinking", None)
+    if name == "system_prompt":
+        assert asked[0] == Message(role="system", content=SYSTEM)
+        assert [message.content for message in asked[1:]] == [message.content for message in before]
+    else:
+        (message,) = asked
+        assert isinstance(message, PosedMessage)
+        assert message.content.startswith("Now: ")
+        assert message.content.endswith(" {so}")
+        assert message.base == message.content
+        assert message.content != f"Now: {value}"
+
+
+@pytest.mark.parametrize("case", PLAIN_CASES)
+def test_a_system_prompt_stands_before_the_plain_text_prompt_of_every_task(case: str, tmp_path: Path) -> None:
+    if case == "reasoning-gym":
+        pytest.importorskip("reasoning_gym")
+    spec = CASES[case](write_rows_of(case, tmp_path))
+    if spec.thinking == "on":
+        pytest.skip("plain text knows nothing of thinking")
+    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
+    own, task = build_task(spec), build_task(with_settings(spec, system_prompt=SYSTEM))
+    plain, _ = render_prompt(tokenizer, own.render(an_example(own)), "base")
+    assert render_prompt(tokenizer, task.render(an_example(task)), "base")[0] == f"{SYSTEM}\n\n{plain}"
+
+
+def test_both_forms_of_a_prompt_to_the_letter(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
+    spec = ArithmeticSpec(system_prompt=SYSTEM, prompt_template="{{{a}}} {op} {b} =", operators="+-*")
+    task = build_task(spec)
+    example = next(e for e in task.examples(Split.HELD_OUT) if "op" not in e.fields)
+    a, b = example.fields["a"], example.fields["b"]
+    assert render_prompt(tokenizer, task.render(example), "chat")[0] == (
+        f"<|start|>system\n{SYSTEM}<|end|>\n<|start|>user\n{{{a}}} + {b} =<|end|>\n<|start|>assistant\n"
+    )
+    assert render_prompt(tokenizer, task.render(example), "base")[0] == f"{SYSTEM}\n\n{{{a}}} + {b} ="
+
+
+def test_thinking_is_still_told(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").parent.mkdir(exist_ok=True)
+    model_dir = tiny_tokenizer(tmp_path)
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ enable_thinking }}"
+    (model_dir / "chat_template.jinja").write_text(template)
+    spec = ArithmeticSpec(system_prompt="Think.", prompt_template="{a} and {b}", thinking="on")
+    task = build_task(spec)
+    example = task.examples(Split.HELD_OUT)[0]
+    text, _ = render_prompt(Tokenizer.load(model_dir), task.render(example), "chat")
+    assert text == f"Think.|{example.fields['a']} and {example.fields['b']}|True"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x",
+            "refused",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+            "leaves out",
+        ),
+    ],
+    ids=["refuses", "says nothing"],
+)
+def test_a_model_that_cannot_be_told_is_refused(tmp_path: Path, template: str, message: str) -> None:
+    model_dir = tiny_tokenizer(tmp_path)
+    (model_dir / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(model_dir)
+    task = build_task(ArithmeticSpec(system_prompt=SYSTEM))
+    asked = task.render(task.examples(Split.HELD_OUT)[0])
+    with pytest.raises(ConfigError, match=rf"(?s){message}.*task\.system_prompt"):
+        render_prompt(tokenizer, asked, "chat")
+    # Without the setting the same model is asked, and plain text knows no roles.
+    assert render_prompt(tokenizer, asked[1:], "chat")[0]
+    assert render_prompt(tokenizer, asked, "base")[0].startswith(SYSTEM)
+
+
+GSM8K = [{"question": f"{n} and {n}?", "answer": f"Twice.\n#### {2 * n}"} for n in range(1, 6)]
+
+
+def gsm8k(folder: Path, **settings: Any) -> Task:
+    for stem, rows in (("train", GSM8K[:4]), ("test", GSM8K[4:])):
+        (folder / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return build_task(Gsm8kSpec(name="gsm8k", source=str(folder), **settings))
+
+
+def test_a_field_that_the_examples_do_not_have_is_refused_when_they_are_read(tmp_path: Path) -> None:
+    task = gsm8k(tmp_path, prompt_template="Solve: {problem}")
+    for split in Split:
+        with pytest.raises(ConfigError, match=r"names \{problem\}, which .* Allowed: .*: question, solution"):
+            task.examples(split)
+    # A list is no text: the model would read Python.
+    mmlu = CASES["mmlu"](write_rows_of("mmlu", tmp_path))
+    with pytest.raises(ConfigError, match=r"names \{choices\}, which .*: a, b, c, d, question, subject"):
+        build_task(with_settings(mmlu, prompt_template="{choices}")).examples(Split.HELD_OUT)
+    with pytest.raises(ConfigError, match=r"names \{question\}, .*: a, b, op"):
+        build_task(ArithmeticSpec(prompt_template="{question}")).examples(Split.TRAIN)
+
+
+def test_the_one_row_without_the_field_is_found(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Who is {n}?", "place": "here"} for n in range(3)] + [{"prompt": "Who else?"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "Who, at last?", "place": "there"}))
+    words = ["task.name=llm-judge", f"task.source={tmp_path}", "task.judge_url=http://127.0.0.1:1/v1"]
+    words += [
+        "task.judge_model=scripted",
+        "task.judge_revision=v1",
+        "task.prompt_template={prompt} ({place})",
+    ]
+    task = build_task(load_spec(None, ["name=x", *words]).spec.task)
+    (example,) = task.examples(Split.HELD_OUT)
+    assert task.render(example)[0].content == "Who, at last? (there)"
+    with pytest.raises(ConfigError, match=r"names \{place\}, which example \w+ of task llm-judge"):
+        task.examples(Split.TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_template": "Solve it."}, "no field of an example stands in it"),
+        ({"prompt_template": "{{question}}"}, "no field of an example stands in it"),
+        ({"prompt_template": ""}, "no field of an example stands in it"),
+        ({"prompt_template": "{question"}, "expected '}'"),
+        ({"prompt_template": "{question}}"}, "Single '}'"),
+        ({"prompt_template": "{} {question}"}, "a place has no name"),
+        ({"prompt_template": "{question!r}"}, "the place of question holds more than a name"),
+        ({"prompt_template": '{"answer": {question}}'}, "holds more than a name"),
+        ({"system_prompt": " \n"}, "the model is told nothing"),
+        ({"stop": ["\n", ""]}, "an empty text ends every reply"),
+        ({"stop": ["\n"], "thinking": "on"}, "may stand among its thoughts"),
+        ({"prompt_template": "{question}", "num_few_shot": 1}, "solved examples are worded as the task"),
+        ({"stop": "\n"}, "valid tuple"),
+        ({"stop": [1]}, "valid string"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Gsm8kSpec(name="gsm8k", **settings)
+
+
+@pytest.mark.parametrize("name", ["mixture", "blend"])
+@pytest.mark.parametrize("word", ["system_prompt=Be brief.", "prompt_template={a}", 'stop=["x"]'])
+def test_a_task_made_of_others_leaves_them_to_its_parts(name: str, word: str) -> None:
+    words = ["name=x", f"task.name={name}", "task.parts.a.name=arithmetic"]
+    setting = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"task\.{setting}=.*\[task\.parts\.LABEL\]"):
+        load_spec(None, [*words, f"task.{word}"])
+    own = build_task(load_spec(None, words).spec.task)
+    task = build_task(load_spec(None, [*words, f"task.parts.a.{word}"]).spec.task)
+    assert task.version != own.version
+    example = task.examples(Split.HELD_OUT)[0]
+    asked, limits = task.render(example), limits_of(task, example)
+    assert (asked != own.render(example)) == (setting != "stop")
+    assert limits.stops(is_base=True) == (("x",) if setting == "stop" else ("\n",))
+
+
+def test_a_part_that_only_judges_asks_nothing() -> None:
+    words = ["name=x", "task.name=blend", "task.parts.a.name=arithmetic", "task.parts.b.name=arithmetic"]
+    with pytest.raises(ConfigError, match=r"task\.parts\.b\.system_prompt=.* this part only judges"):
+        load_spec(None, [*words, "task.parts.b.system_prompt=Be brief."])
+    task = load_spec(None, [*words, "task.data=b", "task.parts.b.system_prompt=Be brief."]).spec.task
+    assert build_task(task).examples(Split.HELD_OUT)
+
+
+def test_a_row_with_a_system_message_of_its_own_is_refused(tmp_path: Path) -> None:
+    told = [{"role": "system", "content": "Sir."}, {"role": "user", "content": "1?"}]
+    rows = [
+        {"prompt": "2?", "completion": "2", "gold": "2"},
+        {"messages": told, "completion": "1", "gold": "1"},
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "3?", "completion": "3", "gold": "3"}))
+    words = ["name=x", "task.name=sft-jsonl", f"task.source={tmp_path}", "task.system_prompt=Be brief."]
+    task = build_task(load_spec(None, words).spec.task)
+    assert len(task.examples(Split.HELD_OUT)) == 1
+    with pytest.raises(DataError, match="has a system message of its own, beside"):
+        task.examples(Split.TRAIN)
+
+
+def test_gold_replies_that_a_stop_string_would_cut_are_found(tmp_path: Path) -> None:
+    for stop in (["\n\n\n"], ["\nQuestion"], []):
+        task = gsm8k(tmp_path, stop=stop)
+        assert run_self_test(task, task.examples(Split.TRAIN)) == []
+    task = gsm8k(tmp_path, stop=["\n"])
+    findings = run_self_test(task, task.examples(Split.TRAIN)[:2])
+    assert [(finding.probe, finding.text) for finding in findings] == [("gold", "Twice.")] * 2
+    assert "this one is 'Twice.\\n#### 2', ended by a stop string of ['\\n']" in findings[0].detail
+
+
+def test_a_template_that_tells_the_answer_is_found(tmp_path: Path) -> None:
+    task = gsm8k(tmp_path, prompt_template="{question} {solution}")
+    assert {finding.probe for finding in run_self_test(task, task.examples(Split.TRAIN))} == {"echo"}
+
+
+class InOrder(Arithmetic):
+    """Comes in the order of its data."""
+
+    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
+        return range(len(self.examples(Split.TRAIN)))
+
+
+def test_an_order_of_the_task_stays() -> None:
+    spec = ArithmeticSpec(system_prompt="Be brief.")
+    ordered, plain = Prompted(InOrder(spec), spec), Prompted(Arithmetic(spec), spec)
+    assert (isinstance(ordered, Ordered), isinstance(plain, Ordered)) == (True, False)
+    assert isinstance(ordered, Ordered)
+    assert ordered.epoch_order(0, 0)[:2] == range(2)
+
+
+class Endless(Sequence[Example]):
+    """Training examples that nobody can look at one by one."""
+
+    def __init__(self, first: Example) -> None:
+        self._first = first
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index in (0, slice(None, 1)), "only the first is looked at"
+        return [self._first] if isinstance(index, slice) else self._first
+
+
+class Million(Arithmetic):
+    """Has more examples than can be made."""
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        return Endless(super().examples(split)[0])
+
+
+def test_examples_that_are_made_on_demand_are_not_all_looked_at() -> None:
+    spec = ArithmeticSpec(prompt_template="{a} and {b}")
+    task = Prompted(Million(spec), spec)
+    assert len(task.examples(Split.TRAIN)) == 10**9
+    require_written(task)
+
+
+def test_a_curriculum_is_asked_as_the_run_says_too(tmp_path: Path) -> None:
+    example = build_task(ArithmeticSpec()).examples(Split.TRAIN)[5]
+    order = tmp_path / "order.jsonl"
+    order.write_text(json.dumps({"example_id": example.example_id}))
+    task = build_task(ArithmeticSpec(order_file=str(order), prompt_template="{a}{op}{b}", stop=("\n\n",)))
+    assert task.examples(Split.TRAIN) == (example,)
+    assert task.render(example)[0].content == f"{example.fields['a']}+{example.fields['b']}"
+    assert limits_of(task, example).stop_strings == ("\n\n",) == task.limits.stop_strings
+
+
+def test_a_run_file_of_several_lines_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'name = "x"\n[task]\nname = "arithmetic"\nsystem_prompt = """\nBe brief.\nSay "42".\n"""\n'
+        "prompt_template = '''\n{a} + {b}?\nAnswer as {{\"result\": N}}.'''\nstop = [\"\\n\\n\", \"END\"]\n"
+    )
+    resolved = load_spec(path)
+    assert resolved.spec.task.system_prompt == 'Be brief.\nSay "42".\n'
+    assert resolved.spec.task.stop == ("\n\n", "END")
+    again = tmp_path / "again.toml"
+    again.write_text(write_spec(resolved))
+    assert load_spec(again).spec == resolved.spec
+    task = build_task(resolved.spec.task)
+    example = task.examples(Split.HELD_OUT)[0]
+    asked = f'{example.fields["a"]} + {example.fields["b"]}?\nAnswer as {{"result": N}}.'
+    assert task.render(example)[-1].content == asked
