@@ -23,6 +23,7 @@ from strop.store.lock import FileLock
 from strop.store.opening import open_record_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
 from strop.store.uris import is_remote
+from strop.user_code import find_moved
 
 Origin = Literal["store", "hub", "disk"]
 
@@ -130,7 +131,7 @@ def locate_named(source: str) -> Path:
     path leads anywhere is for the reader to say, who knows the setting.
     Raises: StoreErrors as `Store.get`.
     """
-    path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
+    path = fetch_data_source(source) if is_remote(source) else find_moved(Path(source).expanduser())
     if path.is_file():
         origin: Origin = "store" if is_remote(source) else "disk"
         note_data_file(DataFile(source=source, name=path.name, path=path, origin=origin))

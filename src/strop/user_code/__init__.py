@@ -14,15 +14,17 @@ from strop.user_code.inspection import (
     run_apart,
 )
 from strop.user_code.loading import blaming, load_code
-from strop.user_code.reference import CodeRef, announced, find_task, is_code
+from strop.user_code.reference import MOVED_VARIABLE, CodeRef, announced, find_moved, find_task, is_code
 from strop.user_code.sources import hash_sources, list_sources
 
 __all__ = [
+    "MOVED_VARIABLE",
     "CodeRef",
     "InspectedFunction",
     "InspectedTask",
     "announced",
     "blaming",
+    "find_moved",
     "find_task",
     "hash_sources",
     "inspect_function",
