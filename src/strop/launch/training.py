@@ -58,6 +58,7 @@ from strop.tasks.judging import Judge, open_judge
 from strop.tasks.traits import require_written
 from strop.train.observer import EvalSummary, Observer
 from strop.train.sft_source import read_demonstrations
+from strop.user_code import CodeRef, hash_sources, is_code
 
 if TYPE_CHECKING:
     from strop.cluster import ModelSource, Roles
@@ -133,6 +134,8 @@ def _train_resolved(
     judges = {one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)}
     if judges:
         facts["judge_digests"] = {name: one.digest for name, one in judges.items()}
+    if is_code(spec.algorithm.name):
+        facts[ALGORITHM_FACT] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
     found = []
     for name, given in (("demonstrations", demonstrations), ("preferences", preferences)):
         if given is not None:
@@ -255,26 +258,31 @@ def set_threads(wanted: int | None) -> int:
     return threads
 
 
+ALGORITHM_FACT = "algorithm_source"
+_KEPT: Mapping[str, str] = {"task_version": "version of its task", ALGORITHM_FACT: "algorithm"}
+"""Facts that a run keeps from its first step to its last, and what a message calls them."""
+
+
 def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
     """Return the run's directory with its lock held: an unfinished one, or a new one.
 
-    An unfinished run of another version of the task is left alone where it has trained nothing.
+    An unfinished run of another version of its task or algorithm is left alone where it has trained nothing.
 
     Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
-        would go on has trained on another version of the task.
+        would go on has trained with another version of them.
     """
     run_dir = _open_run(resolved, facts, is_new=is_new)
-    began, now = run_dir.state.facts.get("task_version"), facts["task_version"]
-    if began == now:
+    changed = [name for name in _KEPT if run_dir.state.facts.get(name) != facts.get(name)]
+    if not changed:
         return run_dir
     run_dir.release()
     if resolved.spec.output.dir is None and not run_dir.metrics.read():
         return _open_run(resolved, facts, is_new=True)
     raise CheckRefused(
         explain_refusal(
-            f"task {facts['task']} is another one than {run_dir.path} began with (version {now}, then"
-            f" {began}): its code, its data or its wording has changed",
-            allowed="the task as it was: a curve over two tasks says nothing of either",
+            f"{run_dir.path} began with another {' and another '.join(_KEPT[name] for name in changed)}:"
+            " code, data or wording has changed since",
+            allowed="the very code and data that the run began with: a curve over two says nothing of either",
             next_step="undo the change, or start a new run with --new",
         )
     )

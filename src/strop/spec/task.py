@@ -29,7 +29,6 @@ from strop.spec.parts import BuiltInTask, PlainTask
 from strop.spec.rows_task import RowsSpec
 from strop.spec.sft_task import SftJsonlSpec
 from strop.spec.user_task import BUILT_IN, USER_TASK, UserTaskSpec, tell_apart
-from strop.user_code import CodeRef, is_code
 
 BoxedMathSpec = MathSpec | Math500Spec | DeepscalerSpec
 """The tasks that compare formulas."""
@@ -76,17 +75,6 @@ def plain_sections(task: TaskSpec) -> list[PlainTask]:
     return [task]
 
 
-def code_of(task: TaskSpec) -> list[CodeRef]:
-    """Return the files of the user's that a task needs: classes, and functions of rewards."""
-    found: list[CodeRef] = []
-    for section in plain_sections(task):
-        if isinstance(section, UserTaskSpec) and section.ref.is_file:
-            found.append(section.ref)
-        elif isinstance(section, RowsSpec):
-            found += [CodeRef.parse(name) for name in section.reward if is_code(name)]
-    return found
-
-
 __all__ = [
     "AimeSpec",
     "AppsSpec",
@@ -119,7 +107,6 @@ __all__ = [
     "SftJsonlSpec",
     "TaskSpec",
     "UserTaskSpec",
-    "code_of",
     "judge_sections",
     "plain_sections",
     "role_judges",

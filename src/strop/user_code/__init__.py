@@ -10,11 +10,20 @@ from strop.user_code.inspection import (
     InspectedFunction,
     InspectedTask,
     inspect_function,
+    inspect_import,
     inspect_task,
     run_apart,
 )
 from strop.user_code.loading import blaming, load_code
-from strop.user_code.reference import MOVED_VARIABLE, CodeRef, announced, find_moved, find_task, is_code
+from strop.user_code.reference import (
+    MOVED_VARIABLE,
+    CodeRef,
+    announced,
+    find_algorithm,
+    find_moved,
+    find_task,
+    is_code,
+)
 from strop.user_code.sources import hash_sources, list_sources
 
 __all__ = [
@@ -24,10 +33,12 @@ __all__ = [
     "InspectedTask",
     "announced",
     "blaming",
+    "find_algorithm",
     "find_moved",
     "find_task",
     "hash_sources",
     "inspect_function",
+    "inspect_import",
     "inspect_task",
     "is_code",
     "list_sources",

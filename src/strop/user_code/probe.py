@@ -40,7 +40,9 @@ def answer_order(descriptor: int, work: Callable[[Any, Mapping[str, Any]], dict[
 
 
 def _look(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
-    return _look_at_task(found, order["settings"]) if order["is_task"] else _look_at_function(found)
+    if order["kind"] == "object":
+        return {}
+    return _look_at_task(found, order["settings"]) if order["kind"] == "task" else _look_at_function(found)
 
 
 def _look_at_function(found: Any) -> dict[str, Any]:

@@ -106,3 +106,11 @@ def find_task(name: str) -> CodeRef | None:
     Raises: ConfigError like `announced`.
     """
     return CodeRef.parse(name) if is_code(name) else announced(TASKS_GROUP).get(name)
+
+
+def find_algorithm(name: str) -> CodeRef | None:
+    """Return the code of an algorithm of the user's or of an installed package; None for another name.
+
+    Raises: ConfigError like `announced`.
+    """
+    return CodeRef.parse(name) if is_code(name) else announced(ALGORITHMS_GROUP).get(name)

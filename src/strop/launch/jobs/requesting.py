@@ -25,9 +25,9 @@ from strop.spec import ResolvedSpec, RunSpec, load_spec
 from strop.spec.display import show_value
 from strop.spec.durations import parse_duration_s
 from strop.spec.flags import Flag
+from strop.spec.run import code_of
 from strop.spec.site import SageMakerSite, Site, SlurmSite
 from strop.spec.sites import find_site
-from strop.spec.task import code_of
 from strop.user_code import list_sources
 
 COMMANDS = ("train", "sft")
@@ -258,7 +258,7 @@ def _require_code(resolved: ResolvedSpec, snapshot: CodeSnapshot) -> None:
     Raises: ConfigError.
     """
     sent = {snapshot.project_path / name for name in snapshot.files}
-    for ref in code_of(resolved.spec.task):
+    for ref in code_of(resolved.spec):
         for path in list_sources(ref.path):
             if path.resolve() not in sent:
                 is_inside = path.resolve().is_relative_to(snapshot.project_path)
