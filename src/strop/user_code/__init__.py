@@ -14,9 +14,10 @@ from strop.user_code.inspection import (
     inspect_task,
     run_apart,
 )
-from strop.user_code.loading import blaming, load_code
+from strop.user_code.loading import blaming, is_importing, load_code
 from strop.user_code.reference import (
     MOVED_VARIABLE,
+    TASKS_GROUP,
     CodeRef,
     announced,
     find_algorithm,
@@ -28,6 +29,7 @@ from strop.user_code.sources import hash_sources, list_sources
 
 __all__ = [
     "MOVED_VARIABLE",
+    "TASKS_GROUP",
     "CodeRef",
     "InspectedFunction",
     "InspectedTask",
@@ -41,6 +43,7 @@ __all__ = [
     "inspect_import",
     "inspect_task",
     "is_code",
+    "is_importing",
     "list_sources",
     "load_code",
     "run_apart",
