@@ -49,7 +49,7 @@ from strop.engine.wire import (
     read_ids,
     require_server_part,
 )
-from strop.errors import ConfigError, EngineError, StropError, explain_refusal
+from strop.errors import ConfigError, EngineError, StropError, describe_error, explain_refusal
 from strop.hardware.busy_clock import BusyClock
 from strop.store.atomic import write_bytes_atomically
 
@@ -180,7 +180,9 @@ def _outcome(task: asyncio.Task[Completion | StropError]) -> Completion | StropE
     if error is None:
         return task.result()
     _log.error("a reply failed", exc_info=error)
-    return EngineError(f"the reply failed in the engine: {error!r}")
+    failure = EngineError(f"the reply failed in the engine: {describe_error(error)}")
+    failure.__cause__ = error
+    return failure
 
 
 def build_app(
