@@ -179,3 +179,14 @@ def test_a_sample_that_failed_says_why(
     assert ended.out.count(CAUSES[part]) == 2
     assert "Traceback" not in ended.out
     del folder
+
+
+def test_an_audit_of_a_broken_verifier_says_why(
+    run: Run, folder: Path, break_part: Callable[..., None]
+) -> None:
+    break_part("verifier")
+    ended = run("audit", "arithmetic", "--num", "4")
+    assert ended.code == 76
+    assert ended.err.splitlines()[-1].startswith(f"strop: {CAUSES['verifier']}; task arithmetic is red: ")
+    assert f"reward None, reply ''; {CAUSES['verifier']}" in ended.out
+    del folder

@@ -70,9 +70,12 @@ class Output:
             print(text, file=stream, flush=True)
 
     def say_refusal(self, error: StropError) -> None:
-        """Tell of an error of strop's own; what it came from is told before it, where no log has that."""
-        for note in getattr(error, "__notes__", ()) if self.log.path is None else ():
-            print(note, file=sys.stderr)
+        """Tell of an error of strop's own; what led to it is told before, to the log where there is one."""
+        if self.log.path is None:
+            for note in getattr(error, "__notes__", ()):
+                print(note, file=sys.stderr)
+        elif error.__cause__ is not None:
+            traceback.print_exception(error, file=self.log)
         self.say(f"strop: {error}")
 
     def say_bug(self, error: Exception) -> None:

@@ -256,6 +256,7 @@ async def check_judges(gate: GateInput) -> GateCheck:
             continue
         report = await check_calibration(section, section.calibration)
         write_judge_report(report, gate.run_path / f"judge-{index}.json")
+        gate.on_causes(report.causes)
         is_passed = is_passed and not report.faults
         details += [report.describe(), *report.faults]
     return GateCheck(name="judges", is_passed=is_passed, detail="; ".join(details) or "no model judges")

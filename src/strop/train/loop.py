@@ -241,8 +241,6 @@ class TrainLoop:
         collected = await self._collect()
         groups = collected.groups if collected is not None else []
         num_attempted = self._causes.note_too_long(self._state.step, groups)
-        outcomes = (rollout.outcome for group in groups for rollout in group.rollouts)
-        self._note_causes(find_causes(find_failures(outcomes)))
         self._end.where_all_failed(self._state.step, groups)
         await self._publishing.await_proof()
         collected_at = time.perf_counter()
@@ -289,6 +287,9 @@ class TrainLoop:
         except Starved as error:
             self._event(EventKind.TRIPWIRE, "stall", str(error))
             raise
+        sampled = [*batch.groups, *(group for _, group in batch.discarded)]
+        failures = find_failures(rollout.outcome for group in sampled for rollout in group.rollouts)
+        self._note_causes(find_causes(failures))
         asked = [
             (example.example_id, index)
             for example in map(schedule.numbered, batch.numbers)
