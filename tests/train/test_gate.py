@@ -215,14 +215,20 @@ def test_a_perturbed_engine_is_refused(tmp_path: Path, tiny_model_dir: Path, dty
     assert_matches(r"parity: mean gap .* cause: weights, position ids, template or dtype differ", error)
 
 
-def test_an_engine_without_replies_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("kl_beta", [None, 0.05])
+def test_an_engine_without_replies_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, kl_beta: float | None
+) -> None:
+    """Incident: with a reference, the gate died of an empty array before it said what had failed."""
+
     def silence(roles: Roles) -> Roles:
         def fail(request: GenerationRequest, completion: Completion) -> Completion:
             raise ConnectionError("gone")
 
         return replace(roles, engine=ChangedEngine(roles.engine, fail))
 
-    error = refuse(tmp_path, tiny_model_dir, change=silence)
+    spec = tiny_spec() if kl_beta is None else tiny_spec(reference={"kl_beta": kl_beta})
+    error = refuse(tmp_path, tiny_model_dir, spec=spec, change=silence)
     place = f"test_gate.py:{line_of(test_an_engine_without_replies_is_refused, 'raise')}"
     cause = f"engine, ConnectionError: gone ({place})"
     assert f"refused to train: parity: all 64 probes failed: {cause}; the engine gave no reply" in str(error)
