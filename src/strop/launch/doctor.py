@@ -24,7 +24,7 @@ from strop.store import list_models, user_cache_dir
 EXTRAS = {
     "server": ("fastapi", "uvicorn", "httpx"),
     "tasks": ("reasoning-gym", "math-verify"),
-    "query": ("duckdb",),
+    "ray": ("ray",),
     "s3": ("boto3",),
 }
 """Optional parts of strop and the packages that each needs."""

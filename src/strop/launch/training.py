@@ -54,6 +54,7 @@ from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
 from strop.spec.task import role_judges
 from strop.store import ModelHandle, follow_store, get_model
 from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge, open_judge
 from strop.tasks.traits import require_written
 from strop.train.observer import EvalSummary, Observer
@@ -440,13 +441,16 @@ class Evaluation:
         path = self.run_dir.eval_path(self.task.name, step)
         write_result(result, path)
         if result.greedy.accuracy is None:
-            raise RunStopped(
+            stop = RunStopped(
                 explain_refusal(
-                    f"none of {result.greedy.num_rollouts} held-out replies at step {step} could be judged",
+                    f"{result.verdict}: none of {result.greedy.num_rollouts} held-out replies at step {step}"
+                    " could be judged",
                     allowed="an engine that answers and a task that can say right or wrong",
                     next_step=f"read {path} and mend the task; the last checkpoint is intact",
                 )
             )
+            add_traces(stop, result.causes)
+            raise stop
         best = self._find_best(result)
         change = None if best is None else compare_results(best, result).greedy
         return EvalSummary(
@@ -459,7 +463,8 @@ class Evaluation:
             greedy_low=result.greedy.low,
             greedy_high=result.greedy.high,
             sampled_accuracy=result.sampled.accuracy if result.sampled is not None else None,
-            invalid_cause=None if result.is_valid else result.validity.value,
+            invalid_cause=None if result.is_valid else result.verdict,
+            causes=tuple(result.causes),
         )
 
     def _find_best(self, result: EvalResult) -> EvalResult | None:
