@@ -11,8 +11,8 @@ In float32 and by AVX2, where a step has most parallel regions for its time.
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +30,7 @@ from benchmarks.machine import AVX2
 from benchmarks.prompts import make_prompts, write_prompts
 from benchmarks.ratio import RatioSummary, summarize_ratios
 from benchmarks.rivals import strop_arm
+from strop.hardware import spawn, terminate
 
 CASE = CASES["grpo-32-forced"]
 NUM_ROUNDS = 6
@@ -46,14 +47,14 @@ MAX_COST = 1.02
 
 
 @contextmanager
-def busy_loop() -> Iterator[None]:
-    """Keep one core busy for as long as the block runs."""
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+def busy_loop() -> Iterator[int]:
+    """Keep one core busy for as long as the block runs; yields the process's id."""
+    # A loop that outlived its benchmark would spoil every later one: it ends with this process.
+    process = spawn([sys.executable, "-c", "while True: pass"], Path(os.devnull))
     try:
-        yield
+        yield process.pid
     finally:
-        process.kill()
-        process.wait()
+        terminate(process, 0.0)
 
 
 def build_arms() -> dict[str, Arm]:

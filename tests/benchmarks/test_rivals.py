@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness
-from benchmarks.busy import ALONE, BESIDE, DEFAULT, build_arms, is_undisturbed
+from benchmarks.busy import ALONE, BESIDE, DEFAULT, build_arms, busy_loop, is_undisturbed
 from benchmarks.harness import write_result
 from benchmarks.machine import AVX2, machine_facts
 from benchmarks.rivals import rival_arm, strop_arm
@@ -54,3 +54,11 @@ def test_arms_of_busy_differ_in_their_spinning_alone() -> None:
 def test_a_round_counts_when_every_step_had_the_cores_to_itself() -> None:
     assert is_undisturbed({"alone": {"others": 0.01}, "beside": {"others": 0.0}})
     assert not is_undisturbed({"alone": {"others": 0.01}, "beside": {"others": 0.5}})
+
+
+def test_the_busy_loop_runs_as_long_as_its_block() -> None:
+    """Incident: the loop of a benchmark that was killed kept a core busy under the next one."""
+    with busy_loop() as pid:
+        # A child that was told to end with its parent.
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()
