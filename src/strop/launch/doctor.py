@@ -78,7 +78,7 @@ class Diagnosis:
 
 
 def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: float = 0.5) -> Diagnosis:
-    """Look at this machine and measure it, in about three times `time_limit_s`.
+    """Look at this machine and measure it, in at most about five times `time_limit_s`.
 
     Raises: StoreError if the measurement cannot be written to the cache.
     """
