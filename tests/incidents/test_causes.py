@@ -190,3 +190,13 @@ def test_an_audit_of_a_broken_verifier_says_why(
     assert ended.err.splitlines()[-1].startswith(f"strop: {CAUSES['verifier']}; task arithmetic is red: ")
     assert f"reward None, reply ''; {CAUSES['verifier']}" in ended.out
     del folder
+
+
+def test_replies_that_nobody_can_judge_anew_say_why(
+    run: Run, folder: Path, tiny_model_dir: Path, break_part: Callable[..., None]
+) -> None:
+    run("eval", tiny_model_dir, *ASK, "--num-examples", "3", "--out", "kept")
+    break_part("verifier")
+    ended = run("rescore", "kept")
+    assert f"all 3 rollouts failed: {CAUSES['verifier']}; invalid: verifier errors" in ended.out.splitlines()
+    del folder

@@ -49,7 +49,10 @@ def test_the_detail_is_the_traceback_and_ends_with_one_line_and_its_place() -> N
 
 
 def test_the_place_is_in_code_of_the_user_and_not_in_a_library() -> None:
-    assert catch(read_json).detail.endswith(f"(test_failures.py:{line_of(read_json, 'loads')})")
+    detail = catch(read_json).detail
+    assert detail.endswith(f"(test_failures.py:{line_of(read_json, 'loads')})")
+    # Also of an error whose traceback names its module.
+    assert detail.count("JSONDecodeError: Expecting property name") == 1
 
 
 def test_the_place_is_where_the_first_of_several_errors_was_raised() -> None:

@@ -67,7 +67,8 @@ def to_failure(error: Exception, owner: FailureOwner) -> Failure:
     line = describe_error(error)
     trace = "".join(traceback.format_exception(error)).strip().removesuffix(said)[-_MAX_TRACE_CHARS:]
     # A message of several lines is told as it is, too.
-    told = "" if line.startswith(said) else f"{said[:_MAX_SAID_CHARS]}\n"
+    is_told = line.startswith(said.removeprefix(f"{type(error).__module__}."))
+    told = "" if is_told else f"{said[:_MAX_SAID_CHARS]}\n"
     return Failure(owner=owner, kind=type(error).__name__, detail=trace + told + line)
 
 
