@@ -131,12 +131,9 @@ def test_a_recipe_trains(path: Path, run: Run, folder: Path, roomy_model_dir: Pa
     ended = run("train", path, *words)
     assert ended.code == 0, ended.err
     (line,) = only_run(folder / "run").metrics.read()
-    spec = load_spec(path).spec
-    if spec.train.has_rl:
-        # A step without any difference in reward has rollouts, and nothing to learn.
-        assert line["step"] == 1
-    else:
-        assert line["loss"] > 0.0
+    # Replies of a random model seldom differ in reward, and then there is nothing to learn; all are judged.
+    assert line.get("failed_frac", 0.0) == 0.0
+    assert load_spec(path).spec.train.has_rl or line["loss"] > 0.0
 
 
 @pytest.mark.slow
