@@ -382,6 +382,9 @@ def test_the_run_file_says_how_many_there_are() -> None:
     # Where it does not say, one rank for each GPU for learning.
     by_gpus = make_spec(placement={"kind": "ray"}, job={"train_gpus": 2, "infer_gpus": 1})
     assert read_layout(by_gpus, is_processor=False).num_learners == 2
+    # And a job's GPUs are those of each of its nodes.
+    by_nodes = make_spec(placement={"kind": "ray"}, job={"nodes": 3, "train_gpus": 2, "infer_gpus": 1})
+    assert read_layout(by_nodes, is_processor=False).num_learners == 6
 
 
 def test_one_process_shares_its_device() -> None:

@@ -16,7 +16,7 @@ import pytest
 from strop.engine import WeightUpdate
 from strop.engine.contract import ReplyScore
 from strop.engine.native import NativeEngine
-from strop.errors import Interrupted, WeightMismatch
+from strop.errors import Interrupted, RunStopped, WeightMismatch
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import IntArray, Outcome, Rollout
@@ -177,6 +177,36 @@ def test_flat_groups_are_replaced_until_the_batch_is_full(tmp_path: Path, tiny_m
     wasted = [line["wasted_token_frac"] for line in made.notes.steps if "wasted_token_frac" in line]
     assert wasted
     assert all(0.0 < share < 1.0 for share in wasted)
+
+
+class Flat(SpellTask):
+    """Pays every wrong reply the same, as a task does that is far too hard."""
+
+    def verify(self, example: Any, text: str) -> Outcome:
+        return Outcome(parts={"spelled": float(text == example.answer)}, is_correct=text == example.answer)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_batch_without_any_group_trains_nothing_and_is_counted(
+    tmp_path: Path, tiny_model_dir: Path, staleness: int
+) -> None:
+    """Incident: a run whose groups were all discarded ended with ZeroDivisionError."""
+    made = compose(
+        tmp_path,
+        tiny_model_dir,
+        task=Flat(),
+        zero_variance="resample",
+        max_staleness=staleness,
+        prompts_per_step=2,
+        steps=9,
+    )
+    with pytest.raises(RunStopped, match="in a row without an update"):
+        made.run()
+    assert made.notes.causes("tripwire")[0] == "short_batch"
+    for line in made.notes.steps:
+        # What was not computed is absent.
+        assert not {"failed_frac", "reward_mean", "loss"} & line.keys()
+        assert (line["num_filtered_groups"] > 0, line["num_scored_tokens"]) == (True, 0.0)
 
 
 def test_continued_replies_are_recorded_with_the_version_of_each_token(

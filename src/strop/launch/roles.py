@@ -82,10 +82,10 @@ class RoleMemory:
 
 def read_layout(spec: RunSpec, *, is_processor: bool) -> Layout:
     """Return the processes of a run. On a processor all roles share its cores."""
-    placement = spec.placement
+    placement, job = spec.placement, spec.job
     is_inline = placement.kind == "inline"
     return Layout(
-        num_learners=1 if is_inline else placement.learners or spec.job.gpu_roles.get("train", 1),
+        num_learners=1 if is_inline else placement.learners or job.nodes * job.gpu_roles.get("train", 1),
         num_engines=1 if is_inline else placement.engines,
         num_workers=0 if is_inline else placement.rollout_workers,
         is_shared=is_inline or is_processor,

@@ -256,7 +256,8 @@ class TrainLoop:
         learned_at = time.perf_counter()
         metrics = self._measure_groups(collected, batch)
         # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
-        self._advance(is_refused=report is None and (num_attempted > 0 or bool(terms)))
+        was_tried = num_attempted > 0 or bool(terms) or (collected is not None and collected.is_short)
+        self._advance(is_refused=report is None and was_tried)
         await self._publish_if_due()
         seconds = {
             "generate": collected_at - started_at - verify_s,

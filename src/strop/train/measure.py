@@ -21,8 +21,10 @@ from strop.train.demonstrations import Demonstration
 
 
 def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
-    """Sum up what was sampled and how it was judged."""
+    """Sum up what was sampled and how it was judged; nothing where every group was discarded."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
     scored = [rollout for rollout in rollouts if rollout.outcome.is_scored]
     sampled = [rollout for rollout in rollouts if rollout.reply is not None]
     num_too_long = sum(rollout.outcome.is_too_long for rollout in rollouts)
