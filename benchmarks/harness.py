@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -132,7 +133,7 @@ class ArmProcess:
 
 def worker_environment(arm: Arm, threads: int) -> dict[str, str]:
     """Return the environment variables of a worker: same threads for every arm, no network."""
-    python_path = [str(ROOT / "src"), str(ROOT)] if arm.name == "strop" else [str(ROOT)]
+    python_path = [str(ROOT / "src"), str(ROOT)] if arm.python == Path(sys.executable) else [str(ROOT)]
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -270,8 +271,12 @@ def result_document(results: Sequence[CaseResult], protocol: Protocol) -> Record
 
 
 def write_result(name: str, document: Record) -> Path:
-    """Write a result file named after its case and day; one of the same name is replaced."""
+    """Write a result file named after its case and day; one of the same name is replaced.
+
+    What instructions it was limited to stands in the name too.
+    """
     RESULTS_DIR.mkdir(parents=True, exist_ok=True)
-    path = RESULTS_DIR / f"{name}-{dt.datetime.now(dt.UTC).date().isoformat()}.json"
+    parts = [name, *sorted(set(machine.limits().values())), dt.datetime.now(dt.UTC).date().isoformat()]
+    path = RESULTS_DIR / f"{'-'.join(parts)}.json"
     write_bytes_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
     return path

@@ -17,15 +17,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MATRIX_SIZE = 2048
 COPY_BYTES = 256 * 2**20
+CALIBRATION_LIMIT_S = 1.0
 CALIBRATION_DRIFT_FRAC = 0.05
 QUIET_LOAD_PER_CORE = 0.2
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""Variables with which PyTorch, oneDNN and MKL use nothing that a processor has beyond AVX2."""
 
 
 def load_average() -> float:
     """Return the number of runnable processes, averaged over the last minute."""
     return os.getloadavg()[0]
+
+
+def busy_seconds() -> float:
+    """Return the seconds that all cores together have worked since the start, for whomever."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    # proc(5): user nice system idle iowait irq softirq steal; the fourth and fifth are rest.
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def num_cores() -> int:
@@ -50,9 +59,15 @@ def machine_facts() -> dict[str, Any]:
         "num_cores": num_cores(),
         "memory_bytes": pages,
         "instructions": [flag for flag in wanted if flag in cpu.get("flags", "").split()],
+        "limited_to": limits(),
         "kernel": platform.release(),
         "python": platform.python_version(),
     }
+
+
+def limits() -> dict[str, str]:
+    """Return the variables that keep programs from instructions that the processor has."""
+    return {name: os.environ[name].lower() for name in AVX2 if name in os.environ}
 
 
 def git_revision(root: Path) -> str:
@@ -79,14 +94,13 @@ def _best_seconds(work: Callable[[], object], repeats: int) -> float:
 def _measure(threads: int) -> dict[str, float]:
     import torch
 
+    from strop.hardware.calibrate import measure_gemm
+
     torch.set_num_threads(threads)
-    flop = 2 * MATRIX_SIZE**3
-    rates = {}
-    for name, dtype in (("gemm_bf16_gf", torch.bfloat16), ("gemm_fp32_gf", torch.float32)):
-        left = torch.randn(MATRIX_SIZE, MATRIX_SIZE).to(dtype)
-        right = torch.randn(MATRIX_SIZE, MATRIX_SIZE).to(dtype)
-        seconds = _best_seconds(lambda left=left, right=right: left @ right, 10)  # type: ignore[misc]
-        rates[name] = flop / seconds / 1e9
+    rates = {
+        name: measure_gemm(dtype, CALIBRATION_LIMIT_S) / 1e9
+        for name, dtype in (("gemm_bf16_gf", "bfloat16"), ("gemm_fp32_gf", "float32"))
+    }
     source = torch.ones(COPY_BYTES // 4)
     target = torch.empty_like(source)
     # One byte read and one written per byte copied.
@@ -95,7 +109,7 @@ def _measure(threads: int) -> dict[str, float]:
 
 
 def calibrate(threads: int) -> dict[str, float]:
-    """Measure matrix products (GFLOP/s) and copy (GB/s, read plus write), best of ten each."""
+    """Measure matrix products (GFLOP/s) and copy (GB/s, read plus write), the best of many tries."""
     command = [sys.executable, "-m", "benchmarks.machine", str(threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     root = Path(__file__).parents[1]

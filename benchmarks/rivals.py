@@ -9,7 +9,10 @@ from pathlib import Path
 from benchmarks.cases import Case
 from benchmarks.environments import TRL, VLLM, ensure_environment
 from benchmarks.harness import Arm
+from strop.hardware import describe_machine
+from strop.hardware.number_format import AUTO, choose_format, compute_device
 from strop.hardware.python_environment import PythonEnvironment
+from strop.hardware.tuning import SPIN_COUNT
 
 KV_CACHE_GIB = 2
 """vLLM's cache: 64 rows of 512 tokens of the 135M model take 0.75 GB."""
@@ -21,13 +24,32 @@ def _environment(environment: PythonEnvironment) -> Path:
     return ensure_environment(environment, say=lambda text: print(text, file=sys.stderr))
 
 
+def settled_dtype() -> str:
+    """Return the number format that a run takes here where its file leaves it open; every arm takes it."""
+    machine = describe_machine()
+    return choose_format(AUTO, machine, compute_device(machine)).dtype
+
+
 def strop_arm() -> Arm:
     """Return the arm under test, on the interpreter that runs the harness."""
-    return Arm(name="strop", python=Path(sys.executable), module="benchmarks.arms.strop_arm")
+    return Arm(
+        name="strop",
+        python=Path(sys.executable),
+        module="benchmarks.arms.strop_arm",
+        settings={"dtype": settled_dtype()},
+        # As a run has it: read when torch is imported, so it must be there before the worker is.
+        environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)},
+    )
 
 
 def _trl_arm() -> Arm:
-    return Arm(name="trl", python=_environment(TRL), module="benchmarks.arms.trl_arm")
+    return Arm(
+        name="trl",
+        python=_environment(TRL),
+        module="benchmarks.arms.trl_arm",
+        # Its weights are float32 either way; products are in bfloat16 where strop's are.
+        settings={"autocast": settled_dtype() == "bfloat16"},
+    )
 
 
 def _vllm_arm(name: str, threads: int, *, eager: bool) -> Arm:
@@ -36,7 +58,7 @@ def _vllm_arm(name: str, threads: int, *, eager: bool) -> Arm:
         name=name,
         python=_environment(VLLM),
         module="benchmarks.arms.vllm_arm",
-        settings={"eager": eager},
+        settings={"eager": eager, "dtype": settled_dtype()},
         environment={
             "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
             "VLLM_CPU_OMP_THREADS_BIND": cores,

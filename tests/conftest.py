@@ -11,12 +11,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from strop.evaluate.harness import LM_EVAL
+from strop.hardware import tune_process
 
 if TYPE_CHECKING:
     from strop.store import ModelHandle
     from tests.fixtures.object_store import SpoilingProxy
 
 
+# As a run does, and before torch is imported: tests run beside each other.
+tune_process()
 # What whoever runs the tests sees, and where their models come from, is not for the tests.
 for _name in (
     *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE"),

@@ -7,11 +7,14 @@ leave out what PyTorch and oneDNN would use here. An emulated process computes a
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,18 +28,27 @@ KERNELS = ROOT / "src" / "strop" / "kernels"
 X86 = "qemu-x86_64-static"
 ARM, ARM_COMPILER, ARM_ROOT = "qemu-aarch64-static", "aarch64-linux-gnu-gcc", "/usr/aarch64-linux-gnu"
 LIMIT_S = 3600.0
-LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """What a test stream may be started with; an emulated processor can do less than they promise."""
 needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="an x86 interpreter, to emulate")
 
 
-def run_whole(folder: Path, emulator: tuple[str, ...] = (), **variables: str) -> dict[str, Any]:
-    """Train, interrupt, resume and evaluate in one process; return what it says."""
+def run_whole(
+    folder: Path,
+    *,
+    emulator: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Train, interrupt, resume and evaluate in one process; return what it says.
+
+    `words` are settings of the training.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in LIMITS}
     environment = {**inherited, **variables, "STROP_CACHE": str(folder / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     done = subprocess.run(
-        [*emulator, sys.executable, "-m", "tests.fixtures.whole_run", str(folder)],
+        [*emulator, sys.executable, "-m", "tests.fixtures.whole_run", str(folder), *words],
         env=environment,
         capture_output=True,
         text=True,
@@ -51,7 +63,7 @@ def run_whole(folder: Path, emulator: tuple[str, ...] = (), **variables: str) ->
 @pytest.fixture(scope="module")
 def on_this_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run on this machine, in the format that all processors have."""
-    return run_whole(tmp_path_factory.mktemp("here"), ONEDNN_MAX_CPU_ISA="AVX2")
+    return run_whole(tmp_path_factory.mktemp("here"), variables={"ONEDNN_MAX_CPU_ISA": "AVX2"})
 
 
 def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -77,10 +89,25 @@ def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_a_run_is_the_same_without_what_this_processor_has(
     tmp_path: Path, on_this_one: dict[str, Any], variables: dict[str, str], capability: str | None
 ) -> None:
-    found = run_whole(tmp_path, (), **variables)
+    found = run_whole(tmp_path, variables=variables)
     require_same(found, on_this_one)
     assert capability in (None, found["capability"])
     assert ("not compiled" in found["kernels"]) == ("CC" in variables)
+
+
+@pytest.mark.slow
+@needs_x86
+def test_bfloat16_on_a_processor_without_it_is_announced_and_works(tmp_path: Path) -> None:
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    found = run_whole(tmp_path, words=("model.dtype=bfloat16",), variables=limits)
+    assert (found["capability"], found["dtype"]) == ("AVX2", "bfloat16")
+    cost = "the processor has no instructions for bfloat16, and emulates it: expect products to take"
+    # Of each attempt: the second one goes on in the same format.
+    told = [notice for notice in found["notices"] if notice.startswith("model.dtype: bfloat16: ")]
+    assert len(told) == 2
+    assert all(cost in notice for notice in told)
+    assert [step["step"] for step in found["steps"]] == [1, 2]
+    assert all(math.isfinite(step["grad_norm"]) and step["grad_norm"] > 0 for step in found["steps"])
 
 
 @pytest.mark.slow
@@ -91,7 +118,7 @@ def test_a_run_is_the_same_on_an_emulated_processor(
 ) -> None:
     """Haswell has AVX2 and no AVX-512; Nehalem has neither."""
     require_system_part("qemu-user-static", shutil.which(X86) is not None)
-    found = run_whole(tmp_path, (X86, "-cpu", processor))
+    found = run_whole(tmp_path, emulator=(X86, "-cpu", processor))
     assert found["capability"] == capability
     require_same(found, on_this_one)
 

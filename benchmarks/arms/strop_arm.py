@@ -1,4 +1,7 @@
-"""strop's arm: one step of the real training loop, or one batch of generation, per command."""
+"""strop's arm: one step of the real training loop, or one batch of generation, per command.
+
+Settings: `dtype` is the number format that it computes in.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from benchmarks.prompts import Prompt, read_prompts, step_prompts
 from strop.engine.contract import GenerationRequest
 from strop.engine.native import NativeEngine
 from strop.engine.seeds import stream_seed
-from strop.policy.language_model import LanguageModel
+from strop.policy.language_model import DTYPES, LanguageModel
 from strop.rollout import Message, Sampling
 from strop.tokenizer import Tokenizer
 
@@ -61,9 +64,10 @@ async def serve_generation(channel: Channel, order: WorkerOrder) -> None:
     """Generate batch by batch, as the harness asks."""
     model_dir = Path(order.model_dir)
     tokenizer = Tokenizer.load(model_dir)
-    engine = NativeEngine(LanguageModel.load(model_dir, dtype=torch.bfloat16), tokenizer)
+    model = LanguageModel.load(model_dir, dtype=DTYPES[order.settings["dtype"]])
+    engine = NativeEngine(model, tokenizer)
     prompts = read_prompts(order.prompts_path)
-    channel.ready(settings={})
+    channel.ready(settings=order.settings)
     step = 0
     while True:
         # Blocks the event loop on purpose: between steps nothing of strop may run.

@@ -25,10 +25,10 @@ from strop.policy.packing import PackedGroup, PackedReply
 from strop.tokenizer import Tokenizer
 
 
-def sample_groups(case: Case, model_dir: Path) -> list[GradientGroup]:
+def sample_groups(case: Case, model_dir: Path, dtype: str) -> list[GradientGroup]:
     """Sample a step of the case and give every group rewards that differ."""
     tokenizer = Tokenizer.load(model_dir)
-    engine = NativeEngine(LanguageModel.load(model_dir, dtype=torch.bfloat16), tokenizer)
+    engine = NativeEngine(LanguageModel.load(model_dir, dtype=DTYPES[dtype]), tokenizer)
     requests = build_requests(case, tokenizer, make_prompts(case, 1), 0)
 
     async def answer() -> list[list[int]]:

@@ -23,6 +23,7 @@ from benchmarks.verifier import forced_rewards, last_number_reward
 from strop.cluster.contract import ModelSource, Roles
 from strop.cluster.inline import InlinePlacement
 from strop.cluster.local_learner import LocalLearner
+from strop.hardware.number_format import AUTO
 from strop.policy.learner import Learner
 from strop.record import RunDir
 from strop.rollout import Example, Message, Outcome, Split, make_example
@@ -145,8 +146,9 @@ class StartWeights:
 class StepGate(SilentObserver):
     """Halts the loop between its steps and reports each."""
 
-    def __init__(self, channel: Channel, learner: Learner) -> None:
+    def __init__(self, channel: Channel, learner: Learner, settings: Mapping[str, object]) -> None:
         self._channel = channel
+        self._settings = dict(settings)
         self._weights = StartWeights(learner)
         self._begun_at = self._cpu_begun_s = 0.0
 
@@ -158,7 +160,7 @@ class StepGate(SilentObserver):
 
     def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
         """Tell that the first step could begin, and wait for the harness."""
-        self._channel.ready(settings={})
+        self._channel.ready(settings=self._settings)
         self._wait()
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
@@ -176,12 +178,13 @@ class StepGate(SilentObserver):
         self._wait()
 
 
-def build_spec(case: Case) -> RunSpec:
+def build_spec(case: Case, dtype: str = AUTO) -> RunSpec:
     """Return the run that a case asks for: same loss, clip and learning rate as TRL's arm."""
     return RunSpec.model_validate(
         {
             "name": "benchmark",
             "seed": case.seed,
+            "model": {"dtype": dtype},
             "task": {"name": "arithmetic", "max_reply_tokens": case.max_new_tokens},
             "algorithm": {
                 "name": "dapo",
@@ -214,12 +217,12 @@ def build_loop(channel: Channel, order: WorkerOrder, roles: Roles, run_dir: RunD
     assert isinstance(roles.learner, LocalLearner)
     loop = TrainLoop(
         TrainInput(
-            spec=build_spec(order.case),
+            spec=build_spec(order.case, order.settings["dtype"]),
             task=task,
             roles=roles,
             run_dir=run_dir,
             model_dir=Path(order.model_dir),
-            observer=StepGate(channel, roles.learner.local),
+            observer=StepGate(channel, roles.learner.local, order.settings),
             evaluate=None,
         )
     )
@@ -230,7 +233,7 @@ def build_loop(channel: Channel, order: WorkerOrder, roles: Roles, run_dir: RunD
 
 async def serve_grpo(channel: Channel, order: WorkerOrder, root: Path) -> None:
     """Train step by step, as the harness asks, with a run directory below `root`."""
-    spec = build_spec(order.case)
+    spec = build_spec(order.case, order.settings["dtype"])
     placement = InlinePlacement(spec, ModelSource(path=Path(order.model_dir), digest=""))
     roles = await placement.start()
     try:

@@ -1,8 +1,25 @@
 """strop takes a language model and a verifiable task, and makes the model better at it.
 
 Importing this package loads nothing heavy: no torch, no disk, no network, no device.
+`strop.train` trains from Python what `strop train` trains from a run file.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strop.launch.from_python import Run, train
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["Run", "__version__", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Bring what trains when it is asked for."""
+    if name not in ("Run", "train"):
+        raise AttributeError(f"module 'strop' has no attribute {name!r}")
+    from strop.launch import from_python
+
+    return getattr(from_python, name)

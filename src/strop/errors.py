@@ -32,11 +32,18 @@ Every class takes one positional message, so it survives pickling to another pro
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 75
 EXIT_REFUSED = 76
+
+_MAX_SAID_CHARS = 800
+_PLACE = re.compile(r"\((\S+\.py:\d+)\)$")
 
 
 def explain_refusal(given: str, *, allowed: str, next_step: str) -> str:
@@ -50,6 +57,45 @@ def split_refusal(message: str) -> tuple[str, str, str]:
     given, _, rest = message.partition(". Allowed: ")
     allowed, _, next_step = rest.partition(". Next: ")
     return given, allowed, next_step
+
+
+def describe_error(error: BaseException) -> str:
+    """Say an error in one line, with its place: 'RuntimeError: no such operator (prepacked.py:64)'.
+
+    The place is the innermost line that is neither Python's nor an installed package's, of the first error
+    where one led to the other; of an error from another process, the place that its message ends with. A
+    long message loses its middle: what was given stands at its begin, a log's last words at its end.
+    """
+    said = " ".join(str(error).split())
+    if len(said) > _MAX_SAID_CHARS:
+        said = f"{said[: _MAX_SAID_CHARS // 2]} ... {said[-_MAX_SAID_CHARS // 2 :]}"
+    line = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    place = None if find_place(line) else _place_of(error)
+    return f"{line} ({place})" if place else line
+
+
+def find_place(line: str) -> str | None:
+    """Return the place that a line of `describe_error` ends with, None where it has none."""
+    found = _PLACE.search(line)
+    return None if found is None else found[1]
+
+
+def _place_of(error: BaseException) -> str | None:
+    first = error
+    while first.__cause__ is not None and first.__cause__.__traceback__ is not None:
+        first = first.__cause__
+    frames = traceback.extract_tb(first.__traceback__)
+    own = [frame for frame in frames if _is_own(frame.filename)]
+    last = next(iter(own[-1:] or frames[-1:]), None)
+    return None if last is None else f"{os.path.basename(last.filename)}:{last.lineno}"
+
+
+def _is_own(path: str) -> bool:
+    """Whether code is strop's or the user's."""
+    if path.startswith(os.path.dirname(__file__) + os.sep):
+        return True
+    is_installed = any(f"{os.sep}{folder}{os.sep}" in path for folder in ("site-packages", "dist-packages"))
+    return not is_installed and not path.startswith(("<", os.path.dirname(os.__file__) + os.sep))
 
 
 class StropError(Exception):

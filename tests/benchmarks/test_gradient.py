@@ -87,7 +87,7 @@ def test_strops_gradient_is_that_of_the_loss_as_written(tiny_model_dir: Path) ->
 
 
 def test_the_batch_is_a_step_of_the_case(tiny_model_dir: Path, tmp_path: Path) -> None:
-    groups = strop_gradient.sample_groups(CASE, tiny_model_dir)
+    groups = strop_gradient.sample_groups(CASE, tiny_model_dir, "bfloat16")
     write_groups(tmp_path / "rollouts.json", groups)
     assert read_groups(tmp_path / "rollouts.json") == groups
     assert [len(group.replies) for group in groups] == [2, 2]

@@ -98,7 +98,19 @@ def test_samples_show_the_prompt_the_reply_and_its_worth(
     assert "\x1b" not in ended.out
     found = json.loads(run(*words, "--json").out)
     assert [sorted(entry) for entry in found] == [
-        sorted(["prompt", "reply", "finish_reason", "gold", "reward", "is_correct", "failure", "example_id"])
+        sorted(
+            [
+                "prompt",
+                "reply",
+                "finish_reason",
+                "gold",
+                "reward",
+                "is_correct",
+                "failure",
+                "trace",
+                "example_id",
+            ]
+        )
     ] * 2
 
 

@@ -15,7 +15,7 @@ from strop import __version__
 from strop.cli.arguments import SplitName
 from strop.cli.output import Output, RunLog
 from strop.cli.program import app
-from strop.errors import Interrupted
+from strop.errors import EngineError, Interrupted
 from strop.rollout import Split
 from strop.tasks import TASK_SUMMARIES
 from tests.fixtures.commands import Run
@@ -40,6 +40,12 @@ def fail_in_a_run(context: typer.Context) -> None:
     raise KeyError("nobody thought of this")
 
 
+def be_refused_in_a_run(context: typer.Context) -> None:
+    output: Output = context.obj
+    output.log.open_at(Path("attempts/1/train.log"))
+    raise EngineError("generation failed") from KeyError("nobody thought of this")
+
+
 def be_interrupted(context: typer.Context) -> None:
     raise KeyboardInterrupt
 
@@ -52,7 +58,7 @@ def be_stopped(context: typer.Context) -> None:
 def extra_commands() -> Iterator[None]:
     """Commands that end as real ones do only on bad days."""
     before = list(app.registered_commands)
-    for command in (fail_unforeseen, fail_in_a_run, be_interrupted, be_stopped):
+    for command in (fail_unforeseen, fail_in_a_run, be_refused_in_a_run, be_interrupted, be_stopped):
         app.command(command.__name__)(command)
     yield
     app.registered_commands[:] = before
@@ -76,6 +82,16 @@ def test_inside_a_run_the_traceback_is_in_its_log(run: Run, folder: Path) -> Non
     log = (folder / "attempts" / "1" / "train.log").read_text()
     assert log.startswith("before the log\nTraceback")
     assert log.splitlines()[-1] == ended.err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("extra_commands")
+def test_inside_a_run_the_log_has_what_led_to_an_error_of_strops_own(run: Run, folder: Path) -> None:
+    ended = run("be_refused_in_a_run")
+    assert (ended.code, ended.err) == (1, "strop: generation failed\n")
+    log = (folder / "attempts" / "1" / "train.log").read_text()
+    assert log.startswith("KeyError: 'nobody thought of this'\n")
+    assert "EngineError: generation failed" in log
+    assert log.endswith("\nstrop: generation failed\n")
 
 
 @pytest.mark.usefixtures("extra_commands")
@@ -145,7 +161,7 @@ def test_explain_says_meaning_value_and_origin(run: Run, folder: Path) -> None:
 
 def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:
     listed = json.loads(run("tasks", "ls", "--json").out)
-    assert list(listed) == list(TASK_SUMMARIES)
+    assert list(listed) == [*TASK_SUMMARIES, "FILE.py:CLASS"]
     assert all(name in run("tasks", "ls").out for name in listed)
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop.cluster.ray import deaths
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole
 from strop.cluster.ray.runtime import JoinedNode
 from strop.cluster.ray.workers import RolloutWorkers
-from strop.errors import EngineLost
+from strop.errors import EngineLost, LearnerError
 from tests.fixtures.ray_traces import needs_ray
 
 pytestmark = needs_ray
@@ -140,3 +142,34 @@ def test_a_group_whose_engine_leaves_meanwhile_is_attempted_by_another_worker(tm
         desk.watch.stop()
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "said"),
+    [
+        (KeyError("no such tensor"), EngineLost, "a role failed: KeyError: 'no such tensor'. Allowed: "),
+        (LearnerError("the loss is NaN"), LearnerError, "the loss is NaN"),
+    ],
+)
+def test_a_role_that_raised_is_told_by_its_error_with_the_traceback_from_there(
+    cause: Exception, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.exceptions import RayTaskError
+
+    monkeypatch.setattr(deaths, "VERDICT_LIMIT_S", 0.01)
+
+    async def call() -> None:
+        raise RayTaskError("step", "in step: raise", cause, proctitle="role", pid=1, ip="10.0.0.1")
+
+    async def act() -> None:
+        watch = DeathWatch(list, lambda: None)
+        watch.start()
+        try:
+            await watch.guard(call(), 600.0)
+        finally:
+            watch.stop()
+
+    with pytest.raises(kind) as caught:
+        asyncio.run(act())
+    assert str(caught.value).startswith(said)
+    assert "in step: raise" in "".join(traceback.format_exception(caught.value))

@@ -23,6 +23,7 @@ from strop.cluster.ray.settings import NodeSettings, node_resource
 from strop.cluster.ray.temp_dirs import choose_temp_dir
 from strop.errors import CheckRefused, EngineError, EngineLost
 from strop.hardware.ports import LOOPBACK, hold_port, read_listening_ports
+from strop.hardware.tuning import SPIN_COUNT
 from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until
 
 pytestmark = [pytest.mark.slow, needs_ray]
@@ -108,6 +109,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     before = files_of_nodes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JOB_SECRET", SECRET)
+        # As in the process of a node that joins a run.
+        patch.delenv("GOMP_SPINCOUNT", raising=False)
         settings = make_settings(work_dir)
         head = RayHead(settings, work_dir / "head.json")
         head.launch()
@@ -169,6 +172,16 @@ def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -
 def test_nodes_that_do_not_join_are_named(scene: Scene) -> None:
     with pytest.raises(CheckRefused, match=r"node 1, 2 did not join the Ray cluster within 0 s.*all 3 nodes"):
         scene.loop.run_until_complete(scene.head.await_nodes(range(3), 0.2))
+
+
+def test_waiting_threads_of_a_role_spin_for_a_bounded_time(scene: Scene) -> None:
+    async def act() -> str | None:
+        role = scene.start_role("engine-7")
+        await role.begin.remote()
+        found: str | None = await role.read.remote("GOMP_SPINCOUNT")
+        return found
+
+    assert scene.loop.run_until_complete(act()) == str(SPIN_COUNT)
 
 
 def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from strop.rollout import FinishReason, FloatArray, Sampling
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract, run
 from tests.engine.requests import PROMPTS, SAMPLINGS, ask, generate_all, mixed_requests
+from tests.fixtures.places import line_of
 from tests.fixtures.tiny_model import tiny_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -328,7 +330,9 @@ def test_a_failure_while_decoding_answers_everyone_who_waits(
 
     for failure in run(act()):
         assert isinstance(failure, EngineError)
-        assert f"generation failed: {error!r}" in str(failure)
+        place = f"test_native.py:{line_of(BrokenModel.trunk, 'raise')}"
+        assert str(failure) == f"generation failed: {type(error).__name__}: {error} ({place})"
+        assert "raise self._error" in "".join(traceback.format_exception(failure))
 
 
 @pytest.mark.parametrize("num_cycles", [1, 2, 40])

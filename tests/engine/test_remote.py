@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -472,6 +473,22 @@ GOOD = GenerateAnswer(
     policy_versions=[3],
 )
 UNSTAMPED = GOOD.model_dump_json().replace('"policy_versions":[3],', "")
+
+
+def test_an_error_that_came_from_another_one_crosses_with_its_traceback() -> None:
+    """Incident: of an engine in another process, nobody learnt where in it every reply failed."""
+    error = EngineError("generation failed")
+    try:
+        raise RuntimeError("no such operator")
+    except RuntimeError as first:
+        error.__cause__ = first
+    form = ErrorForm.model_validate_json(ErrorForm.of(error).model_dump_json())
+    trace = "".join(traceback.format_exception(form.read()))
+    assert 'raise RuntimeError("no such operator")' in trace
+    assert trace.endswith("EngineError: generation failed\n")
+    # A refusal says it all by itself.
+    assert ErrorForm.of(EngineError("closed")).trace == ""
+    assert ErrorForm(kind="EngineError", message="closed").read().__cause__ is None
 
 
 REFUSED = (401, ErrorForm(kind="EngineError", message="no key").model_dump_json())

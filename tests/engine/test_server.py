@@ -13,13 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from strop.engine import WeightTransport, WeightUpdate
+from strop.engine import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
 from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.engine.server import announce, build_app, listen, main, read_key
 from strop.engine.wire import GenerateCall, ReadyForm, ScoreCall, UpdateForm
 from strop.errors import ConfigError, StoreError
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
+from tests.fixtures.places import line_of
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 KEY = "0123456789abcdef-secret"
@@ -138,6 +139,46 @@ def test_errors_are_answered_by_their_class(tokenizer: Tokenizer, caplog: pytest
     assert generate.status_code == 200
     assert generate.json()["errors"][0]["kind"] == "EngineError"
     assert "WeightMismatch: weights of version 4 have digest other" in caplog.text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_bug_is_answered_with_its_place_and_its_traceback(is_streamed: bool, tokenizer: Tokenizer) -> None:
+    class Broken(DummyEngine):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            raise KeyError("no such operator")
+
+    engine = Broken(tokenizer, [])
+    path = "/v1/replies" if is_streamed else "/v1/generate"
+
+    async def speak(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(path, content=messages(tokenizer)["/v1/generate"])
+
+    answer = talk(engine, speak, Authorization=f"Bearer {KEY}").json()
+    (error,) = answer["answer"]["errors"] if is_streamed else answer["errors"]
+    place = f"(test_server.py:{line_of(Broken, 'raise')})"
+    said = f"it failed in the engine: KeyError: 'no such operator' {place}"
+    assert (error["kind"], error["message"]) == ("EngineError", said)
+    assert 'raise KeyError("no such operator")' in error["trace"]
+
+
+def test_a_bug_in_an_update_is_answered_too(tokenizer: Tokenizer) -> None:
+    class Broken(DummyEngine):
+        async def update(self, update: WeightUpdate) -> WeightReceipt:
+            raise KeyError("no such tensor")
+
+    async def act() -> httpx.Response:
+        app = build_app(Broken(tokenizer, []), key=KEY, model_digest="m0")
+        # What is raised after the answer is for the server's log.
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://e", headers=headers) as client:
+            return await client.post("/v1/weights", content=messages(tokenizer)["/v1/weights"])
+
+    answer = asyncio.run(act())
+    assert answer.status_code == 500
+    assert answer.json()["message"].startswith(
+        "it failed in the engine: KeyError: 'no such tensor' (test_server"
+    )
 
 
 def test_a_malformed_message_is_refused(tokenizer: Tokenizer) -> None:

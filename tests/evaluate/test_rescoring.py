@@ -97,7 +97,9 @@ def test_a_verifier_that_was_mended_judges_what_it_failed_on(tokenizer: Tokenize
     plan, rollouts = attempt(tokenizer, add, make_task())
     broken = judge_anew(plan, rollouts, BrittleArithmetic(make_spec()))
     assert {(change.before, change.after) for change in broken.changes} == {(True, None)}
-    assert all(change.detail.startswith("TypeError: Traceback") for change in broken.changes)
+    assert all(change.detail.startswith("task, TypeError: ") for change in broken.changes)
+    assert {cause.failure.kind for cause in broken.result.causes} == {"TypeError"}
+    assert broken.result.verdict.startswith(f"{len(broken.changes)} of ")
 
 
 def test_what_never_brought_a_reply_stays_what_it_was(tokenizer: Tokenizer) -> None:

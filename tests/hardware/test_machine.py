@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from strop.hardware import (
     reset_peak_rss,
     rss_bytes,
 )
+from strop.hardware.calibrate import best_rate
 from tests.fixtures.tiny_disk import tiny_disk
 
 
@@ -94,6 +96,40 @@ def test_a_measurement_is_kept_for_this_cpu(tmp_path: Path) -> None:
     for damaged in ("", "[]", "{}"):
         path.write_text(damaged)
         assert read_calibration(tmp_path) is None
+
+
+class SlowProduct:
+    """Products that take the time they are said to, on a clock that nothing else moves."""
+
+    def __init__(self, operations_per_s: float) -> None:
+        self.now_s = 0.0
+        self.sizes: list[int] = []
+        self._rate = operations_per_s
+
+    def prepare(self, size: int) -> Callable[[], object]:
+        def multiply() -> None:
+            self.sizes.append(size)
+            self.now_s += 2.0 * size**3 / self._rate
+
+        return multiply
+
+
+@pytest.mark.parametrize(
+    ("operations_per_s", "largest", "reached"),
+    # 512: 0.27e9 operations. Twice 1024 would be 4.3e9: within half a second at 100e9 a second, not at 2e9.
+    [(100e9, 2048, 2048), (2e9, 2048, 512), (1e6, 2048, 128), (100e9, 64, 64)],
+)
+def test_a_slow_product_is_measured_by_a_smaller_one(
+    operations_per_s: float, largest: int, reached: int
+) -> None:
+    """Incident: `strop doctor` took a minute where bfloat16 is emulated: one product of 2048 took 25 s."""
+    product = SlowProduct(operations_per_s)
+    rate = best_rate(product.prepare, 0.5, largest=largest, clock=lambda: product.now_s)
+    assert rate == pytest.approx(operations_per_s)
+    assert product.sizes[-1] == max(product.sizes) == reached
+    # Growing, then as many tries as the limit has room for, or two of them if it has none.
+    one_s = 2.0 * reached**3 / operations_per_s
+    assert product.now_s <= max(2 * 0.5, 4 * one_s) + 2 * one_s
 
 
 def test_a_cache_that_cannot_be_made_is_told(tmp_path: Path) -> None:

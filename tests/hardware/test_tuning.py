@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from strop.hardware.tuning import SPIN_COUNT
 
 PROGRAM = """
 import os, resource, sys
@@ -32,3 +38,32 @@ def count_page_faults(mode: str) -> int:
 def test_freed_memory_is_taken_again_without_page_faults() -> None:
     # 8 rounds of 64 MiB are 131,072 pages of 4 KiB; kept memory is touched without a fault.
     assert count_page_faults("kept") < count_page_faults("given back") / 4
+
+
+CHILD = "import os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY')))"
+SPAWNING = f"""
+import sys
+from pathlib import Path
+from strop.hardware import spawn, tune_process
+tune_process()
+assert spawn([sys.executable, "-c", {CHILD!r}], Path(sys.argv[1])).wait(240) == 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, f"{SPIN_COUNT} None"),
+        ({"OMP_WAIT_POLICY": "active"}, "None active"),
+        ({"GOMP_SPINCOUNT": "7"}, "7 None"),
+    ],
+)
+def test_child_processes_spin_as_long_as_a_run_and_what_the_user_set_stays(
+    tmp_path: Path, given: dict[str, str], expected: str
+) -> None:
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_WAIT"))
+    }
+    log_path = tmp_path / "child.log"
+    subprocess.run([sys.executable, "-c", SPAWNING, str(log_path)], env=inherited | given, check=True)
+    assert log_path.read_text().strip() == expected

@@ -142,6 +142,18 @@ def test_cfg_2_contradicting_overrides_are_refused_and_equal_ones_are_fine(tmp_p
     assert load_spec(path, ["train.steps=3", "train={steps = 3}"]).spec.train.steps == 3
 
 
+@pytest.mark.parametrize("overrides", [("optimizer.lr=nan",), ("optimizer.lr=nan", "optimizer.lr=nan")])
+def test_a_nan_is_refused_as_one_and_does_not_contradict_itself(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Incident: NaN does not equal NaN, so one override was said to contradict itself."""
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL)
+    error = str(refusal(path, *overrides))
+    assert error.startswith("optimizer.lr=nan (override) is not allowed. Allowed: a number above 0")
+    assert "contradict" not in error
+
+
 def test_cfg_2_what_an_override_of_the_task_drops_is_told(tmp_path: Path) -> None:
     """Incident: settings that no longer applied were dropped without a word."""
     path = tmp_path / "run.toml"

@@ -348,7 +348,7 @@ def test_prc_5_a_role_that_ends_in_mid_run_is_told_with_status_and_last_words(
     spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1})
     made = doomed.compose(spec, new_run(tmp_path / "runs"))
     # The gate asks 64 times, and each step 12 times.
-    with pytest.raises(RunStopped, match="all 12 rollouts of step 3 failed alike: engine") as caught:
+    with pytest.raises(RunStopped, match="all 12 rollouts of step 3 failed: engine") as caught:
         made.run(doomed.end_at(made, 64 + 24))
     assert f"ended with exit code {status}" in str(caught.value)
     assert "cannot go on: libgpu.so is gone" in str(caught.value)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,31 @@ from strop.kernels import kernel_status
 from strop.launch.doctor import EXTRAS, diagnose, find_device_uses, find_holdings
 from tests.fixtures.devices import GIB, divided, whole
 from tests.fixtures.dying_runs import prolific_run
+
+ROOT = Path(__file__).parents[2]
+TEXTS = frozenset({".py", ".j2", ".md", ".sh", ".toml"})
+
+
+def test_every_extra_that_strop_tells_people_to_install_exists() -> None:
+    """Incident: the doctor told people to install `strop[query]`, which pip ignores with a warning."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    promised = {
+        name: {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+        for name, requirements in project["optional-dependencies"].items()
+    }
+    texts = {
+        path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.*") if path.suffix in TEXTS
+    }
+    advised = {
+        extra.strip(): str(path.relative_to(ROOT))
+        for path, text in texts.items()
+        for extras in re.findall(r"\bstrop\[([a-z0-9_, -]+)\]", text)
+        for extra in extras.split(",")
+    }
+    assert len(advised) > 2, "the advice is written in another way now"
+    assert {extra: place for extra, place in advised.items() if extra not in promised} == {}
+    lacking = {name: set(packages) - promised.get(name, set()) for name, packages in EXTRAS.items()}
+    assert {name: packages for name, packages in lacking.items() if packages} == {}
 
 
 @pytest.mark.slow

@@ -410,8 +410,11 @@ def test_speeds_that_nobody_measured_are_marked_and_say_how_to_measure() -> None
     assumed = choose_speeds(make_spec(), MACHINE, None)
     assert (assumed.gflops, assumed.is_measured) == (400.0, False)
     assert assumed.source == "assumed: 100 GFLOP/s for each of 4 cores; `strop doctor` measures"
-    plain = choose_speeds(make_spec(placement={"threads": 2}), replace(MACHINE, cpu_flags=()), None)
+    without = replace(MACHINE, cpu_flags=())
+    plain = choose_speeds(make_spec(placement={"threads": 2}, model={"dtype": "float32"}), without, None)
     assert plain.gflops == 100.0
+    # bfloat16 is emulated there, which a plan must not hide.
+    assert choose_speeds(make_spec(placement={"threads": 2}), without, None).gflops == 1.0
 
 
 def test_a_gpu_of_this_machine_or_a_named_one_is_taken_by_its_data_sheet() -> None:

@@ -70,6 +70,23 @@ def test_the_schedule_by_hand(plan_it: PlanIt) -> None:
     assert plan_it("train.steps=40").schedule.num_evals == 2
 
 
+def test_bfloat16_where_it_is_emulated_is_announced_with_its_cost(plan_it: PlanIt) -> None:
+    without = replace(describe_machine(), cpu_flags=("avx2", "fma"), gpus=())
+    asked = plan_it("model.dtype=bfloat16", machine=without)
+    cost = "the processor has no instructions for bfloat16, and emulates it: expect products to take many"
+    assert [notice for notice in asked.notices if cost in notice] == list(asked.notices)[-1:]
+    settled = plan_it(machine=without)
+    assert all("bfloat16" not in notice for notice in settled.notices)
+    assert asked.time is not None
+    assert settled.time is not None
+    assert asked.time.step_s > 10 * settled.time.step_s
+    (format_line,) = [value for value in settled.limits if value.name == "model.dtype"]
+    assert (format_line.value, format_line.origin) == (
+        "float32",
+        "the processor has no instructions for bfloat16",
+    )
+
+
 def test_weights_of_tokens_are_written_out(plan_it: PlanIt) -> None:
     def weight(name: str) -> str:
         values = {value.name: value.value for value in plan_it(f"algorithm.name={name}").algorithm}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused, ConfigError, RunStopped
+from strop.errors import CheckRefused, ConfigError, Interrupted, RunStopped
 from strop.kernels import KernelStatus
 from strop.launch.training import TrainOutcome, set_threads, train_here
 from strop.record import EventKind, RunDir, list_runs
@@ -242,3 +244,68 @@ def test_threads_are_fixed_and_counted() -> None:
         assert set_threads(None) == torch.get_num_threads() >= 1
     finally:
         torch.set_num_threads(before)
+
+
+REWARD = "def score(reply, answer):\n    return reply.strip() == answer\n"
+OWN_ROWS = """
+name = "own"
+[model]
+uri = "{model}"
+dtype = "float32"
+[task]
+name = "rows"
+source = "rows.jsonl"
+prompt = "question"
+answer = "answer"
+reward = "reward.py:score"
+max_reply_tokens = 4
+num_held_out = 2
+[train]
+steps = 3
+prompts_per_step = 2
+rollouts_per_prompt = 2
+checkpoint_every = 1
+accept = "weights: a random model for a test"
+[eval]
+num_examples = 2
+num_samples = 1
+[placement]
+threads = 1
+"""
+
+
+class StopAfterOne(Notes):
+    """Asks a run to end once it has trained a step."""
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["reward.py", "rows.jsonl"])
+def test_a_run_does_not_go_on_with_code_or_data_that_has_changed(
+    here: Here, tiny_model_dir: Path, change: str
+) -> None:
+    files = {"reward.py": REWARD, "rows.jsonl": ""}
+    for number in range(9):
+        files["rows.jsonl"] += json.dumps({"question": f"{number}?", "answer": str(number)}) + "\n"
+    for name, text in files.items():
+        (here.folder / name).write_text(text)
+    here.run_file.write_text(OWN_ROWS.format(model=tiny_model_dir))
+    here.notes = StopAfterOne()
+    with pytest.raises(Interrupted):
+        here.train()
+    here.notes = Notes()
+    path = here.folder / change
+    path.write_text(
+        files[change]
+        + ("\n# Another thought.\n" if change == "reward.py" else '{"question": "9?", "answer": "9"}\n')
+    )
+    with pytest.raises(CheckRefused, match="began with another version of its task"):
+        here.train()
+    path.write_text(files[change])
+    assert here.train().run_path == here.told[0].path
+    # A run that has trained nothing yet is no reason to refuse anything.
+    path.write_text(files[change] + "\n")
+    assert here.train(is_new=True).run_path != here.told[0].path

@@ -25,6 +25,7 @@ from strop.train import gate as gate_module
 from strop.train.batch import pack_reply
 from strop.train.gate import pass_gate, read_accepted
 from strop.train.gate_input import GateCheck, GateInput
+from tests.fixtures.places import line_of
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 
 CHECKS = ["prompt", "weights", "verifier", "audit", "schedule", "room", "terminator", "parity"]
@@ -44,7 +45,10 @@ def refuse(
     path = made.run_dir.path
     assert made.notes.starts == []
     assert [entry.name for entry in root.iterdir()] == [path.name]
-    assert {entry.name for entry in path.iterdir()} == {
+    found = {entry.name for entry in path.iterdir()}
+    # What made rollouts or judgements fail is told at once, and nothing else.
+    assert ("events.jsonl" in found) == bool(made.notes.causes("rollout_lost"))
+    assert found - {"events.jsonl"} == {
         "attempts",
         "audit.json",
         "checkpoints",
@@ -142,7 +146,10 @@ class LongPrompt(SpellTask):
 @pytest.mark.parametrize(
     ("task", "cause"),
     [
-        (RaisesTypeError(), "verifier: 72 findings: probe gold on example .*the verifier raised TypeError"),
+        (
+            RaisesTypeError(),
+            r"train: verifier: task, TypeError: unsupported operand \(test_gate\.py:\d+\) in 72 of 72 find",
+        ),
         (ComparesWithWrongThing(), "verifier: 24 findings: probe gold .*a right reply must earn 1.0"),
         (
             LongPrompt(),
@@ -208,15 +215,23 @@ def test_a_perturbed_engine_is_refused(tmp_path: Path, tiny_model_dir: Path, dty
     assert_matches(r"parity: mean gap .* cause: weights, position ids, template or dtype differ", error)
 
 
-def test_an_engine_without_replies_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("kl_beta", [None, 0.05])
+def test_an_engine_without_replies_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, kl_beta: float | None
+) -> None:
+    """Incident: with a reference, the gate died of an empty array before it said what had failed."""
+
     def silence(roles: Roles) -> Roles:
         def fail(request: GenerationRequest, completion: Completion) -> Completion:
             raise ConnectionError("gone")
 
         return replace(roles, engine=ChangedEngine(roles.engine, fail))
 
-    error = refuse(tmp_path, tiny_model_dir, change=silence)
-    assert "parity: the engine gave no reply to compare" in str(error)
+    spec = tiny_spec() if kl_beta is None else tiny_spec(reference={"kl_beta": kl_beta})
+    error = refuse(tmp_path, tiny_model_dir, spec=spec, change=silence)
+    place = f"test_gate.py:{line_of(test_an_engine_without_replies_is_refused, 'raise')}"
+    cause = f"engine, ConnectionError: gone ({place})"
+    assert f"refused to train: parity: all 64 probes failed: {cause}; the engine gave no reply" in str(error)
 
 
 def pack_without_pad(turns: Sequence[Turn], advantage: float, weight: float) -> PackedReply:

@@ -80,7 +80,7 @@ def test_a_killed_engine_ends_the_run_with_its_cause_and_the_run_goes_on_later(
     with pytest.raises(RunStopped) as caught:
         made.run(kill_at(made.placement, 64 + 3 * 12))
     message = str(caught.value)
-    assert "all 12 rollouts of step 4 failed alike: engine, EngineLost" in message
+    assert "all 12 rollouts of step 4 failed: engine, EngineLost" in message
     assert "ended with signal 9" in message
     assert "the same command goes on from checkpoint step-000002" in message
     assert made.placement.engine_pid is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,51 @@ def test_an_alarm_may_end_the_run_with_its_checkpoint_intact(tmp_path: Path, tin
     assert [line["step"] for line in made.run_dir.metrics.read()] == [1, 2, 3, 4]
     assert made.run_dir.checkpoint_steps() == [2]
     verify_directory(made.run_dir.checkpoint_path(2))
+
+
+class FailsInTraining(SpellTask):
+    """Judges every fourth reply of the steps; what becomes of others alternates, so no two fail alike."""
+
+    def __init__(self, notes: Notes, *, num_judged: int) -> None:
+        super().__init__()
+        self.notes = notes
+        self.num_judged = num_judged
+        self.calls = itertools.count()
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        turn = next(self.calls) % 4 if self.notes.is_past_gate else 0
+        if not self.notes.is_past_gate or turn < self.num_judged:
+            return super().verify(example, text)
+        raise TypeError("no operand") if turn % 2 else KeyError("no field")
+
+
+def test_an_alarm_over_failures_leads_with_their_cause(tmp_path: Path, tiny_model_dir: Path) -> None:
+    notes = Notes()
+    task = FailsInTraining(notes, num_judged=2)
+    spec = tiny_spec(tripwires={"on_alarm": "stop", "max_failed_frac": 0.4})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task, notes=notes)
+    # Of 12 rollouts 6 fail, 3 of each kind.
+    cause = r"^6 of 12 rollouts of step 1 failed: task, KeyError: 'no field' \(test_tripwires\.py:\d+\)"
+    with pytest.raises(RunStopped, match=rf"{cause} \(3 .* TypeError\); step 1 raised .*verifier_errors"):
+        made.run()
+    assert notes.causes("rollout_lost") == ["KeyError", "TypeError"]
+
+
+def test_steps_in_which_all_rollouts_fail_in_several_ways_end_the_run_with_the_cause(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    notes = Notes()
+    made = Composition(
+        tiny_spec(train={"steps": 6}),
+        tiny_model_dir,
+        new_run(tmp_path),
+        task=FailsInTraining(notes, num_judged=0),
+        notes=notes,
+    )
+    cause = "^all 12 rollouts of step 3 failed: task, KeyError: 'no field' "
+    with pytest.raises(RunStopped, match=f"{cause}.*; step 3 is number 3 in a row without an update"):
+        made.run()
+    assert notes.causes("rollout_lost") == ["KeyError", "TypeError"]
 
 
 def break_gradient(roles: Roles) -> Roles:

@@ -194,7 +194,7 @@ def test_an_unscored_rollout_has_no_reward_on_the_page(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=1, eval_steps=())
     write_rollouts(run.rollouts_path(1), [make_lost_rollout(1)])
     text = text_of(page_of(run.path))
-    assert "unscored reward none 4 tokens, infra: timeout" in text
+    assert "unscored reward none 4 tokens, infra, timeout" in text
 
 
 def test_stages_by_hand() -> None:

@@ -10,6 +10,7 @@ from strop.algorithm.aggregation import Aggregation
 from strop.algorithm.catalog import ALGORITHMS, Algorithm, build_algorithm
 from strop.algorithm.credit import Credit, assign_credit, needs_replacement
 from strop.algorithm.losses import TokenLoss
+from strop.algorithm.own import differentiate
 
 __all__ = [
     "ALGORITHMS",
@@ -19,5 +20,6 @@ __all__ = [
     "TokenLoss",
     "assign_credit",
     "build_algorithm",
+    "differentiate",
     "needs_replacement",
 ]

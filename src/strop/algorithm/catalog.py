@@ -18,8 +18,10 @@ from strop.algorithm.aggregation import Aggregation
 from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION, Correction
 from strop.algorithm.kl import ESTIMATORS, KlPenalty
 from strop.algorithm.losses import CISPO, CLIPPED, DPPO, IPO_MASK, TokenLoss
+from strop.algorithm.own import load_algorithm
 from strop.algorithm.sequences import mean_over
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms
+from strop.user_code import find_algorithm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -247,9 +249,11 @@ def build_algorithm(
     """Take an entry of `ALGORITHMS` and put the run's own settings in it.
 
     `is_off_policy` says whether rollouts may be older than the weights they train.
-    The spec admits only names that exist here; a test compares the two lists.
+    The spec admits only names that exist here, and code of the user's; a test compares the two lists.
+    Raises: ConfigError if code of the user's is no algorithm.
     """
-    entry = ALGORITHMS[spec.name]
+    own = None if spec.name in ALGORITHMS else find_algorithm(spec.name)
+    entry = ALGORITHMS[spec.name] if own is None else load_algorithm(own, GRPO)
     mode = entry.mode if spec.mode is None else spec.mode
     # A ratio that starts from the engine's value covers the gap itself.
     correction = NO_CORRECTION if mode == "bypass" else CORRECTIONS[spec.correction]

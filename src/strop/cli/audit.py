@@ -53,9 +53,10 @@ def audit(
         _show(output, report)
     if report.verdict is Verdict.RED:
         names = ", ".join(result.probe for result in report.broken())
+        lead = f"{report.lost}; " if report.lost else ""
         raise CheckRefused(
             explain_refusal(
-                f"task {report.task} is red: {names}",
+                f"{lead}task {report.task} is red: {names}",
                 allowed="a task that pays for nothing but right replies",
                 next_step="mend the task, or train all the same with train.accept = 'audit.PROBE: reason'",
             )
@@ -80,7 +81,10 @@ def _show(output: Output, report: AuditReport) -> None:
     for result in report.broken():
         for entry in result.evidence:
             reply = make_harmless(repr(entry.reply))
-            output.give(f"{result.probe}: example {entry.example_id}, reward {entry.reward}, reply {reply}")
+            why = f"; {make_harmless(entry.detail)}" if entry.detail else ""
+            output.give(
+                f"{result.probe}: example {entry.example_id}, reward {entry.reward}, reply {reply}{why}"
+            )
     output.give(f"{report.task} {report.verdict.value} in {report.seconds:.1f} s")
 
 

@@ -133,7 +133,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     if len(results) == 1:
         refuse_invalid(results[0])
     for invalid in [result for result in results if not result.is_valid]:
-        output.say(f"strop: {invalid.task}: {invalid.validity}")
+        output.say(f"strop: {invalid.task}: {invalid.verdict}")
     if not all(result.is_valid for result in results):
         raise typer.Exit(EXIT_FAILED)
     if options.write_order is not None:
@@ -172,7 +172,7 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
     stored = evaluate_by_file(path, _open_model(output, options), out_dir=options.out, say=output.say)
     show_results(output, [stored.result], is_json=options.json)
     if not stored.result.is_valid:
-        output.say(f"strop: {stored.result.task}: {stored.result.validity}")
+        output.say(f"strop: {stored.result.task}: {stored.result.verdict}")
         raise typer.Exit(EXIT_FAILED)
 
 

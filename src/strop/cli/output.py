@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from strop.errors import StropError
     from strop.record import RunDir
 
 
@@ -67,6 +68,15 @@ class Output:
         """Tell the user something that is not the result."""
         for stream in (sys.stderr, self.log):
             print(text, file=stream, flush=True)
+
+    def say_refusal(self, error: StropError) -> None:
+        """Tell of an error of strop's own; what led to it is told before, to the log where there is one."""
+        if self.log.path is None:
+            for note in getattr(error, "__notes__", ()):
+                print(note, file=sys.stderr)
+        elif error.__cause__ is not None:
+            traceback.print_exception(error, file=self.log)
+        self.say(f"strop: {error}")
 
     def say_bug(self, error: Exception) -> None:
         """Tell of an error that strop did not foresee, and where its traceback is."""

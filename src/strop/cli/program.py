@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # How Typer returns: 0, or 2 after it has printed what is wrong with the usage.
         return _finish(output, end.code)
     except StropError as error:
-        output.say(f"strop: {error}")
+        output.say_refusal(error)
         return error.exit_code
     except Exception as error:  # boundary: CLI top level
         output.say_bug(error)

@@ -74,7 +74,7 @@ def _show(output: Output, stored: StoredRescored) -> None:
     output.give_table(("replies", "accuracy", "95% interval", "unscored"), rows, title=title)
     output.give(f"judged by version {result.task_version}, replies of version {result.replies_version}")
     if not result.is_valid:
-        output.give(str(result.validity))
+        output.give(result.verdict)
     words = {True: "solved", False: "not solved", None: "unscored"}
     output.give(f"{len(changes)} verdicts changed")
     if changes:

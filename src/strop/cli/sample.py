@@ -28,6 +28,7 @@ def sample(
         raise typer.BadParameter("give one of --task NAME and --prompt TEXT")
     from strop.launch.inference import open_model, read_asking, read_prompt_asking, sample_prompt, sample_task
     from strop.rollout import Split
+    from strop.tasks.failures import find_causes, find_failures, sum_up
 
     output: Output = context.obj
     words = settings or ()
@@ -45,7 +46,10 @@ def sample(
             }
         ]
     else:
-        found = [describe_rollout(rollout) for rollout in sample_task(asking, opened, num)]
+        rollouts = sample_task(asking, opened, num)
+        if causes := find_causes(find_failures(rollout.outcome for rollout in rollouts)):
+            output.say(f"strop: {sum_up(causes, len(rollouts))}")
+        found = [describe_rollout(rollout) for rollout in rollouts]
     if json:
         output.give_json(found)
     else:
@@ -54,6 +58,8 @@ def sample(
 
 def describe_rollout(rollout: Rollout) -> dict[str, Any]:
     """Return what a person wants to see of a rollout."""
+    from strop.tasks.failures import describe_failure
+
     reply, outcome = rollout.reply, rollout.outcome
     return {
         "prompt": "".join(turn.text for turn in rollout.heard if not turn.is_sampled),
@@ -62,7 +68,8 @@ def describe_rollout(rollout: Rollout) -> dict[str, Any]:
         "gold": rollout.example.answer,
         "reward": outcome.reward,
         "is_correct": outcome.is_correct,
-        "failure": None if outcome.failure is None else f"{outcome.failure.kind}: {outcome.failure.detail}",
+        "failure": None if outcome.failure is None else describe_failure(outcome.failure),
+        "trace": None if outcome.failure is None else outcome.failure.detail,
         "example_id": rollout.example.example_id,
     }
 
@@ -76,6 +83,6 @@ def show_samples(output: Output, found: list[dict[str, Any]]) -> None:
         output.give(make_harmless(entry["prompt"]).rstrip("\n"))
         output.give("--- reply")
         output.give("(none)" if entry["reply"] is None else make_harmless(entry["reply"]))
-        facts = {key: value for key, value in entry.items() if key not in ("prompt", "reply")}
+        facts = {key: value for key, value in entry.items() if key not in ("prompt", "reply", "trace")}
         shown = [f"{key} {value}" for key, value in facts.items() if value is not None]
         output.give(f"--- {make_harmless(', '.join(shown))}\n")

@@ -179,7 +179,7 @@ def describe_pace(run_path: Path) -> str:
 def _describe(result: EvalResult) -> str:
     score = result.greedy
     if score.accuracy is None or not result.is_valid:
-        return f"held-out accuracy: {result.validity.value}"
+        return f"held-out accuracy: {result.verdict}"
     return (
         f"held-out accuracy {score.accuracy:.1%} greedy (95% interval {score.low:.1%} to {score.high:.1%},"
         f" {result.num_examples} examples)"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -39,7 +40,7 @@ from strop.engine.kv_cache import KVCache
 from strop.engine.prepacked import PrepackedProducts
 from strop.engine.requests import check_ids, check_room, closed
 from strop.engine.settling import Waiting, WaitingScore, deliver, fail, settle
-from strop.errors import EngineError, WeightMismatch, explain_refusal
+from strop.errors import EngineError, WeightMismatch, describe_error, explain_refusal
 from strop.policy.language_model import LanguageModel
 from strop.policy.scoring import score_replies
 from strop.policy.weights import load_published
@@ -292,17 +293,28 @@ class NativeEngine:
         if not entries:
             return
         self._batch = None  # Its rows belong to nobody now.
-        failure = closed() if self._is_closed else EngineError(f"generation failed: {error!r}")
+        failure = closed() if self._is_closed else _failed("generation", error)
         fail([entry.reply for entry in entries], failure)
         waiting.clear()
         self._inbox.clear()
 
     def _fail_scores(self, error: BaseException | None) -> None:
         """Tell every coroutine that waits for a score that it will not come."""
-        failure = closed() if self._is_closed else EngineError(f"scoring failed: {error!r}")
+        failure = closed() if self._is_closed else _failed("scoring", error)
         fail([entry.score for entries in self._unscored.values() for entry in entries], failure)
         self._unscored.clear()
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise closed()
+
+
+def _failed(what: str, error: BaseException | None) -> EngineError:
+    """Return what those who wait are told, with the error that it came from."""
+    if error is None:
+        return EngineError(f"{what} failed: it ended before its time")
+    # What its frames hold, caches among it, must not live as long as whoever keeps the error.
+    traceback.clear_frames(error.__traceback__)
+    failure = EngineError(f"{what} failed: {describe_error(error)}")
+    failure.__cause__ = error
+    return failure

@@ -49,7 +49,7 @@ from strop.engine.wire import (
     read_ids,
     require_server_part,
 )
-from strop.errors import ConfigError, EngineError, StropError, explain_refusal
+from strop.errors import ConfigError, EngineError, StropError, describe_error, explain_refusal
 from strop.hardware.busy_clock import BusyClock
 from strop.store.atomic import write_bytes_atomically
 
@@ -115,9 +115,10 @@ class EngineDesk:
 
     async def generate(self, call: GenerateCall) -> GenerateAnswer:
         """Ask for all replies together; what became of one says nothing about the others."""
+        replies = [asyncio.create_task(self._reply(request)) for request in call.read()]
         with self._sampling.running():
-            outcomes = await asyncio.gather(*(self._reply(request) for request in call.read()))
-        return GenerateAnswer.of(outcomes)
+            await asyncio.gather(*replies, return_exceptions=True)
+        return GenerateAnswer.of(list(map(_outcome, replies)))
 
     async def generate_parts(self, call: GenerateCall) -> StreamingResponse:
         """Ask for all replies together, and answer with a line for those that end at the same time."""
@@ -175,12 +176,19 @@ class EngineDesk:
 
 
 def _outcome(task: asyncio.Task[Completion | StropError]) -> Completion | StropError:
-    """Return what became of a request. A bug is an error in its place: the answer has begun."""
+    """Return what became of a request. A bug is an error in its place: the others have their replies."""
     error = task.exception()
     if error is None:
         return task.result()
     _log.error("a reply failed", exc_info=error)
-    return EngineError(f"the reply failed in the engine: {error!r}")
+    return _as_engine_error(error)
+
+
+def _as_engine_error(error: BaseException) -> EngineError:
+    """Return a bug as whoever asked is told of it."""
+    failure = EngineError(f"it failed in the engine: {describe_error(error)}")
+    failure.__cause__ = error
+    return failure
 
 
 def build_app(
@@ -214,11 +222,13 @@ def build_app(
         app.post(CHAT_PATH)(ChatFace(engine, tokenizer).complete)
 
     async def answer_error(request: Any, error: Exception) -> JSONResponse:
-        assert isinstance(error, StropError)
-        _log.warning("%s: %s", type(error).__name__, error)
-        return JSONResponse(ErrorForm.of(error).model_dump(), status_code=500)
+        told = error if isinstance(error, StropError) else _as_engine_error(error)
+        _log.warning("%s: %s", type(told).__name__, told)
+        return JSONResponse(ErrorForm.of(told).model_dump(), status_code=500)
 
     app.add_exception_handler(StropError, answer_error)
+    # A bug goes on to the log of the server once it is answered.
+    app.add_exception_handler(Exception, answer_error)
     app.add_middleware(KeyGuard, key=key)
     return app
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
@@ -35,6 +36,7 @@ from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionS
 
 ABSENT = -1
 """Number of tokens where there is an error in place of a reply."""
+_MAX_TRACE_CHARS = 2500
 
 
 class Form(BaseModel):
@@ -118,21 +120,30 @@ class GenerateCall(Form):
         ]
 
 
+class RemoteTraceback(Exception):
+    """Stands before an error from another process in its traceback; its text is the traceback there."""
+
+
 class ErrorForm(Form):
     """An error of strop's tree, by the name of its class."""
 
     kind: str
     message: str
+    trace: str = ""
+    """Of an error that came from another one, the end of both tracebacks."""
 
     @classmethod
     def of(cls, error: StropError) -> ErrorForm:
         """Write an error down."""
-        return cls(kind=type(error).__name__, message=str(error))
+        trace = "".join(traceback.format_exception(error))[-_MAX_TRACE_CHARS:] if error.__cause__ else ""
+        return cls(kind=type(error).__name__, message=str(error), trace=trace)
 
     def read(self) -> StropError:
         """Return the error as its own class; as EngineError if this side does not know the class."""
         known = {kind.__name__: kind for kind in _walk_errors(StropError)}
-        return known.get(self.kind, EngineError)(self.message)
+        error = known.get(self.kind, EngineError)(self.message)
+        error.__cause__ = RemoteTraceback(self.trace) if self.trace else None
+        return error
 
 
 class GenerateAnswer(Form):

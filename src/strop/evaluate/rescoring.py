@@ -16,7 +16,7 @@ from strop.evaluate.result import EvalPlan, EvalResult
 from strop.evaluate.scoring import Limits, build_result, give_verdict, give_verdicts
 from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Rollout
 from strop.tasks import Task
-from strop.tasks.failures import catch_failure
+from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
 
 MAX_AT_ONCE = 256
@@ -129,7 +129,7 @@ def _list_changes(
                 before=was_solved,
                 after=is_solved,
                 extracted=new.outcome.extracted,
-                detail="" if failure is None else f"{failure.kind}: {failure.detail}".strip(),
+                detail="" if failure is None else describe_failure(failure),
             )
         )
     return tuple(changes)

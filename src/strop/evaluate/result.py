@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_fie
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
 from strop.rollout import Sampling, Split
 from strop.store import write_bytes_atomically
+from strop.tasks.failures import FailureCause, sum_up
 
 PROTOCOL_FIELDS = (
     "task",
@@ -222,6 +223,8 @@ class EvalResult(EvalPlan):
     """By k; empty where none was asked for."""
     parts: dict[str, PartScores] = {}
     """Of a mixture, each part by its label."""
+    causes: list[FailureCause] = []
+    """What kept rollouts from being judged, the commonest first."""
     validity: Validity
     audit: str | None = None
     """Verdict of the audit that this user made of the task's version; None where there is none."""
@@ -261,6 +264,17 @@ class EvalResult(EvalPlan):
     def is_valid(self) -> bool:
         """Whether the scores may be believed."""
         return self.validity is Validity.VALID
+
+    @property
+    def verdict(self) -> str:
+        """Whether the scores may be believed, behind what kept rollouts from being judged."""
+        return f"{self.lost}{self.validity.value}"
+
+    @property
+    def lost(self) -> str:
+        """What kept rollouts from being judged, as the begin of a line; empty where nothing did."""
+        num_rollouts = sum(score.num_rollouts for score in self.scores.values())
+        return f"{sum_up(self.causes, num_rollouts)}; " if self.causes else ""
 
 
 def digest_examples(example_ids: list[str]) -> str:
@@ -339,9 +353,9 @@ def refuse_invalid(result: EvalResult) -> None:
     failed = max(score.verifier_error_frac for score in scores)
     raise CheckRefused(
         explain_refusal(
-            f"the result of {result.task} at step {result.step} is {result.validity}: a share of {cut:.3f}"
-            f" of replies was cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts unscored,"
-            f" the verifier failed on a share of {failed:.3f}",
+            f"{result.lost}the result of {result.task} at step {result.step} is {result.validity}: a share of"
+            f" {cut:.3f} of replies was cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts"
+            f" unscored, the verifier failed on a share of {failed:.3f}",
             allowed="results that are valid",
             next_step="evaluate with the task's own reply budget: leave task.max_reply_tokens out"
             if result.validity is Validity.TRUNCATION

@@ -9,9 +9,10 @@ Shapes: P = examples, G = rollouts of one kind of one example.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,10 @@ from strop.evaluate.result import (
     Validity,
 )
 from strop.evaluate.statistics import clustered_interval, pass_at_k_interval
-from strop.rollout import FailureOwner, Rollout
+from strop.rollout import Failure, FailureOwner, Rollout
 from strop.tasks import Task, limits_of, part_of
 from strop.tasks.audit import find_audit
+from strop.tasks.failures import FailureCause, add_traces, find_causes, sum_up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +48,14 @@ class Verdict:
     timed_out: bool
     reward: float | None
     num_tokens: int
-    failure_kind: str | None
-    is_verifier_error: bool
+    failure: Failure | None
     versions: frozenset[int]
     """Policy versions that served it."""
+
+    @property
+    def is_verifier_error(self) -> bool:
+        """Whether it is the verifier that failed."""
+        return self.failure is not None and self.failure.owner is FailureOwner.TASK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +93,7 @@ def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
         is_solved = outcome.reward >= pass_threshold
     if not outcome.is_scored:
         is_solved = False if outcome.is_too_long else None
-    failure = outcome.failure
+    failure = None if outcome.is_too_long else outcome.failure
     return Verdict(
         is_solved=is_solved,
         has_reply=outcome.is_scored and is_solved is not None,
@@ -96,10 +102,8 @@ def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
         timed_out=outcome.timed_out,
         reward=outcome.reward,
         num_tokens=rollout.num_sampled_tokens,
-        failure_kind=None if failure is None else failure.kind,
-        is_verifier_error=failure is not None
-        and failure.owner is FailureOwner.TASK
-        and not outcome.is_too_long,
+        # Of thousands of failures alike, one text is kept.
+        failure=failure and replace(failure, detail=sys.intern(failure.detail)),
         versions=frozenset(
             turn.policy_version
             for turn in rollout.turns
@@ -143,6 +147,7 @@ def build_result(
     return EvalResult(
         **{name: getattr(plan, name) for name in EvalPlan.model_fields},
         policy_version=_single_version(verdicts_P),
+        causes=list(_find_causes(verdicts_P)),
         **_score_kinds(plan, verdicts_P, pass_at, _score),
         parts={
             label: PartScores(
@@ -237,7 +242,9 @@ def _summarize(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Summary:
         num_too_long=sum(verdict.is_solved is not None and not verdict.has_reply for verdict in verdicts),
         num_unscored=len(unscored),
         verifier_error_frac=sum(verdict.is_verifier_error for verdict in verdicts) / len(verdicts),
-        failures=dict(sorted(Counter(v.failure_kind or "no verdict" for v in unscored).items())),
+        failures=dict(
+            sorted(Counter(v.failure.kind if v.failure else "no verdict" for v in unscored).items())
+        ),
         timed_out_frac=_mean([verdict.timed_out for verdict in replies]),
         truncated_frac=_mean([verdict.truncated for verdict in replies]),
         cut_unsolved_frac=_mean([verdict.truncated and not verdict.is_solved for verdict in replies]),
@@ -263,18 +270,29 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
+def _list_all(verdicts_P: Sequence[ExampleVerdicts]) -> list[Verdict]:
+    return [one for verdicts in verdicts_P for one in (verdicts.greedy, *verdicts.sampled_G)]
+
+
+def _find_causes(verdicts_P: Sequence[ExampleVerdicts]) -> tuple[FailureCause, ...]:
+    return find_causes(one.failure for one in _list_all(verdicts_P) if one.failure is not None)
+
+
 def _single_version(verdicts_P: Sequence[ExampleVerdicts]) -> int:
-    verdicts = [one for verdicts in verdicts_P for one in (verdicts.greedy, *verdicts.sampled_G)]
+    verdicts = _list_all(verdicts_P)
     versions = frozenset[int]().union(*(verdict.versions for verdict in verdicts))
     if not versions:
-        kinds = sorted({verdict.failure_kind for verdict in verdicts if verdict.failure_kind is not None})
-        raise EngineError(
+        causes = _find_causes(verdicts_P)
+        why = sum_up(causes, len(verdicts)) if causes else "no prompt leaves room for one"
+        error = EngineError(
             explain_refusal(
-                f"none of {len(verdicts)} rollouts brought a reply; their failures: {', '.join(kinds)}",
+                f"{why}; none of {len(verdicts)} rollouts brought a reply",
                 allowed="an engine that answers with the version it serves",
                 next_step="mend the cause and evaluate again",
             )
         )
+        add_traces(error, causes)
+        raise error
     if len(versions) > 1:
         raise EngineError(
             explain_refusal(

@@ -10,17 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from strop.hardware.machine import describe_machine
 from strop.store.atomic import explain_write_failure, write_bytes_atomically
 from strop.store.cache import user_cache_dir
 
-if TYPE_CHECKING:
-    import torch
-
+Action = Callable[[], object]
 CALIBRATION_NAME = "hardware.json"
-GEMM_SIZE = 2048
+SMALLEST_GEMM, GEMM_SIZE = 128, 2048
+"""Rows and columns of the products that are timed. Emulated bfloat16 takes half a minute for the last."""
 COPY_BYTES = 256 << 20
 
 
@@ -34,7 +32,7 @@ class Calibration:
     num_threads: int
     torch_version: str
     gemm_fp32_gflops: float
-    """Billions of floating-point operations per second, square float32 product of `GEMM_SIZE`."""
+    """Billions of floating-point operations per second, square float32 product of `GEMM_SIZE` or less."""
     gemm_bf16_gflops: float
     copy_gb_per_s: float
     """Billions of bytes copied per second (each byte read once and written once, counted once)."""
@@ -47,13 +45,12 @@ def calibrate_machine(
     copy_bytes: int = COPY_BYTES,
     time_limit_s: float = 0.5,
 ) -> Calibration:
-    """Measure and remember. Takes about three times `time_limit_s` and torch's import.
+    """Measure and remember. Takes at most about five times `time_limit_s` and torch's import.
 
     Raises: StoreError if the result cannot be written to the cache.
     """
     import torch
 
-    num_operations = 2.0 * gemm_size**3
     source = torch.ones(copy_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     result = Calibration(
@@ -61,8 +58,8 @@ def calibrate_machine(
         cpu_name=describe_machine().cpu_name,
         num_threads=torch.get_num_threads(),
         torch_version=str(torch.__version__),
-        gemm_fp32_gflops=num_operations / _time_gemm(gemm_size, torch.float32, time_limit_s) / 1e9,
-        gemm_bf16_gflops=num_operations / _time_gemm(gemm_size, torch.bfloat16, time_limit_s) / 1e9,
+        gemm_fp32_gflops=measure_gemm("float32", time_limit_s, largest=gemm_size) / 1e9,
+        gemm_bf16_gflops=measure_gemm("bfloat16", time_limit_s, largest=gemm_size) / 1e9,
         copy_gb_per_s=copy_bytes / _best_s(lambda: target.copy_(source), time_limit_s) / 1e9,
     )
     parent = cache_dir or user_cache_dir()
@@ -86,22 +83,49 @@ def read_calibration(cache_dir: Path | None = None) -> Calibration | None:
     return found if found.cpu_name == describe_machine().cpu_name else None
 
 
-def _time_gemm(size: int, dtype: torch.dtype, time_limit_s: float) -> float:
+def measure_gemm(dtype: str, time_limit_s: float, *, largest: int = GEMM_SIZE) -> float:
+    """Return the operations per second of a square product; takes at most about twice the limit."""
     import torch
 
-    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    return _best_s(lambda: torch.mm(left, right, out=out), time_limit_s)
+    def prepare(size: int) -> Action:
+        left, right = (torch.ones(size, size, dtype=getattr(torch, dtype)) for _ in range(2))
+        out = torch.empty_like(left)
+        return lambda: torch.mm(left, right, out=out)
+
+    return best_rate(prepare, time_limit_s, largest=largest)
 
 
-def _best_s(action: Callable[[], object], time_limit_s: float) -> float:
+def best_rate(
+    prepare: Callable[[int], Action],
+    time_limit_s: float,
+    *,
+    largest: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the operations per second of the largest square product that the time allows.
+
+    `prepare` returns what multiplies matrices of a size. Sizes double from `SMALLEST_GEMM` to `largest`
+    for as long as a product of the next one, made twice, would fit into what is left of the limit.
+    """
+    ends_at = clock() + time_limit_s
+    size = min(SMALLEST_GEMM, largest)
+    while True:
+        multiply = prepare(size)
+        seconds = _best_s(multiply, 0.0, clock)
+        if size * 2 > largest or clock() + 2 * 8 * seconds > ends_at:
+            # Not only what was left of the limit: of many tries, one is undisturbed.
+            return 2.0 * size**3 / min(seconds, _best_s(multiply, time_limit_s, clock))
+        size *= 2
+
+
+def _best_s(action: Action, time_limit_s: float, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the shortest of several tries; at least one after a first that warms up."""
     action()
-    best, ends_at = float("inf"), time.perf_counter() + time_limit_s
+    best, ends_at = float("inf"), clock() + time_limit_s
     while True:
-        started_at = time.perf_counter()
+        started_at = clock()
         action()
-        finished_at = time.perf_counter()
+        finished_at = clock()
         best = min(best, finished_at - started_at)
         if finished_at >= ends_at:
             return best

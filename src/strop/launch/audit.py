@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from strop.errors import ConfigError, explain_refusal
 from strop.launch.inference import read_asking
-from strop.rollout import Split
+from strop.rollout import Message, Split
+from strop.spec import load_spec
 from strop.spec.task import TaskSpec
-from strop.tasks import TASK_SUMMARIES, build_task, build_warm_task
+from strop.tasks import TASK_SUMMARIES, SelfTestFinding, build_task, build_warm_task, self_test
 from strop.tasks.audit import (
     AuditReport,
     AuditSettings,
@@ -24,6 +26,7 @@ from strop.tasks.audit import (
 from strop.tasks.code.humaneval import PACKAGE_SOURCE
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge, open_judge
+from strop.tasks.traits import describe_counts
 
 _GENERATED = ("arithmetic", "reverse-text")
 """Built-in tasks that make their own examples."""
@@ -73,6 +76,59 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
 
 def _words_of(task: str, words: Sequence[str]) -> tuple[str, ...]:
     return tuple(word.removeprefix(f"{task}.") for word in words if word.startswith(f"{task}."))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskCheck:
+    """What a task asks first, and what its verifier and its audit say."""
+
+    task: str
+    num_examples: Mapping[Split, int]
+    asked: tuple[Message, ...]
+    """The first training example's prompt."""
+    gold: str | None
+    """A right reply to it, if one is known."""
+    counts: str
+    """What reading the data left out; '' for nothing."""
+    findings: tuple[SelfTestFinding, ...]
+    report: AuditReport
+
+
+def find_task_section(target: str, words: Sequence[str]) -> TaskSpec:
+    """Return the section of a task: that of a run file, or of a name such as my_task.py:Doubling.
+
+    Raises: ConfigError as for a run file.
+    """
+    if target.endswith((".toml", ".yaml", ".yml")):
+        return load_spec(target, words).spec.task
+    return read_task(target, words)
+
+
+def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
+    """Read a task's examples, test its verifier with gold and nonsense, and audit it.
+
+    Raises: like `audit_here`.
+    """
+    task = build_task(spec)
+    num_examples = {split: len(task.examples(split)) for split in Split}
+    first = task.examples(Split.TRAIN)[0]
+
+    async def test() -> list[SelfTestFinding]:
+        judge = open_judge(task, partial(build_warm_task, spec))
+        try:
+            return await self_test(task, examples_to_attack(task)[: settings.num_examples], judge)
+        finally:
+            await judge.close()
+
+    return TaskCheck(
+        task=task.name,
+        num_examples=num_examples,
+        asked=task.render(first),
+        gold=next(iter(task.gold_replies(first)), None),
+        counts=describe_counts(task),
+        findings=tuple(asyncio.run(test())),
+        report=audit_here(spec, settings),
+    )
 
 
 def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = None) -> AuditReport:

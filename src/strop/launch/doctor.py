@@ -24,7 +24,7 @@ from strop.store import list_models, user_cache_dir
 EXTRAS = {
     "server": ("fastapi", "uvicorn", "httpx"),
     "tasks": ("reasoning-gym", "math-verify"),
-    "query": ("duckdb",),
+    "ray": ("ray",),
     "s3": ("boto3",),
 }
 """Optional parts of strop and the packages that each needs."""
@@ -78,7 +78,7 @@ class Diagnosis:
 
 
 def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: float = 0.5) -> Diagnosis:
-    """Look at this machine and measure it, in about three times `time_limit_s`.
+    """Look at this machine and measure it, in at most about five times `time_limit_s`.
 
     Raises: StoreError if the measurement cannot be written to the cache.
     """

@@ -174,7 +174,7 @@ class _Follower:
         result = read_result(path)
         accuracy = result.greedy.accuracy
         shown = "unknown" if accuracy is None else f"{accuracy:.1%}"
-        note = "" if result.is_valid else f", not valid: {result.validity.value}"
+        note = "" if result.is_valid else f", not valid: {result.verdict}"
         self.say(f"step {step}: greedy accuracy of {result.full_name} {shown}{note}; {path}")
         self._mirror(path)
 

@@ -9,9 +9,11 @@ from strop.hardware.accelerators import Accelerator, match_gpu
 from strop.hardware.efficiency import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.spec import RunSpec
 
-# Where nothing is measured: half of what a core of a server with and without bf16 products reached.
+# Where nothing is measured: half of what a core of a server reached in bf16, in float32, and in bf16 that it
+# emulates.
 FAST_GFLOPS_PER_CORE = 100.0
 PLAIN_GFLOPS_PER_CORE = 50.0
+EMULATED_GFLOPS_PER_CORE = 0.5
 COPY_GB_PER_S = 10.0
 
 
@@ -52,7 +54,8 @@ def choose_speeds(
     known = efficiency or CPU_EFFICIENCY
     if calibration is None:
         cores = spec.placement.threads or machine.num_physical_cores
-        gflops = FAST_GFLOPS_PER_CORE if is_bf16 and machine.has_fast_bf16 else PLAIN_GFLOPS_PER_CORE
+        of_bf16 = FAST_GFLOPS_PER_CORE if machine.has_fast_bf16 else EMULATED_GFLOPS_PER_CORE
+        gflops = of_bf16 if is_bf16 else PLAIN_GFLOPS_PER_CORE
         source = f"assumed: {gflops:g} GFLOP/s for each of {cores} cores; `strop doctor` measures"
         return _of_processor(machine, gflops * cores, COPY_GB_PER_S, known, source, is_measured=False)
     return _of_processor(

@@ -54,10 +54,12 @@ from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
 from strop.spec.task import role_judges
 from strop.store import ModelHandle, follow_store, get_model
 from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge, open_judge
 from strop.tasks.traits import require_written
 from strop.train.observer import EvalSummary, Observer
 from strop.train.sft_source import read_demonstrations
+from strop.user_code import CodeRef, hash_sources, is_code
 
 if TYPE_CHECKING:
     from strop.cluster import ModelSource, Roles
@@ -133,6 +135,8 @@ def _train_resolved(
     judges = {one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)}
     if judges:
         facts["judge_digests"] = {name: one.digest for name, one in judges.items()}
+    if is_code(spec.algorithm.name):
+        facts[ALGORITHM_FACT] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
     found = []
     for name, given in (("demonstrations", demonstrations), ("preferences", preferences)):
         if given is not None:
@@ -255,26 +259,31 @@ def set_threads(wanted: int | None) -> int:
     return threads
 
 
+ALGORITHM_FACT = "algorithm_source"
+_KEPT: Mapping[str, str] = {"task_version": "version of its task", ALGORITHM_FACT: "algorithm"}
+"""Facts that a run keeps from its first step to its last, and what a message calls them."""
+
+
 def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
     """Return the run's directory with its lock held: an unfinished one, or a new one.
 
-    An unfinished run of another version of the task is left alone where it has trained nothing.
+    An unfinished run of another version of its task or algorithm is left alone where it has trained nothing.
 
     Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
-        would go on has trained on another version of the task.
+        would go on has trained with another version of them.
     """
     run_dir = _open_run(resolved, facts, is_new=is_new)
-    began, now = run_dir.state.facts.get("task_version"), facts["task_version"]
-    if began == now:
+    changed = [name for name in _KEPT if run_dir.state.facts.get(name) != facts.get(name)]
+    if not changed:
         return run_dir
     run_dir.release()
     if resolved.spec.output.dir is None and not run_dir.metrics.read():
         return _open_run(resolved, facts, is_new=True)
     raise CheckRefused(
         explain_refusal(
-            f"task {facts['task']} is another one than {run_dir.path} began with (version {now}, then"
-            f" {began}): its code, its data or its wording has changed",
-            allowed="the task as it was: a curve over two tasks says nothing of either",
+            f"{run_dir.path} began with another {' and another '.join(_KEPT[name] for name in changed)}:"
+            " code, data or wording has changed since",
+            allowed="the very code and data that the run began with: a curve over two says nothing of either",
             next_step="undo the change, or start a new run with --new",
         )
     )
@@ -432,13 +441,16 @@ class Evaluation:
         path = self.run_dir.eval_path(self.task.name, step)
         write_result(result, path)
         if result.greedy.accuracy is None:
-            raise RunStopped(
+            stop = RunStopped(
                 explain_refusal(
-                    f"none of {result.greedy.num_rollouts} held-out replies at step {step} could be judged",
+                    f"{result.verdict}: none of {result.greedy.num_rollouts} held-out replies at step {step}"
+                    " could be judged",
                     allowed="an engine that answers and a task that can say right or wrong",
                     next_step=f"read {path} and mend the task; the last checkpoint is intact",
                 )
             )
+            add_traces(stop, result.causes)
+            raise stop
         best = self._find_best(result)
         change = None if best is None else compare_results(best, result).greedy
         return EvalSummary(
@@ -451,7 +463,8 @@ class Evaluation:
             greedy_low=result.greedy.low,
             greedy_high=result.greedy.high,
             sampled_accuracy=result.sampled.accuracy if result.sampled is not None else None,
-            invalid_cause=None if result.is_valid else result.validity.value,
+            invalid_cause=None if result.is_valid else result.verdict,
+            causes=tuple(result.causes),
         )
 
     def _find_best(self, result: EvalResult) -> EvalResult | None:

@@ -53,6 +53,8 @@ class Event:
     """A short fixed word for counting and searching: 'zero_variance', 'sigterm'."""
     detail: str = ""
     """The sentence for a person."""
+    trace: str = ""
+    """The traceback behind it, for logs; a terminal does not show it."""
     example_ids: tuple[str, ...] = ()
     """The examples concerned, the first 64 at most."""
     num_examples: int | None = None
@@ -88,6 +90,7 @@ class EventLog:
                 "step": event.step,
                 "cause": event.cause,
                 "detail": _cut(event.detail),
+                "trace": _cut(event.trace),
                 "example_ids": list(event.example_ids[:MAX_EXAMPLE_IDS]),
                 "num_examples": num_examples,
                 "occurrence": occurrence,

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from strop.spec.base import Section
+from strop.user_code import find_algorithm
+
+
+def _is_known(name: str) -> str:
+    if find_algorithm(name) is None:
+        raise ValueError("there is no such algorithm")
+    return name
+
+
+OwnName = Annotated[str, AfterValidator(_is_known)]
+"""An algorithm of the user's, or of an installed package."""
 
 
 class AlgorithmSpec(Section):
     """Which advantage and which loss turn rewards into gradients."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "dppo", "ipo_mask"] = Field(
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "dppo", "ipo_mask"] | OwnName = Field(
         default="grpo",
-        description="Which algorithm. All of them compare the rollouts of one prompt with each other.",
+        description="Which algorithm. All of them compare the rollouts of one prompt with each other. One of"
+        " your own is FILE.py:NAME, or a name that an installed package announces as an entry point of the"
+        " group strop.algorithms: an advantage function, or an Algorithm.",
     )
     mode: Literal["single", "decoupled", "bypass"] | None = Field(
         default=None,

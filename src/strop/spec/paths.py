@@ -48,6 +48,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
     ("model", "uri"): _is_marked_path,
     ("reference", "model"): _is_marked_path,
     ("teacher", "model"): _is_marked_path,
+    ("algorithm", "name"): is_code,
     ("task", "name"): is_code,
     ("task", "source"): _is_data_path,
     ("task", "reward"): is_code,

@@ -26,10 +26,18 @@ from strop.spec.reference import ReferenceSpec
 from strop.spec.sampling import SamplingSpec
 from strop.spec.sft import SftSpec
 from strop.spec.store import StoreSpec
-from strop.spec.task import ArithmeticSpec, TaskSpec, judge_sections
+from strop.spec.task import (
+    ArithmeticSpec,
+    RowsSpec,
+    TaskSpec,
+    UserTaskSpec,
+    judge_sections,
+    plain_sections,
+)
 from strop.spec.teacher import TeacherSpec
 from strop.spec.train import TrainSpec
 from strop.spec.tripwires import TripwireSpec
+from strop.user_code import CodeRef, is_code
 
 
 class RunSpec(Section):
@@ -287,3 +295,14 @@ def num_train_examples(task: TaskSpec) -> int | None:
 def last_name(model: str) -> str:
     """Return what a model's id and its address have in common: the last part of the name."""
     return model.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition("==")[0].lower()
+
+
+def code_of(spec: RunSpec) -> list[CodeRef]:
+    """Return the files of the user's that a run needs: task classes, functions of rewards, an algorithm."""
+    found = [CodeRef.parse(spec.algorithm.name)] if is_code(spec.algorithm.name) else []
+    for section in plain_sections(spec.task):
+        if isinstance(section, UserTaskSpec) and section.ref.is_file:
+            found.append(section.ref)
+        elif isinstance(section, RowsSpec):
+            found += [CodeRef.parse(name) for name in section.reward if is_code(name)]
+    return found

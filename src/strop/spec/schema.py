@@ -98,9 +98,16 @@ class Setting:
         words = self.type_text.removesuffix(" or none")
         article = "an" if words[0] in _VOWELS else "a"
         text = (
-            ", ".join(map(repr, self.choices)) if self.choices else f"{article} {words}{self._limits_text()}"
+            ", ".join([*map(repr, self.choices), *self._further])
+            if self.choices
+            else f"{article} {words}{self._limits_text()}"
         )
         return f'{text}; or "{NULL_WORD}"' if self.is_nullable else text
+
+    @property
+    def _further(self) -> tuple[str, ...]:
+        """What is allowed beside the choices, in words."""
+        return ("FILE.py:NAME",) if str in _kinds(self.info.annotation)[1:] else ()
 
     def _limits_text(self) -> str:
         limits = {type(limit): limit for limit in self.info.metadata}

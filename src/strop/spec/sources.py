@@ -278,4 +278,5 @@ def _is_same(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool(one == other)
+    # A NaN is not even equal to itself.
+    return bool(one == other) or (one != one and other != other)

@@ -8,7 +8,7 @@ Not here: which files a task wants, and reading them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,13 +18,17 @@ from typing import Literal
 from strop.errors import HubUnreachable, RemoteMissing, explain_refusal, split_refusal
 from strop.store.cache import user_cache_dir
 from strop.store.hub import find_cached_file, probe_hub
-from strop.store.hub_store import ask_hub, offline_refusal
+from strop.store.hub_store import HubStore, ask_hub, offline_refusal
 from strop.store.lock import FileLock
 from strop.store.opening import open_record_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
+from strop.store.record_store import RecordStore
 from strop.store.uris import is_remote
+from strop.user_code import find_moved
 
 Origin = Literal["store", "hub", "disk"]
+_PREFIX_SUFFIX = "-all"
+"""Of the folder that has what lies below a prefix without a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +105,44 @@ def fetch_data_file(source: str, file: str) -> Path:
     return _from_store(policy, source, file)
 
 
+def list_data_files(source: str) -> tuple[str, ...]:
+    """Return the names of all files of a hub's data set, as `fetch_data_file` takes them, sorted.
+
+    Raises: like `fetch_data_file`.
+    """
+    missing = _local_only.get()
+    if missing is not None:
+        folder = find_data(source)
+        if folder is None:
+            folder = _require_local(missing, source)
+        return tuple(sorted(_names_in(folder)))
+    policy = read_policy()
+    uri = policy.dataset_uri(source)
+    manifest = open_record_store(uri).find_manifest(uri) if uri is not None else None
+    if manifest is not None and (policy.asks_store_first or not policy.asks_hub):
+        return tuple(sorted(manifest.files))
+    try:
+        return _names_on_hub(source)
+    except (RemoteMissing, HubUnreachable):
+        if manifest is None:
+            raise
+    return tuple(sorted(manifest.files))
+
+
+def _names_on_hub(source: str) -> tuple[str, ...]:
+    cached = _find_in_hub_cache(source) if is_offline() else None
+    if cached is not None:
+        return tuple(sorted(_names_in(cached)))
+    address = f"hf://datasets/{source}"
+    return tuple(one.uri.removeprefix(f"{address}/") for one in HubStore().list(address))
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
 def fetch_data_source(uri: str) -> Path:
-    """Return the local copy of a record or of a single file in a store; a directory or a file.
+    """Return the local copy of a record, a single file or all below a prefix; a directory or a file.
 
     Raises: StoreErrors as `Store.get`.
     """
@@ -115,12 +155,29 @@ def fetch_data_source(uri: str) -> Path:
     if store.find_manifest(uri) is not None:
         store.get(uri, path, replace=True)
         return path
+    below = [one.uri for one in store.list(uri)] if uri.endswith("/") else []
+    if below:
+        return _fetch_all(store, uri, below, path.with_name(f"{path.name}{_PREFIX_SUFFIX}"))
     # A single file keeps its name: the suffix says how it is read.
     path.parent.mkdir(parents=True, exist_ok=True)
     file_path = path.with_name(f"{path.name}-{name}")
     with FileLock(file_path.with_name(f"{file_path.name}.lock")):
         store.get(uri, file_path, replace=True)
     return file_path
+
+
+def _fetch_all(store: RecordStore, prefix: str, uris: Sequence[str], folder: Path) -> Path:
+    """Fetch the objects below a prefix that is no record; what is there no longer goes from the copy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        wanted = {folder / uri.removeprefix(prefix): uri for uri in uris}
+        for path, uri in wanted.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.get(uri, path, replace=True)
+        for name in list(_names_in(folder)):
+            if folder / name not in wanted:
+                (folder / name).unlink()
+    return folder
 
 
 def locate_named(source: str) -> Path:
@@ -130,7 +187,7 @@ def locate_named(source: str) -> Path:
     path leads anywhere is for the reader to say, who knows the setting.
     Raises: StoreErrors as `Store.get`.
     """
-    path = fetch_data_source(source) if is_remote(source) else Path(source).expanduser()
+    path = fetch_data_source(source) if is_remote(source) else find_moved(Path(source).expanduser())
     if path.is_file():
         origin: Origin = "store" if is_remote(source) else "disk"
         note_data_file(DataFile(source=source, name=path.name, path=path, origin=origin))
@@ -144,7 +201,7 @@ def find_data(source: str) -> Path | None:
     if uri is not None:
         name = uri.rstrip("/").rpartition("/")[2]
         path = _cache_dir(uri)
-        for found in (path, path.with_name(f"{path.name}-{name}")):
+        for found in (path, *(path.with_name(f"{path.name}{end}") for end in (f"-{name}", _PREFIX_SUFFIX))):
             if found.exists():
                 return found
     return None if "://" in source else _find_in_hub_cache(source)

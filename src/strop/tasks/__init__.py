@@ -9,7 +9,7 @@ Not here: worlds with more than one turn (`environments`), and who generates (`e
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
 from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task
-from strop.tasks.selftest import SelfTestFinding, self_test
+from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
 from strop.tasks.traits import Ordered, choices_of, describe_counts, limits_of, part_of, variant_of
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "build_warm_task",
     "choices_of",
     "describe_counts",
+    "describe_findings",
     "limits_of",
     "part_of",
     "render_prompt",

@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from strop.errors import DataError, explain_refusal
-from strop.rollout import Example, FailureOwner
+from strop.rollout import Example, Failure, FailureOwner
 from strop.tasks.answers import cut_at_first, parse_number
 from strop.tasks.contract import Task
-from strop.tasks.failures import catch_failure
+from strop.tasks.failures import catch_failure, describe_failure, find_causes
 from strop.tasks.traits import limits_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class SelfTestFinding:
     reward: float | None
     """None if the verifier raised or did not score."""
     detail: str
-    """What was expected, or the exception."""
+    """What was expected, or the failure."""
+    failure: Failure | None = None
+    """Why it could not be judged; None where it was."""
 
     def describe(self) -> str:
         """Say it in one line."""
@@ -54,6 +56,13 @@ class SelfTestFinding:
             f"probe {self.probe} on example {self.example_id}: reply {self.text[:80]!r}, gold "
             f"{(self.gold or '')[:80]!r}, reward {self.reward}; {self.detail}"
         )
+
+
+def describe_findings(findings: Sequence[SelfTestFinding]) -> str:
+    """Say in one line what was found: what made most judgements fail, and the first findings."""
+    causes = find_causes(finding.failure for finding in findings if finding.failure is not None)
+    lead = f"{describe_failure(causes[0].failure)} in {causes[0].num} of " if causes else ""
+    return f"{lead}{len(findings)} findings: {'; '.join(finding.describe() for finding in findings[:3])}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +202,7 @@ async def _judge(
     with catch_failure(lambda: FailureOwner.TASK) as caught:
         outcome = await judge.judge(example, text)
         reward, is_correct, caught.failure = outcome.reward, outcome.is_correct, outcome.failure
-    detail = expectation if caught.failure is None else f"the verifier raised {caught.failure.kind}"
+    detail = expectation if caught.failure is None else describe_failure(caught.failure)
     full = reward is not None and reward >= max_reward
     return _Judged(
         finding=SelfTestFinding(
@@ -203,6 +212,7 @@ async def _judge(
             gold=example.answer,
             reward=reward,
             detail=detail,
+            failure=caught.failure,
         ),
         # For gold both must hold; for nonsense one of them is too much.
         has_full_marks=(full and is_correct is not False)

@@ -8,6 +8,7 @@ from typing import NoReturn
 from strop.errors import RunStopped, explain_refusal
 from strop.record import Event, EventKind, RunDir
 from strop.rollout import Group
+from strop.tasks.failures import find_causes, find_failures, sum_up
 from strop.train.checkpoint import TrainerState
 from strop.train.tripwires import MAX_REFUSED_IN_A_ROW
 
@@ -18,6 +19,9 @@ class Ending:
     def __init__(self, run_dir: RunDir, publish: Callable[[Event], None]) -> None:
         self._run_dir = run_dir
         self._publish = publish
+        self._lost = ""
+        """What made rollouts of the step fail; empty where none did."""
+        self._is_all_lost = False
 
     def on_alarms(self, state: TrainerState, alarms: Sequence[Event], *, is_wanted: bool) -> None:
         """End the run where updates keep failing, or on any alarm where that `is_wanted`.
@@ -25,17 +29,19 @@ class Ending:
         Raises: RunStopped.
         """
         step, num_refused = state.step, state.num_refused_in_a_row
+        is_by_loss = self._is_all_lost or any(alarm.cause == "verifier_errors" for alarm in alarms)
+        lead = f"{self._lost}; " if is_by_loss else ""
         if num_refused >= MAX_REFUSED_IN_A_ROW:
             self.now(
                 step,
-                f"step {step} is number {num_refused} in a row without an update",
+                f"{lead}step {step} is number {num_refused} in a row without an update",
                 f"fewer than {MAX_REFUSED_IN_A_ROW} steps in a row whose update is empty or not finite",
             )
         if alarms and is_wanted:
             causes = ", ".join(alarm.cause for alarm in alarms)
             self.now(
                 step,
-                f"step {step} raised {causes}",
+                f"{lead}step {step} raised {causes}",
                 "steps without alarm, as tripwires.on_alarm asks",
                 suspect_step=step - 1,
             )
@@ -46,16 +52,12 @@ class Ending:
         Raises: RunStopped.
         """
         outcomes = [r.outcome for group in groups for r in group.rollouts if not r.outcome.is_too_long]
-        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        kinds = {(failure.owner, failure.kind) for failure in failures}
-        if failures and len(failures) == len(outcomes) and len(kinds) == 1:
-            first = failures[0]
-            self.now(
-                step,
-                f"all {len(outcomes)} rollouts of step {step + 1} failed alike:"
-                f" {first.owner}, {first.kind}\n{first.detail}\n",
-                "steps in which some rollout can be scored",
-            )
+        causes = find_causes(find_failures(outcomes))
+        self._lost = sum_up(causes, len(outcomes), f"rollouts of step {step + 1}") if causes else ""
+        self._is_all_lost = bool(causes) and sum(cause.num for cause in causes) == len(outcomes)
+        kinds = {(cause.failure.owner, cause.failure.kind) for cause in causes}
+        if self._is_all_lost and len(kinds) == 1:
+            self.now(step, self._lost, "steps in which some rollout can be scored")
 
     def now(self, step: int, given: str, allowed: str, *, suspect_step: int | None = None) -> NoReturn:
         """End the run.

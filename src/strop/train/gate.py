@@ -39,6 +39,7 @@ from strop.store.policy import find_mirror_root
 from strop.tasks import (
     PromptFormat,
     describe_counts,
+    describe_findings,
     limits_of,
     render_prompt,
     resolve_prompt_format,
@@ -55,6 +56,7 @@ from strop.tasks.audit import (
     run_audit,
     write_audit,
 )
+from strop.tasks.failures import find_causes, find_failures, sum_up
 from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
@@ -101,8 +103,10 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
     if all(check.is_passed or check.name in accepted for check in checks):
         groups = await _probe(gate)
-        checks += [check_terminator(gate, groups), await check_parity(gate, groups)]
-        if gate.spec.needs_reference:
+        has_replies = any(r.num_sampled_tokens for group in groups for r in group.rollouts)
+        checks += [check_terminator(gate, groups)] if has_replies else []
+        checks.append(await check_parity(gate, groups))
+        if has_replies and gate.spec.needs_reference:
             checks.append(await check_kl(gate, groups))
     refused = [check for check in checks if not check.is_passed and check.name not in accepted]
     if refused:
@@ -157,7 +161,9 @@ async def _probe(gate: GateInput) -> list[Group]:
         for example in gate.asked[:_NUM_PROBE_PROMPTS]
     ]
     make_environment = partial(SingleTurn, gate.task, gate.judge)
-    return await run_groups(make_environment, gate.roles.engine, gate.roles.tokenizer, plans)
+    groups = await run_groups(make_environment, gate.roles.engine, gate.roles.tokenizer, plans)
+    gate.on_causes(find_causes(find_failures(r.outcome for group in groups for r in group.rollouts)))
+    return groups
 
 
 def check_prompt(gate: GateInput) -> GateCheck:
@@ -216,10 +222,9 @@ async def check_verifier(gate: GateInput) -> GateCheck:
     """Refuse a verifier that rejects gold answers or pays for nonsense."""
     examples = gate.asked[:_NUM_SELFTEST_EXAMPLES]
     findings = await self_test(gate.task, examples, gate.judge)
-    if findings:
-        shown = "; ".join(finding.describe() for finding in findings[:3])
-        return GateCheck(name="verifier", is_passed=False, detail=f"{len(findings)} findings: {shown}")
-    return GateCheck(name="verifier", is_passed=True, detail="gold earns full marks, nonsense does not")
+    gate.on_causes(find_causes(finding.failure for finding in findings if finding.failure is not None))
+    detail = describe_findings(findings) if findings else "gold earns full marks, nonsense does not"
+    return GateCheck(name="verifier", is_passed=not findings, detail=detail)
 
 
 async def check_audit(gate: GateInput, accepted: Mapping[str, str]) -> GateCheck:
@@ -251,6 +256,7 @@ async def check_judges(gate: GateInput) -> GateCheck:
             continue
         report = await check_calibration(section, section.calibration)
         write_judge_report(report, gate.run_path / f"judge-{index}.json")
+        gate.on_causes(report.causes)
         is_passed = is_passed and not report.faults
         details += [report.describe(), *report.faults]
     return GateCheck(name="judges", is_passed=is_passed, detail="; ".join(details) or "no model judges")
@@ -411,14 +417,19 @@ def _ends_as_scored(tokenizer: Tokenizer, rollout: Rollout) -> bool:
 
 async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse an engine and a trainer that disagree about the same tokens at equal weights."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
+    asked = [rollout for group in groups for rollout in group.rollouts]
+    causes = find_causes(find_failures(rollout.outcome for rollout in asked))
+    lost = sum_up(causes, len(asked), "probes") if causes else ""
+    rollouts = [rollout for rollout in asked if rollout.num_sampled_tokens]
     if not rollouts:
-        return GateCheck(name="parity", is_passed=False, detail="the engine gave no reply to compare")
+        detail = "the engine gave no reply to compare"
+        return GateCheck(name="parity", is_passed=False, detail=f"{lost}; {detail}" if lost else detail)
     tolerance = PARITY_TOLERANCE_NATS[gate.spec.model.dtype]
     temperature = gate.spec.sampling.temperature
     gaps = await _gaps(gate, rollouts, temperature)
     mean_nats = float(np.abs(gaps).mean())
     detail = f"mean gap {mean_nats:.2g} nats over {len(gaps)} tokens, tolerance {tolerance:g}"
+    detail += f"; {lost}" if lost else ""
     if not mean_nats <= tolerance:
         detail += f"; cause: {await _name_cause(gate, rollouts, gaps, tolerance)}"
     return GateCheck(name="parity", is_passed=mean_nats <= tolerance, detail=detail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from strop.cluster import Roles
 from strop.rollout import Example, Split
 from strop.spec.run import RunSpec
 from strop.tasks import Task
+from strop.tasks.failures import FailureCause
 from strop.tasks.judging import Judge
 from strop.train.demonstrations import Demonstrations
 from strop.train.preferences import Preferences
@@ -32,6 +33,8 @@ class GateInput:
     """None: nothing is preferred."""
     dtype_reason: str | None = None
     """Why the run computes in its number format; None: nobody said."""
+    on_causes: Callable[[Sequence[FailureCause]], None] = lambda causes: None
+    """Told what made a verifier or a probe fail."""
 
     @property
     def asked(self) -> Sequence[Example]:

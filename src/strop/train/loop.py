@@ -28,11 +28,13 @@ from strop.policy.learner import StepReport, Term
 from strop.record import Event, EventKind, RunDir
 from strop.record.prediction import Prediction
 from strop.record.rollouts import write_rollouts
-from strop.rollout import PROMPT_TOO_LONG, Group
+from strop.rollout import Group
 from strop.spec.run import RunSpec
 from strop.tasks import Task
+from strop.tasks.failures import FailureCause, find_causes, find_failures
 from strop.tasks.judging import InlineJudge, Judge, TimedJudge
 from strop.train.batch import TrainBatch
+from strop.train.causes import CauseLog
 from strop.train.checkpoint import (
     TrainerState,
     load_checkpoint,
@@ -127,6 +129,7 @@ class TrainLoop:
         self._source: GroupSource | None = None
         self._publishing = Publishing(parts.spec, parts.roles, self._publish_event)
         self._end = Ending(parts.run_dir, self._publish_event)
+        self._causes = CauseLog(self._publish_event)
         self._checks: list[GateCheck] = []
         self._history = History()
         self._pace = PaceWatch(parts.prediction, parts.spec.tripwires.max_slowdown_ratio)
@@ -218,6 +221,7 @@ class TrainLoop:
             demonstrations=parts.demonstrations,
             preferences=parts.preferences,
             dtype_reason=parts.run_dir.state.facts.get("dtype_reason"),
+            on_causes=self._note_causes,
         )
         self._checks = await pass_gate(gate)
         for check in self._checks:
@@ -236,7 +240,7 @@ class TrainLoop:
         started_at = time.perf_counter()
         collected = await self._collect()
         groups = collected.groups if collected is not None else []
-        num_attempted = self._note_too_long(groups)
+        num_attempted = self._causes.note_too_long(self._state.step, groups)
         self._end.where_all_failed(self._state.step, groups)
         await self._publishing.await_proof()
         collected_at = time.perf_counter()
@@ -284,6 +288,9 @@ class TrainLoop:
         except Starved as error:
             self._event(EventKind.TRIPWIRE, "stall", str(error))
             raise
+        sampled = [*batch.groups, *(group for _, group in batch.discarded)]
+        failures = find_failures(rollout.outcome for group in sampled for rollout in group.rollouts)
+        self._note_causes(find_causes(failures))
         asked = [
             (example.example_id, index)
             for example in map(schedule.numbered, batch.numbers)
@@ -383,22 +390,8 @@ class TrainLoop:
             self._publish_event(alarm)
         self._end.on_alarms(self._state, alarms, is_wanted=self._spec.tripwires.on_alarm == "stop")
 
-    def _note_too_long(self, groups: Sequence[Group]) -> int:
-        """Record the examples whose prompts left no room for a reply; return how many were attempted."""
-        too_long = [group for group in groups if all(r.outcome.is_too_long for r in group.rollouts)]
-        if too_long:
-            ids = tuple(group.example.example_id for group in too_long)
-            failure = too_long[0].rollouts[0].outcome.failure
-            detail = f"{len(ids)} examples were not attempted: {failure.detail if failure else ''}"
-            event = Event(
-                kind=EventKind.ROLLOUT_LOST,
-                step=self._state.step,
-                cause=PROMPT_TOO_LONG,
-                detail=detail,
-                example_ids=ids,
-            )
-            self._publish_event(event)
-        return len(groups) - len(too_long)
+    def _note_causes(self, causes: Sequence[FailureCause]) -> None:
+        self._causes.note(self._state.step, causes)
 
     async def _stop_if_asked(self) -> None:
         """End after a signal, with a checkpoint of the last step."""
@@ -444,12 +437,15 @@ class TrainLoop:
             summary = await self._parts.evaluate(
                 self._state.step, lambda: self._watchdog.progress("evaluate")
             )
-        except (EngineError, RunStopped):
+        except (EngineError, RunStopped) as error:
+            notes = "\n\n".join(getattr(error, "__notes__", ()))
+            self._event(EventKind.TRIPWIRE, "invalid_eval", str(error), notes)
             # A dead engine tells why it died; what its silence led to does not.
             await self._require_engine()
             raise
         if summary.invalid_cause is not None:
             await self._require_engine()
+        self._note_causes(summary.causes)
         self._parts.observer.on_eval(summary)
         if summary.invalid_cause is not None:
             detail = f"{summary.invalid_cause}: the scores of this step are kept and never compared"
@@ -465,8 +461,9 @@ class TrainLoop:
         token_ids = self._roles.tokenizer.encode(_SIGN_OF_LIFE)
         await self._roles.engine.score(token_ids[:1], token_ids[1:], 1.0)
 
-    def _event(self, kind: EventKind, cause: str, detail: str) -> None:
-        self._publish_event(Event(kind=kind, step=self._state.step, cause=cause, detail=detail))
+    def _event(self, kind: EventKind, cause: str, detail: str, trace: str = "") -> None:
+        step = self._state.step
+        self._publish_event(Event(kind=kind, step=step, cause=cause, detail=detail, trace=trace))
 
     def _publish_event(self, event: Event) -> None:
         self._run_dir.events.append(event)

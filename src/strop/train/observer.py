@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from strop.record.events import Event
+from strop.tasks.failures import FailureCause
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,8 @@ class EvalSummary:
     sampled_accuracy: float | None
     invalid_cause: str | None = None
     """Why the numbers may not be believed, None where they may."""
+    causes: tuple[FailureCause, ...] = ()
+    """What kept rollouts from being judged, the commonest first."""
     best_step: int | None = None
     """Step of the best earlier evaluation of the run; None where there is none to compare with."""
     change: float | None = None

@@ -64,7 +64,7 @@ _WIRES = (
         metric="failed_frac",
         setting="max_failed_frac",
         is_upper=True,
-        advice="rollouts could not be scored and were masked; their failures are in rollouts/",
+        advice="rollouts could not be scored and were masked; the events rollout_lost say why",
     ),
     _Wire(
         cause="judge_unparsable",

@@ -10,24 +10,40 @@ from strop.user_code.inspection import (
     InspectedFunction,
     InspectedTask,
     inspect_function,
+    inspect_import,
     inspect_task,
     run_apart,
 )
-from strop.user_code.loading import blaming, load_code
-from strop.user_code.reference import CodeRef, announced, find_task, is_code
+from strop.user_code.loading import blaming, is_importing, load_code
+from strop.user_code.reference import (
+    MOVED_VARIABLE,
+    TASKS_GROUP,
+    CodeRef,
+    announced,
+    find_algorithm,
+    find_moved,
+    find_task,
+    is_code,
+)
 from strop.user_code.sources import hash_sources, list_sources
 
 __all__ = [
+    "MOVED_VARIABLE",
+    "TASKS_GROUP",
     "CodeRef",
     "InspectedFunction",
     "InspectedTask",
     "announced",
     "blaming",
+    "find_algorithm",
+    "find_moved",
     "find_task",
     "hash_sources",
     "inspect_function",
+    "inspect_import",
     "inspect_task",
     "is_code",
+    "is_importing",
     "list_sources",
     "load_code",
     "run_apart",

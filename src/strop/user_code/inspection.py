@@ -63,7 +63,7 @@ def inspect_function(ref: CodeRef) -> InspectedFunction:
 
     Raises: ConfigError if the file is missing, cannot be imported, does not end, or has no such function.
     """
-    found = _look(ref, is_task=False)
+    found = _look(ref, "function")
     if found["unnamed"]:
         raise _refuse(ref, f"takes {', '.join(found['unnamed'])} by position alone", "parameters with names")
     return InspectedFunction(
@@ -74,12 +74,17 @@ def inspect_function(ref: CodeRef) -> InspectedFunction:
     )
 
 
+def inspect_import(ref: CodeRef) -> None:
+    """Import the module in a process of its own, to see that it ends. Raises: ConfigError as above."""
+    _look(ref, "object")
+
+
 def inspect_task(ref: CodeRef, settings: Mapping[str, Any]) -> InspectedTask:
     """Return what a task class is, and its settings completed.
 
     Raises: ConfigError like `inspect_function`.
     """
-    found = _look(ref, is_task=True, settings=settings)
+    found = _look(ref, "task", settings)
     return InspectedTask(
         meaning=found["meaning"],
         schema=found["schema"],
@@ -90,12 +95,12 @@ def inspect_task(ref: CodeRef, settings: Mapping[str, Any]) -> InspectedTask:
     )
 
 
-def _look(ref: CodeRef, *, is_task: bool, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    order = {"is_task": is_task, "settings": settings or {}}
+def _look(ref: CodeRef, kind: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    order = {"kind": kind, "settings": settings or {}}
     found = run_apart(probe.__name__, ref, order, limit_s=IMPORT_LIMIT_S, doing="imported")
     if "fault" in found:
         line = f" (line {found['line']})" if found.get("line") else ""
-        allowed = f"a class with {', '.join(probe.TASK_METHODS)}" if is_task else "a function"
+        allowed = f"a class with {', '.join(probe.TASK_METHODS)}" if kind == "task" else "a function"
         raise _refuse(ref, found["fault"] + line, allowed)
     return found
 

@@ -9,12 +9,20 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.user_code.reference import CodeRef
 from strop.user_code.sources import hash_sources, list_sources
+
+_importing: ContextVar[bool] = ContextVar("a file of the user's is being imported", default=False)
+
+
+def is_importing() -> bool:
+    """Whether this code runs because a file of the user's is being imported."""
+    return _importing.get()
 
 
 def load_code(ref: CodeRef) -> Any:
@@ -85,10 +93,12 @@ def _import_file(ref: CodeRef) -> ModuleType:
     # Before it runs: dataclasses and pickles look their module up.
     sys.modules[name] = module
     is_whole = False
+    token = _importing.set(True)
     try:
         found.loader.exec_module(module)
         is_whole = True
     finally:
+        _importing.reset(token)
         if not is_whole:
             del sys.modules[name]
     return module

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import resource
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from strop.errors import ConfigError
 from strop.user_code.loading import load_code
 from strop.user_code.reference import CodeRef
 
+MAX_BYTES = 1 << 34
+"""Memory that looking at code, and making examples, may take. Of data: libraries reserve addresses freely."""
 TASK_METHODS = ("examples", "render", "verify")
 
 
@@ -29,6 +32,9 @@ def main(descriptor: int) -> None:
 def answer_order(descriptor: int, work: Callable[[Any, Mapping[str, Any]], dict[str, Any]]) -> None:
     """Read an order, load the code in it, and write what `work` makes of both, or why there is nothing."""
     order = json.load(sys.stdin)
+    _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+    bound = MAX_BYTES if hard_bytes == resource.RLIM_INFINITY else min(MAX_BYTES, hard_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, hard_bytes))
     try:
         answer = work(load_code(CodeRef(**order["ref"])), order)
     except ConfigError as error:
@@ -40,7 +46,9 @@ def answer_order(descriptor: int, work: Callable[[Any, Mapping[str, Any]], dict[
 
 
 def _look(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
-    return _look_at_task(found, order["settings"]) if order["is_task"] else _look_at_function(found)
+    if order["kind"] == "object":
+        return {}
+    return _look_at_task(found, order["settings"]) if order["kind"] == "task" else _look_at_function(found)
 
 
 def _look_at_function(found: Any) -> dict[str, Any]:

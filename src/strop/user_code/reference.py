@@ -51,10 +51,8 @@ class CodeRef:
 
     @property
     def path(self) -> Path:
-        """Where the file is on this machine: in a job, in the copy of the project that was submitted."""
-        came_from, _, moved_to = os.environ.get(MOVED_VARIABLE, "").partition(":")
-        path = Path(self.place)
-        return Path(moved_to) / path.relative_to(came_from) if _is_in(path, came_from) else path
+        """Where the file is on this machine."""
+        return find_moved(Path(self.place))
 
     @property
     def is_here(self) -> bool:
@@ -66,8 +64,13 @@ class CodeRef:
         return f"{os.path.basename(self.place)}:{self.name}"
 
 
-def _is_in(path: Path, folder: str) -> bool:
-    return bool(folder) and path.is_relative_to(folder)
+def find_moved(path: Path) -> Path:
+    """Return where a file of the project is: in a job, in the copy that was submitted, if it is there."""
+    came_from, _, moved_to = os.environ.get(MOVED_VARIABLE, "").partition(":")
+    if not came_from or not path.is_relative_to(came_from):
+        return path
+    moved = Path(moved_to) / path.relative_to(came_from)
+    return moved if moved.exists() else path
 
 
 def is_code(text: str) -> bool:
@@ -103,3 +106,11 @@ def find_task(name: str) -> CodeRef | None:
     Raises: ConfigError like `announced`.
     """
     return CodeRef.parse(name) if is_code(name) else announced(TASKS_GROUP).get(name)
+
+
+def find_algorithm(name: str) -> CodeRef | None:
+    """Return the code of an algorithm of the user's or of an installed package; None for another name.
+
+    Raises: ConfigError like `announced`.
+    """
+    return CodeRef.parse(name) if is_code(name) else announced(ALGORITHMS_GROUP).get(name)

@@ -22,6 +22,7 @@ from strop.record import RunState
 from strop.record.prediction import compare_prediction
 from strop.rollout import Rollout
 from strop.store import write_bytes_atomically
+from strop.tasks.failures import describe_failure
 from strop.view.charts import SMALL, Chart, Estimate, Series, build_chart, smooth
 from strop.view.harmless import make_harmless
 from strop.view.run_record import (
@@ -306,7 +307,7 @@ def show_rollout(rollout: Rollout) -> ShownRollout:
     if outcome.format_ok is False:
         facts.append("not in the asked form")
     if outcome.failure is not None:
-        facts.append(f"{outcome.failure.owner.value}: {outcome.failure.kind}")
+        facts.append(_cut(describe_failure(outcome.failure)))
     return ShownRollout(
         prompt=_cut("\n".join(heard)),
         reply=_cut(reply.text if reply is not None else ""),

@@ -43,8 +43,8 @@ class Progress(Protocol):
         """Show a completed step, counted from 1. A metric that is absent is shown as '-'."""
         ...
 
-    def note(self, text: str, *, is_alarm: bool = False) -> None:
-        """Show something that happened as a line of its own."""
+    def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
+        """Show something that happened as a line of its own; a log keeps the traceback behind it, too."""
         ...
 
     def end(self, text: str) -> None:
@@ -135,9 +135,11 @@ class PlainProgress:
         """Print the step's line."""
         self._print("  ".join(f"{label} {value}" for label, value in self._lines.columns(step, metrics)))
 
-    def note(self, text: str, *, is_alarm: bool = False) -> None:
-        """Print the note on one line."""
+    def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
+        """Print the note on one line, and a traceback below it."""
         self._print(("alarm: " if is_alarm else "") + _one_line(text))
+        if trace:
+            self._print(make_harmless(trace))
 
     def end(self, text: str) -> None:
         """Print how the run ended."""
@@ -190,7 +192,7 @@ class RichProgress:
         if self._live is not None and self._bar is not None:
             self._live.update(self._bar, completed=step)
 
-    def note(self, text: str, *, is_alarm: bool = False) -> None:
+    def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
         """Print the note on one line."""
         mark, style = ("! ", "bold red") if is_alarm else ("  ", "cyan")
         self._console.print(Text(mark + _one_line(text), style=style), soft_wrap=True)

@@ -37,7 +37,7 @@ class TerminalObserver:
         if event.kind in _QUIET_KINDS:
             return
         text = f"step {event.step}: {event.cause}" + (f": {event.detail}" if event.detail else "")
-        self._progress.note(text, is_alarm=event.kind in ALARM_KINDS)
+        self._progress.note(text, is_alarm=event.kind in ALARM_KINDS, trace=event.trace)
 
     def on_eval(self, summary: EvalSummary) -> None:
         """Show held-out accuracy with its interval."""

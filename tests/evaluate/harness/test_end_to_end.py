@@ -75,8 +75,6 @@ def generated(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, harne
     words += ["--num-examples", str(NUM_EXAMPLES), "--out", str(folder), f"source={folder}"]
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as said:
         patch.setenv("STROP_OFFLINE", "1")
-        # On a busy machine two threads wait for each other longer than they work.
-        patch.setenv("OMP_NUM_THREADS", "1")
         assert main([*words, "model.dtype=float32"]) == 0
     stem = folder / "lm-eval-gsm8k_cot-step-000000"
     lines = stem.with_suffix(".samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]

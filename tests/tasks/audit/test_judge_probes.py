@@ -100,7 +100,7 @@ def test_a_judge_that_repeats_what_it_reads_gives_no_score(tmp_path: Path) -> No
     result = attack(tmp_path, lambda question: "It says: " + shown_reply(question))
     assert result.status is ProbeStatus.FAIL
     assert result.detail == "replies that kept the judge from grading them"
-    assert result.evidence[0].detail.startswith("judge_unparsable: ")
+    assert result.evidence[0].detail.startswith("engine, judge_unparsable: ")
 
 
 def test_a_judge_is_attacked_inside_other_tasks_too(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_rew_1_a_scorer_that_raises_on_words_is_found() -> None:
     (result,) = report.probes
     assert (result.status, result.detail) == (ProbeStatus.FAIL, "replies that could not be judged")
     assert {entry.reward for entry in result.evidence} == {None}
-    assert all(entry.detail.startswith("ValueError") for entry in result.evidence)
+    assert all(entry.detail.startswith("task, ValueError: invalid literal") for entry in result.evidence)
     assert report.verdict is Verdict.RED
 
 

@@ -61,6 +61,9 @@ def test_a_judge_that_says_nothing_is_wrong_everywhere(tmp_path: Path) -> None:
     # All labels turned: p = 0, e = 0.5, kappa = (0 - 0.5) / (1 - 0.5) = -1. Nothing twice is no agreement.
     assert (report.num_unscored, report.accuracy, report.kappa, report.agreement) == (50, 0.0, -1.0, 0.0)
     assert len(report.faults) == 2
+    assert report.describe().startswith(
+        "all 50 judgements failed: engine, judge_unparsable: the judge ended with"
+    )
 
 
 def test_a_judge_that_changes_its_mind_is_found(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from strop.cluster.ray.runtime import JoinedNode
-from strop.errors import EngineLost, StropError, explain_refusal
+from strop.errors import EngineLost, StropError, describe_error, explain_refusal
 from strop.hardware.process import tail
 
 VERDICT_LIMIT_S = 25.0
@@ -111,17 +111,16 @@ class DeathWatch:
             return task.result()
         except RayTaskError as error:
             if isinstance(error.cause, StropError):
-                raise error.cause from None
+                raise error.cause from error
             failure: Exception = error
+            said = describe_error(error.cause)
         except RayError as error:
-            failure = error
+            failure, said = error, str(error)
         # A call that failed for no reason of ours failed with its role, or with another one's connection.
         await asyncio.wait({self._death}, timeout=VERDICT_LIMIT_S)
         raise (
-            self._death.result()
-            if self._death.done()
-            else EngineLost(_explain("a role failed", str(failure)))
-        )
+            self._death.result() if self._death.done() else EngineLost(_explain("a role failed", said))
+        ) from failure
 
     async def _follow(self, role: FollowedRole, ending: Awaitable[str]) -> None:
         from ray.exceptions import RayError

@@ -32,6 +32,7 @@ from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
 from strop.hardware.orphans import adopt_orphans, bury_orphans, end_descendants
 from strop.hardware.owned_dirs import own_dir
 from strop.hardware.process import TAIL_BYTES, ChildProcess, spawn, tail, terminate
+from strop.hardware.tuning import tune_process
 
 _POLL_S = 0.1
 _GRACE_S = 3.0
@@ -87,6 +88,8 @@ def keep_node(settings: NodeSettings, address: str | None, find_order: Callable[
     Raises: CheckRefused if its ports are taken; StoreError if its directories cannot be made.
     """
     log_path = Path(settings.log_path)
+    # For the roles that Ray starts here: on a node that joins, no run has done it.
+    tune_process()
     environment = ray_environment(os.environ, host=settings.host, token_path=Path(settings.token_path))
     ports = choose_ports(settings)
     with own_dir(Path(settings.temp_dir)), own_dir(Path(settings.shared_dir)):

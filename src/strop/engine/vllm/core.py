@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from strop.engine.contract import GenerationRequest
 from strop.engine.vllm.weights import RAISED
-from strop.errors import EngineError, EngineLost, explain_refusal
+from strop.errors import EngineError, EngineLost, describe_error, explain_refusal
 from strop.rollout import IntArray, VersionSegment
 
 _MAX_SEED = 2**63
@@ -243,7 +243,7 @@ def _lost(error: Exception) -> EngineLost:
 def _failed(what: str, error: Exception) -> EngineError:
     return EngineError(
         explain_refusal(
-            f"vLLM could not {what} ({type(error).__name__}: {error})",
+            f"vLLM could not {what} ({describe_error(error)})",
             allowed="requests and adapters that vLLM takes",
             next_step="read the engine's log; the rollout is masked",
         )

@@ -55,7 +55,7 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
         max_silence_s=job.max_silence_s,
         gpu_hours=gpu_hours,
         cost_usd=None if gpu_hours is None or price is None else gpu_hours * price,
-        details={"project_path": str(request.project_path)},
+        details={"project_path": str(request.project_path), "submitted_from": str(request.project_path)},
         conflicts=request.conflicts,
         notices=request.resolved.notices,
     )

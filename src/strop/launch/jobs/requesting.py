@@ -25,8 +25,10 @@ from strop.spec import ResolvedSpec, RunSpec, load_spec
 from strop.spec.display import show_value
 from strop.spec.durations import parse_duration_s
 from strop.spec.flags import Flag
+from strop.spec.run import code_of
 from strop.spec.site import SageMakerSite, Site, SlurmSite
 from strop.spec.sites import find_site
+from strop.user_code import list_sources
 
 COMMANDS = ("train", "sft")
 COMPANION = "companion"
@@ -245,7 +247,29 @@ def _take_code(
     # Where runs lie in the project itself, beside its code.
     excluded += [found.parents[1] for found in project_path.glob("*/job/plan.json")]
     excluded += _job_log_files(site, project_path)
-    return take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
+    snapshot = take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
+    _require_code(resolved, snapshot)
+    return snapshot
+
+
+def _require_code(resolved: ResolvedSpec, snapshot: CodeSnapshot) -> None:
+    """Refuse code of the user's that would not travel with the job, by the name of the file.
+
+    Raises: ConfigError.
+    """
+    sent = {snapshot.project_path / name for name in snapshot.files}
+    for ref in code_of(resolved.spec):
+        for path in list_sources(ref.path):
+            if path.resolve() not in sent:
+                is_inside = path.resolve().is_relative_to(snapshot.project_path)
+                why = "git ignores it" if is_inside else f"it lies outside of {snapshot.project_path}"
+                raise ConfigError(
+                    explain_refusal(
+                        f"{path}, which {ref} needs, is not sent with the job: {why}",
+                        allowed="files of the project, which travel in its snapshot",
+                        next_step="move the file into the project, or name the folder with --project-dir",
+                    )
+                )
 
 
 def _refuse_shared_files(resolved: ResolvedSpec, site: Site) -> None:

@@ -23,6 +23,7 @@ from strop.launch.jobs.contract import JobPlan, RolePlan
 from strop.launch.node.task import NodeTask
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 from strop.store import user_cache_dir
+from strop.user_code import MOVED_VARIABLE
 
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -87,6 +88,10 @@ def build_environment(
         NAMES_VARIABLE: ",".join(sorted(given)),
         **place.lease,
     }
+    came_from = place.plan.details.get("submitted_from")
+    if place.plan.code_sha256 is not None and came_from:
+        # The run file names the user's code where it was; what was submitted is what runs.
+        variables[MOVED_VARIABLE] = f"{came_from}:{place.code_path}"
     variables["PYTHONPATH"] = _python_path(place.code_path, variables.get("PYTHONPATH", ""))
     return variables | _device_variables(role, place)
 

@@ -40,6 +40,8 @@ def describe_acceptance(report: AuditReport, reasons: Mapping[str, str]) -> str:
     broken, verdict = report.broken(), report.accepted_verdict
     shown = "; ".join(result.describe() for result in broken) or f"{len(report.probes)} probes found nothing"
     parts = [f"{verdict}: {shown}"]
+    if report.lost:
+        parts.insert(0, report.lost)
     names = [acceptance.probe for acceptance in report.accepted]
     if names:
         parts.append(f"accepted: {', '.join(names)}")

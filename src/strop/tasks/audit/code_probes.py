@@ -29,6 +29,7 @@ from strop.tasks.audit.targets import (
     usable_breaches,
 )
 from strop.tasks.audit.world import AuditWorld, Judged
+from strop.tasks.failures import describe_failure
 
 _SURVIVOR_WAIT_S = 2.0
 """What is left so long after a judgement was left behind."""
@@ -165,7 +166,7 @@ async def probe_lost_sandbox(world: AuditWorld) -> ProbeResult:
     if judged.reward is not None or failure is None:
         tally.blame("scored", judged, f"killed {num_killed} times")
     elif failure.owner is not FailureOwner.INFRA:
-        tally.blame("blamed on another", judged, f"{failure.owner}: {failure.kind}")
+        tally.blame("blamed on another", judged, describe_failure(failure))
     return tally.result("judgements that were not lost as they should")
 
 

@@ -11,6 +11,7 @@ from strop.rollout import Example
 from strop.tasks.audit.measure import failed, judge_kinds, mean_share, measured, not_applicable
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
+from strop.tasks.failures import describe_failure
 from strop.tasks.traits import ModelJudged
 
 _NO_JUDGE = "no model judges replies"
@@ -120,6 +121,6 @@ def _evidence(judged: Sequence[Judged]) -> tuple[Evidence, ...]:
     found = []
     for one in judged[:MAX_EVIDENCE]:
         failure = one.outcome.failure
-        detail = "" if failure is None else f"{failure.kind}: {failure.detail}"
+        detail = "" if failure is None else describe_failure(failure)
         found.append(Evidence.of(one.example.example_id, one.text, one.reward, detail))
     return tuple(found)

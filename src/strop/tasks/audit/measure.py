@@ -9,6 +9,7 @@ from dataclasses import replace
 from strop.rollout import Example
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
+from strop.tasks.failures import describe_failure
 
 _NUM_ERRORS = 3.0
 MAX_LATE_FRAC = 0.05
@@ -131,6 +132,6 @@ def show_evidence(judged: Iterable[Judged], most: int = MAX_EVIDENCE) -> tuple[E
         if len(found) == most:
             break
         failure = j.outcome.failure
-        detail = "" if failure is None else f"{failure.kind}: {failure.detail.strip().splitlines()[-1]}"
+        detail = "" if failure is None else describe_failure(failure)
         found.append(Evidence.of(j.example.example_id, j.text, j.reward, detail))
     return tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -143,6 +144,14 @@ class AuditReport:
         """Return the probes that make the report less than green, failures first."""
         order = (ProbeStatus.ERROR, ProbeStatus.FAIL, ProbeStatus.WARN)
         return [result for status in order for result in self.probes if result.status is status]
+
+    @property
+    def lost(self) -> str:
+        """What kept all replies that the broken probes show from being judged; empty where one was judged."""
+        shown = [entry for result in self.broken() for entry in result.evidence]
+        if not shown or any(entry.reward is not None for entry in shown):
+            return ""
+        return Counter(entry.detail for entry in shown).most_common(1)[0][0]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, with its verdict and a digest over all the rest."""

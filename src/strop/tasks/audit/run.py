@@ -16,7 +16,7 @@ from strop.tasks.audit import code_probes, edits, example_probes, judge_probes, 
 from strop.tasks.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld
 from strop.tasks.contract import Task
-from strop.tasks.failures import catch_failure
+from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import variant_of
 
@@ -151,6 +151,6 @@ async def _run_probe(world: AuditWorld, name: str) -> ProbeResult:
         async with asyncio.timeout(_PROBE_LIMIT_S[world.task.limits.verify_keeps_time]):
             result = await _PROBES[name](world)
     if caught.failure is not None:
-        last = caught.failure.detail.strip().splitlines()[-1]
-        result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=f"{caught.failure.kind}: {last}")
+        detail = describe_failure(caught.failure)
+        result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=detail)
     return replace(result, seconds=time.perf_counter() - started_at)

@@ -13,6 +13,7 @@ from strop.tasks.audit.measure import SLACK, is_full
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import AuditWorld, Judged
 from strop.tasks.code.extraction import extract_python
+from strop.tasks.failures import describe_failure
 from strop.tasks.judging import InlineJudge
 from strop.tasks.traits import ProgramForm
 
@@ -45,7 +46,7 @@ class Tally:
         self.num += 1
         if is_bad or judged.reward is None:
             failure = judged.outcome.failure
-            self.blame(kind, judged, "" if failure is None else f"{failure.owner}: {failure.kind}")
+            self.blame(kind, judged, "" if failure is None else describe_failure(failure))
 
     def blame(self, kind: str, judged: Judged, detail: str) -> None:
         """Note what is wrong."""

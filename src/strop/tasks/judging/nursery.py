@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from strop.errors import StropError
 from strop.rollout import Failure, FailureOwner
 from strop.sandbox.frames import pack, unpack
-from strop.tasks.failures import catch_failure
+from strop.tasks.failures import catch_failure, to_failure
 
 ORDER = struct.Struct("!ci")
 """An order and a process id, which is 0 for `FORK`."""
@@ -132,7 +132,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Failure | None]:
             result = work()
     except StropError as error:
         # In a process of its own, an error that concerns the whole run is told like any other.
-        return None, Failure(owner=FailureOwner.TASK, kind=type(error).__name__, detail=str(error))
+        return None, to_failure(error, FailureOwner.TASK)
     return result, caught.failure
 
 

@@ -21,6 +21,7 @@ from strop.rollout import Example
 from strop.spec.task import LlmJudgeSpec
 from strop.store import write_bytes_atomically
 from strop.store.data_files import locate_named
+from strop.tasks.failures import FailureCause, find_causes, find_failures, sum_up
 from strop.tasks.judging import InlineJudge, Judge, open_judge
 from strop.tasks.llm_judge.task import LlmJudge, row_example
 from strop.tasks.rows.layout import Row, read_rows
@@ -51,6 +52,8 @@ class JudgeReport:
     judge_digest: str
     num_rows: int
     num_unscored: int
+    causes: tuple[FailureCause, ...]
+    """Why those were not scored, the commonest first."""
     num_cached: int
     """Judgements that were known already."""
     num_calls: int
@@ -78,11 +81,12 @@ class JudgeReport:
 
     def describe(self) -> str:
         """Say it in one line."""
+        lost = f"{sum_up(self.causes, self.num_rows, 'judgements')}; " if self.causes else ""
         slope = "undefined" if self.length_correlation is None else f"{self.length_correlation:+.2f}"
         return (
-            f"judge {self.judge}: accuracy {self.accuracy:.1%}, kappa {self.kappa:.2f} on {self.num_rows}"
-            f" labelled replies, {self.num_unscored} unscored; {self.agreement:.0%} of {self.num_repeated}"
-            f" repeated; score and length correlate {slope}"
+            f"{lost}judge {self.judge}: accuracy {self.accuracy:.1%}, kappa {self.kappa:.2f} on"
+            f" {self.num_rows} labelled replies, {self.num_unscored} unscored; {self.agreement:.0%} of"
+            f" {self.num_repeated} repeated; score and length correlate {slope}"
         )
 
 
@@ -153,6 +157,7 @@ async def check_judge(
         judge_digest=task.judge_digest,
         num_rows=len(labelled),
         num_unscored=len(labelled) - len(known),
+        causes=find_causes(find_failures(outcomes)),
         num_cached=sum(outcome.metrics.get("judge_cached") == 1.0 for outcome in outcomes),
         num_calls=task.client.desk.num_calls - calls_before,
         accuracy=fmean(bool(ours) == theirs for ours, theirs in zip(verdicts, labels, strict=True)),

@@ -14,12 +14,19 @@ import csv
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError, HubUnreachable, RemoteMissing, explain_refusal, split_refusal
-from strop.store.data_files import DataFile, fetch_data_file, locate_named, note_data_file
+from strop.store.data_files import (
+    DataFile,
+    fetch_data_file,
+    list_data_files,
+    locate_named,
+    note_data_file,
+)
 from strop.store.uris import is_remote
 
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -39,6 +46,8 @@ class DataLayout:
     """Empty: the data set is for evaluation only, and all of its rows are held out."""
     held_out: tuple[str, ...]
     """Empty: some of the training rows are held out, chosen by their content."""
+    is_unknown: bool = False
+    """Whether nobody knows the files of the data set: on a hub, too, they are found by their names."""
     shots: tuple[str, ...] = ()
     """Files of a split of its own whose rows are shown as solved examples, such as dev or prompt."""
 
@@ -116,6 +125,8 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
 
     Raises: DataError if there are none; StoreError if the store fails.
     """
+    if not is_path(source) and not is_remote(source) and layout.is_unknown:
+        return _find_on_hub(source)
     if not is_path(source) and not is_remote(source):
         return [_fetch(source, file) for file in layout.train], [
             _fetch(source, file) for file in layout.held_out
@@ -135,6 +146,43 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
     return train_files, _note(source, path, _split_files(path, layout.held_out, _HELD_OUT_STEMS))
 
 
+def _find_on_hub(source: str) -> tuple[list[Path], list[Path]]:
+    """Return the files of both splits of any data set, by their names; one file alone is split by content.
+
+    Raises: DataError if none is named like a split; like `_fetch`.
+    """
+    with _telling_what_is_missing(source, "its list of files"):
+        names = [name for name in list_data_files(source) if name.endswith(_SUFFIXES)]
+    train, held_out = (_named(names, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS))
+    if not train and len(names) == 1:
+        return [_fetch(source, names[0])], []
+    if not train:
+        raise DataError(
+            explain_refusal(
+                f"task.source={source} has no file named {_TRAIN_STEMS[0]}*; its data files are"
+                f" {', '.join(names[:5]) or 'none'}",
+                allowed=f"one file of {', '.join(_SUFFIXES)}, or files named train* and test* or validation*",
+                next_step="download the data set, and name the file that you mean in task.source",
+            )
+        )
+    return [_fetch(source, name) for name in train], [_fetch(source, name) for name in held_out]
+
+
+def _named(names: Sequence[str], stems: Sequence[str]) -> list[str]:
+    """Return the files of a split, from the first folder and stem that has some."""
+    for folder in _FOLDERS:
+        for stem in stems:
+            found = [name for name in names if _folder_and_stem(name, stem) == folder]
+            if found:
+                return sorted(found)
+    return []
+
+
+def _folder_and_stem(name: str, stem: str) -> str | None:
+    folder, _, file = name.rpartition("/")
+    return folder if file.startswith(stem) else None
+
+
 def _note(source: str, folder: Path, files: list[Path]) -> list[Path]:
     """Tell whoever collects data files, and return them."""
     for file in files:
@@ -148,8 +196,14 @@ def _fetch(source: str, file: str) -> Path:
 
     Raises: DataError if nobody who may be asked has it; StoreError if the store fails.
     """
-    try:
+    with _telling_what_is_missing(source, file):
         return fetch_data_file(source, file)
+
+
+@contextmanager
+def _telling_what_is_missing(source: str, file: str) -> Iterator[None]:
+    try:
+        yield
     except (RemoteMissing, HubUnreachable) as error:
         cause, _, _ = split_refusal(str(error))
         raise DataError(

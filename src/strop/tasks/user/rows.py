@@ -52,7 +52,7 @@ class Rows(RowTask):
         self._full_marks = spec.max_reward - _FULL_MARKS_SLACK
         self._reader = _Reader(spec, self._functions)
         reading = RowReading(
-            layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",)),
+            layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",), is_unknown=True),
             to_example=self._reader.to_example,
             question=lambda example: json.dumps(example.fields["prompt"]),
             why_left_out=self._reader.why_left_out,

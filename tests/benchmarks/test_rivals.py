@@ -1,0 +1,64 @@
+"""Both arms of a pair compute in the same number format, and a result says which instructions it had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+from benchmarks.busy import ALONE, BESIDE, DEFAULT, build_arms, busy_loop, is_undisturbed
+from benchmarks.harness import write_result
+from benchmarks.machine import AVX2, machine_facts
+from benchmarks.rivals import rival_arm, strop_arm
+from strop.hardware.tuning import SPIN_COUNT
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without bfloat16, and rivals whose environments need not be made."""
+    for name, value in AVX2.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("benchmarks.rivals.ensure_environment", lambda environment, say: Path("python"))
+
+
+@pytest.mark.usefixtures("limited")
+def test_rivals_compute_in_the_format_that_strop_takes_here() -> None:
+    """Incident: strop's arm did not start where the format was left open, and TRL's emulated bfloat16."""
+    assert strop_arm().settings["dtype"] == "float32"
+    assert rival_arm("trl", 2).settings["autocast"] is False
+    assert rival_arm("vllm-eager", 2).settings["dtype"] == "float32"
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_result_says_to_which_instructions_it_was_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path)
+    path = write_result("demo", {"machine": machine_facts()})
+    assert path.name.startswith("demo-avx2-2")
+    assert set(json.loads(path.read_bytes())["machine"]["limited_to"]) == set(AVX2)
+    for name in AVX2:
+        monkeypatch.delenv(name)
+    assert write_result("demo", {}).name.startswith("demo-2")
+
+
+def test_arms_of_busy_differ_in_their_spinning_alone() -> None:
+    arms = build_arms()
+    assert arms[ALONE].environment == arms[BESIDE].environment
+    assert arms[ALONE].environment["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
+    assert {**arms[DEFAULT].environment, "GOMP_SPINCOUNT": str(SPIN_COUNT)} == arms[ALONE].environment
+
+
+def test_a_round_counts_when_every_step_had_the_cores_to_itself() -> None:
+    assert is_undisturbed({"alone": {"others": 0.01}, "beside": {"others": 0.0}})
+    assert not is_undisturbed({"alone": {"others": 0.01}, "beside": {"others": 0.5}})
+
+
+def test_the_busy_loop_runs_as_long_as_its_block() -> None:
+    """Incident: the loop of a benchmark that was killed kept a core busy under the next one."""
+    with busy_loop() as pid:
+        # A child that was told to end with its parent.
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()

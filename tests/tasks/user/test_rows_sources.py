@@ -1,0 +1,96 @@
+"""Where the user's rows may lie: a folder, any data set of a hub, all below a prefix of an object store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from strop.errors import DataError
+from strop.rollout import Split
+from strop.spec.rows_task import RowsSpec
+from strop.tasks import Task, build_task
+from tests.fixtures.object_store import BUCKET, ask_store, object_store, use_store
+from tests.fixtures.tiny_hub import tiny_hub
+
+
+def lines(numbers: Sequence[int]) -> bytes:
+    return "".join(json.dumps({"q": f"What is {n}?", "a": str(n)}) + "\n" for n in numbers).encode()
+
+
+def task_of(source: str) -> Task:
+    return build_task(RowsSpec(name="rows", source=source, prompt="q", answer="a", reward="exact"))
+
+
+def answers(task: Task) -> dict[Split, list[str | None]]:
+    return {split: [example.answer for example in task.examples(split)] for split in Split}
+
+
+HELD_OUT_APART = {Split.TRAIN: ["1", "2", "3"], Split.HELD_OUT: ["4", "5"]}
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ("train.jsonl", "test.jsonl"),
+        ("data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"),
+        ("main/train.jsonl", "main/test.jsonl"),
+    ],
+)
+@pytest.mark.usefixtures("away_from_home")
+def test_any_data_set_of_a_hub_is_read_by_the_names_of_its_files(
+    monkeypatch: pytest.MonkeyPatch, train: str, held_out: str
+) -> None:
+    files = {train: lines([1, 2, 3]), held_out: lines([4, 5]), "README.md": b"rows"}
+    with tiny_hub(files, "org/rows", is_dataset=True) as address:
+        use_hub(monkeypatch, address)
+        assert answers(task_of("org/rows")) == HELD_OUT_APART
+    # What was fetched is there without the hub.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert answers(task_of("org/rows")) == HELD_OUT_APART
+
+
+@pytest.mark.usefixtures("away_from_home")
+def test_a_data_set_of_one_file_is_split_and_others_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tiny_hub({"questions.jsonl": lines(range(20))}, "org/one", is_dataset=True) as address:
+        use_hub(monkeypatch, address)
+        assert {split: len(found) for split, found in answers(task_of("org/one")).items()} == {
+            Split.TRAIN: 18,
+            Split.HELD_OUT: 2,
+        }
+        with pytest.raises(DataError, match=r"task\.source=org/absent: its list of files is not to be had"):
+            task_of("org/absent").examples(Split.TRAIN)
+    files = {"a.jsonl": lines([1]), "b.jsonl": lines([2])}
+    with tiny_hub(files, "org/two", is_dataset=True) as address:
+        use_hub(monkeypatch, address)
+        with pytest.raises(
+            DataError, match=r"org/two has no file named train\*; its data files are a\.jsonl, b"
+        ):
+            task_of("org/two").examples(Split.TRAIN)
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("away_from_home")
+def test_all_below_a_prefix_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with object_store(tmp_path / "moto.log") as address:
+        use_store(monkeypatch, address)
+        ask_store(address, "PUT", f"/{BUCKET}")
+        for name, numbers in (("train.jsonl", [1, 2, 3]), ("test.jsonl", [4, 5])):
+            ask_store(address, "PUT", f"/{BUCKET}/mine/{name}", lines(numbers))
+        assert answers(task_of(f"s3://{BUCKET}/mine/")) == HELD_OUT_APART
+        ask_store(address, "PUT", f"/{BUCKET}/mine/train.jsonl", lines([1, 2, 3, 6]))
+        assert answers(task_of(f"s3://{BUCKET}/mine/"))[Split.TRAIN] == ["1", "2", "3", "6"]
+        ask_store(address, "PUT", f"/{BUCKET}/one.jsonl", lines(range(20)))
+        assert len(answers(task_of(f"s3://{BUCKET}/one.jsonl"))[Split.TRAIN]) == 18
