@@ -36,6 +36,7 @@ from tests.fixtures.recipes import (
     tiny_steps,
     write_tiny_rows,
 )
+from tests.fixtures.tiny_model import tiny_model
 
 __all__ = ["folder", "run"]
 
@@ -111,13 +112,11 @@ def test_reading_a_recipe_takes_milliseconds() -> None:
 @pytest.fixture(scope="session")
 def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with room for the longest prompts of the recipes, letter by letter."""
-    from tests.fixtures.tiny_model import tiny_model
-
     return tiny_model(tmp_path_factory.mktemp("roomy") / "model", max_position_embeddings=4096)
 
 
-def only_run(ended_in: Path) -> RunDir:
-    record = RunDir.open(ended_in)
+def finished(run_path: Path) -> RunDir:
+    record = RunDir.open(run_path)
     assert record.is_finished
     return record
 
@@ -127,13 +126,15 @@ def only_run(ended_in: Path) -> RunDir:
 def test_a_recipe_trains(path: Path, run: Run, folder: Path, roomy_model_dir: Path, request: Any) -> None:
     if path.stem == "mbpp":
         request.getfixturevalue("bubblewrap")
-    words = tiny_overrides(path, roomy_model_dir, folder) + tiny_steps(path, folder)
-    ended = run("train", path, *words)
+    teacher_dir = tiny_model(folder / "teacher", num_hidden_layers=4, max_position_embeddings=4096)
+    words = tiny_overrides(path, roomy_model_dir, folder, teacher_dir=teacher_dir)
+    ended = run("train", path, *words, *tiny_steps(path, folder))
     assert ended.code == 0, ended.err
-    (line,) = only_run(folder / "run").metrics.read()
+    (line,) = finished(folder / "run").metrics.read()
     # Replies of a random model seldom differ in reward, and then there is nothing to learn; all are judged.
     assert line.get("failed_frac", 0.0) == 0.0
-    assert load_spec(path).spec.train.has_rl or line["loss"] > 0.0
+    # Demonstrations, and a teacher of other weights, always teach something.
+    assert load_spec(path).spec.train.terms == "rl" or line["loss"] > 0.0
 
 
 @pytest.mark.slow
@@ -147,12 +148,12 @@ def test_reinforcement_learning_begins_at_the_checkpoint_of_imitation(
     words = [word for word in tiny_steps(first, folder) if not word.startswith(("train.steps", "output."))]
     ended = run("sft", first, f"model.uri={roomy_model_dir}", *words, "optimizer.lr=3e-3")
     assert ended.code == 0, ended.err
-    losses = [line["loss"] for line in only_run(place / "runs" / "sft-first").metrics.read()]
+    losses = [line["loss"] for line in finished(place / "runs" / "sft-first").metrics.read()]
     assert losses[-1] < 0.7 * losses[0]
     ended = run("train", second, *tiny_steps(second, folder))
     assert ended.code == 0, ended.err
-    begun_with = only_run(folder / "run").state.facts["model_digest"]
-    latest = only_run(place / "runs" / "sft-first").latest_checkpoint()
+    begun_with = finished(folder / "run").state.facts["model_digest"]
+    latest = finished(place / "runs" / "sft-first").latest_checkpoint()
     assert latest is not None
     assert begun_with == get_model(str(latest[1] / "model")).digest != get_model(str(roomy_model_dir)).digest
 
@@ -173,7 +174,7 @@ def test_replies_are_graded_by_the_rubric(run: Run, folder: Path, roomy_model_di
     with judge_server(grade) as server:
         ended = run("train", path, *words, f"task.judge_url={server.url}")
     assert ended.code == 0, ended.err
-    (line,) = only_run(folder / "run").metrics.read()
+    (line,) = finished(folder / "run").metrics.read()
     assert (line["judge_unparsable_frac"], line["failed_frac"]) == (0.0, 0.0)
     assert json.loads((folder / "run" / "judge-0.json").read_text())["kappa"] == 1.0
 
@@ -224,7 +225,7 @@ def test_a_curriculum_is_measured_staged_and_trained_from_s3(
     assert advice.count(" = ") == advice.count("order_file") == 2
     ended = run("train", recipe, *easy, *tiny_steps(recipe, folder))
     assert ended.code == 0, ended.err
-    (path,) = only_run(folder / "run").rollouts_files()
+    (path,) = finished(folder / "run").rollouts_files()
     ordered = (folder / "gsm8k-order.jsonl").read_text() + (folder / "math-order.jsonl").read_text()
     assert all(rollout.example.example_id in ordered for rollout in read_rollouts(path))
     # And the run is kept there.
