@@ -6,16 +6,15 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError, describe_error, explain_refusal
 from strop.user_code.reference import CodeRef
-from strop.user_code.sources import hash_sources, list_sources
+from strop.user_code.sources import hash_sources
 
 _importing: ContextVar[bool] = ContextVar("a file of the user's is being imported", default=False)
 
@@ -59,22 +58,19 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
     except Exception as error:  # boundary: user code
         raise ConfigError(
             explain_refusal(
-                f"{ref} cannot {doing}: {_blame(error, ref)}",
+                f"{ref} cannot {doing}: {_blame(error)}",
                 allowed="code that runs with what is installed here",
                 next_step="mend that line, or install what it needs",
             )
         ) from error
 
 
-def _blame(error: BaseException, ref: CodeRef) -> str:
+def _blame(error: Exception) -> str:
     """Return an error in one line with the file and line of the user's code that it comes from."""
-    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{text} ({os.path.basename(error.filename)}:{error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = {str(file) for file in list_sources(ref.path)} if ref.is_file else set()
-    found = ([frame for frame in frames if frame.filename in mine] or list(frames))[-1:]
-    return text + "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in found)
+        # Nothing of the file has run: no frame is in it.
+        return f"{type(error).__name__}: {error.msg} ({os.path.basename(error.filename)}:{error.lineno})"
+    return describe_error(error)
 
 
 def _import_file(ref: CodeRef) -> ModuleType:
