@@ -8,6 +8,8 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.spec import ArithmeticSpec, Gsm8kSpec, ReasoningGymSpec, RunSpec, load_spec
+from strop.spec.schema import settings
+from strop.spec.task import MixtureSpec
 from strop.spec.tree import MAX_FILE_BYTES
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'
@@ -287,3 +289,22 @@ def test_a_path_object_is_fine(tmp_path: Path) -> None:
     resolved = load_spec(tmp_path / "run.toml")
     assert resolved.origins["name"] == f"{tmp_path / 'run.toml'}:1"
     assert os.path.isabs(resolved.spec.output.root)
+
+
+def test_no_value_unsets_a_setting_of_a_part(tmp_path: Path) -> None:
+    """Incident: `task.parts.sums.order_file=none` was a file called none."""
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(
+        'name = "x"\n[task]\nname = "mixture"\n'
+        '[task.parts.sums]\nname = "arithmetic"\norder_file = "order.jsonl"\nnum_held_out = 4\n'
+    )
+    kept, unset = (load_spec(run_file, words).spec for words in ((), ("task.parts.sums.order_file=none",)))
+    assert isinstance(kept.task, MixtureSpec)
+    assert isinstance(unset.task, MixtureSpec)
+    assert kept.task.read_parts()["sums"].task.order_file == str(tmp_path / "order.jsonl")
+    assert unset.task.read_parts()["sums"].task.order_file is None
+
+
+def test_what_may_be_without_a_value_is_so_by_default() -> None:
+    of_tasks = [setting for setting in settings() if setting.path[0] == "task" and setting.is_nullable]
+    assert {setting.key for setting in of_tasks if setting.info.default is not None} == set()

@@ -31,7 +31,7 @@ from strop.spec.schema import (
     settings_of,
     variant_of,
 )
-from strop.spec.sources import SELECTORS, Leaves, read_sources
+from strop.spec.sources import SELECTORS, Leaves, is_part_setting, read_sources
 from strop.spec.unused import note_unused
 from strop.spec.user_task import BUILT_IN, USER_TASK
 
@@ -105,6 +105,9 @@ def _start_anew(winners: Leaves, source: Leaves, selector: KeyPath, table: KeyPa
 def _validate(winners: Leaves, origins: Mapping[str, str]) -> RunSpec:
     tree: dict[str, Any] = {}
     for path, leaf in winners.items():
+        if leaf.value is None and is_part_setting(path):
+            # No value is the default of all that may be without one, and TOML could not give it back.
+            continue
         node = tree
         for part in path[:-1]:
             node = node.setdefault(part, {})

@@ -157,6 +157,11 @@ def is_table(path: KeyPath) -> bool:
     return is_part or path in FREE_TABLES or (len(path) == 1 and path[0] in section_names())
 
 
+def is_part_setting(path: KeyPath) -> bool:
+    """Whether a path is a setting of a part: task.parts.LABEL.source."""
+    return len(path) == len(PARTS_TABLE) + 2 and free_table(path) == PARTS_TABLE
+
+
 def _flatten(values: dict[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the leaves of a tree. An empty known table says nothing and yields nothing."""
     for key, value in values.items():
@@ -178,7 +183,9 @@ def _finish(found: list[Leaf], folder: str, *, is_open: bool) -> Leaves:
     leaves: Leaves = {}
     for leaf in found:
         value = leaf.value
-        if value == NULL_WORD and any(setting.is_nullable for setting in find_settings(leaf.path)):
+        # A setting of a part is one of its task.
+        path = ("task", leaf.path[-1]) if is_part_setting(leaf.path) else leaf.path
+        if value == NULL_WORD and any(setting.is_nullable for setting in find_settings(path)):
             value = None
         if isinstance(value, str):
             value = absolute_path(leaf.path, value, folder, leaf.origin)
