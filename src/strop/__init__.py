@@ -6,6 +6,7 @@ Importing this package loads nothing heavy: no torch, no disk, no network, no de
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ __all__ = ["Run", "__version__", "train"]
 
 def __getattr__(name: str) -> Any:
     """Bring what trains when it is asked for."""
-    if name not in ("Run", "train"):
+    places = {"train": "strop.train", "Run": "strop.launch.from_python"}
+    if name not in places:
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
-    from strop.launch import from_python
-
-    return getattr(from_python, name)
+    found = import_module(places[name])
+    # The room of that name can be called, and is what `import strop.train` would put here.
+    return found if name == "train" else getattr(found, name)

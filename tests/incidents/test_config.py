@@ -19,7 +19,6 @@ from strop.errors import ConfigError
 from strop.spec import (
     AlgorithmSpec,
     RunSpec,
-    Section,
     all_keys,
     explain,
     load_spec,
@@ -27,7 +26,7 @@ from strop.spec import (
     write_spec,
 )
 from strop.spec.job import GPU_SPLIT
-from strop.spec.schema import find_settings
+from strop.spec.schema import find_settings, sections_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "strop"
@@ -208,10 +207,7 @@ def settings_read_in_source() -> set[str]:
     """Return the dotted settings that some module outside of spec/ reads."""
     sections = {"RunSpec": "", "TaskSpec": "task"}
     for name, info in RunSpec.model_fields.items():
-        kinds = typing.get_args(info.annotation) or (info.annotation,)
-        sections |= {
-            kind.__name__: name for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)
-        }
+        sections |= {kind.__name__: name for kind in sections_of(info)}
     found: set[str] = set()
     for path in SOURCE.rglob("*.py"):
         if "spec" not in path.relative_to(SOURCE).parts:

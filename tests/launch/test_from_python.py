@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,6 +77,16 @@ def test_what_a_notebook_has_goes_into_files(tmp_path: Path, monkeypatch: pytest
     rows = [json.loads(line) for line in Path(asked["source"]).read_text().splitlines()]
     assert rows[3] == {"q": "What follows 3?", "a": "4"}
     assert from_python._read_task("arithmetic", tmp_path) == {"name": "arithmetic"}
+
+
+def test_it_is_called_whether_its_room_was_imported_or_not() -> None:
+    """Incident: `import strop.train` put the room in the place of the function."""
+    code = "import strop; {}from strop.train import Observer; strop.train('x', 'y', x={{}})"
+    for first in ("", "import strop.train.loop; "):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(first)], capture_output=True, text=True, check=False
+        )
+        assert "ConfigError: unknown key x" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("reward", [lambda reply: 1.0, len])

@@ -148,7 +148,7 @@ def _kinds(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _sections(info: FieldInfo) -> list[type[Section]]:
+def sections_of(info: FieldInfo) -> list[type[Section]]:
     """Return the models behind a field of the run spec; [] for a plain setting."""
     return [kind for kind in _kinds(info.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
@@ -161,7 +161,7 @@ def settings() -> tuple[Setting, ...]:
 
 def _walk() -> Iterator[Setting]:
     for name, info in RunSpec.model_fields.items():
-        models = _sections(info)
+        models = sections_of(info)
         if not models:
             yield Setting(path=(name,), variant=None, info=info)
         elif len(models) == 1:
@@ -188,7 +188,7 @@ def _walk_variants(section: str, models: list[type[Section]]) -> Iterator[Settin
 @cache
 def section_names() -> tuple[str, ...]:
     """Return the names of the tables of a run file."""
-    return tuple(name for name, info in RunSpec.model_fields.items() if _sections(info))
+    return tuple(name for name, info in RunSpec.model_fields.items() if sections_of(info))
 
 
 def section_description(name: str) -> str:

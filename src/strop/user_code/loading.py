@@ -6,15 +6,16 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from strop.errors import ConfigError, describe_error, explain_refusal
+from strop.errors import ConfigError, describe_error, explain_refusal, find_place
 from strop.user_code.reference import CodeRef
-from strop.user_code.sources import hash_sources
+from strop.user_code.sources import hash_sources, list_sources
 
 _importing: ContextVar[bool] = ContextVar("a file of the user's is being imported", default=False)
 
@@ -58,19 +59,26 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
     except Exception as error:  # boundary: user code
         raise ConfigError(
             explain_refusal(
-                f"{ref} cannot {doing}: {_blame(error)}",
+                f"{ref} cannot {doing}: {_blame(error, ref)}",
                 allowed="code that runs with what is installed here",
                 next_step="mend that line, or install what it needs",
             )
         ) from error
 
 
-def _blame(error: Exception) -> str:
+def _blame(error: Exception, ref: CodeRef) -> str:
     """Return an error in one line with the file and line of the user's code that it comes from."""
     if isinstance(error, SyntaxError) and error.filename:
         # Nothing of the file has run: no frame is in it.
         return f"{type(error).__name__}: {error.msg} ({os.path.basename(error.filename)}:{error.lineno})"
-    return describe_error(error)
+    line = describe_error(error)
+    mine = {str(file) for file in list_sources(ref.path)} if ref.is_file else set()
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in mine]
+    if not frames:
+        return line
+    # Where strop refused what the user's code asked of it, that code's line is the one to mend.
+    said = line.removesuffix(f" ({find_place(line)})")
+    return f"{said} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
 
 
 def _import_file(ref: CodeRef) -> ModuleType:
