@@ -277,3 +277,12 @@ def test_a_class_called_like_a_built_in_task_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE.replace("class Doubling", "class arithmetic"))
     with pytest.raises(ConfigError, match="two tasks are called arithmetic"):
         build_task(UserTaskSpec(name=f"{tmp_path / 'own.py'}:arithmetic"))
+
+
+def test_those_that_judge_make_no_examples(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    code = CODE.replace("numbers = range", f"open({str(made)!r}, 'a').write(split)\n        numbers = range")
+    spec = load(tmp_path, code=code).spec.task
+    assert [one.reward for one in judge(spec, "4", "5")] == [1.0, 0.0]
+    # Once for each split, by whoever asks; not in the processes of the judge.
+    assert made.read_text() == "trainheld_out"

@@ -106,7 +106,9 @@ class OwnTask:
         where = f"{self._spec.ref} (line {self._inspected.line})"
         outcome = Outcome(parts=to_parts(found, "reward", where))
         reward = outcome.reward
-        is_full = reward is not None and reward >= self.limits.max_reward - _FULL_MARKS_SLACK
+        # Of the object itself: a worker that judges has no examples made.
+        full = getattr(getattr(self._own, "limits", None), "max_reward", 1.0)
+        is_full = reward is not None and reward >= full - _FULL_MARKS_SLACK
         return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
 
     def _require_whole(self, example: Example) -> None:
