@@ -163,7 +163,7 @@ def rank_state_bytes(size: ModelSize, dtype: str, num_ranks: int, num_trained: i
 
 def packed_bytes(size: ModelSize, dtype: str) -> int:
     """Bytes of the copies that the native engine packs for a processor's matrix kernels."""
-    return size.num_params * COPY_BYTES[dtype] if dtype == "bfloat16" else 0
+    return size.num_params * COPY_BYTES[dtype]
 
 
 def terms_bytes(size: ModelSize, num_terms: int, num_trained: int | None = None) -> int:

@@ -30,6 +30,7 @@ from tests.fixtures.jobs import (
     role,
     wait_for,
 )
+from tests.fixtures.own_code import OWN_TASK, write_own_code
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
@@ -39,12 +40,7 @@ name = "inside"
 [model]
 uri = "{model}"
 dtype = "float32"
-[task]
-name = "reverse-text"
-num_train = 12
-num_held_out = 3
-max_words = 1
-max_reply_tokens = 8
+{task}max_reply_tokens = 8
 [train]
 steps = {num_steps}
 prompts_per_step = 2
@@ -67,7 +63,11 @@ def wait_for_end(launcher: Launcher, ref: JobRef) -> None:
 def test_a_drill_of_a_real_training_proves_the_same_curve_as_without_a_container(
     project: Path, base_image: BuiltImage, tiny_model_dir: Path
 ) -> None:
-    (project / "run.toml").write_text(RUN_FILE.format(model=tiny_model_dir, num_steps=NUM_STEPS))
+    """The task is the user's own: its code travels into the container."""
+    write_own_code(project, "submitted")
+    (project / "run.toml").write_text(
+        RUN_FILE.format(model=tiny_model_dir, task=OWN_TASK, num_steps=NUM_STEPS)
+    )
     # Undisturbed, on this machine, without a container.
     spec = load_spec(project / "run.toml", [f"output.root={project.parent / 'alone'}"])
     alone = train_here(spec, SilentObserver(), on_run=lambda _run_dir: None)
@@ -79,6 +79,7 @@ def test_a_drill_of_a_real_training_proves_the_same_curve_as_without_a_container
     request = read_request(str(project / "run.toml"), asked, environ=os.environ, now=time.time())
     launcher = Launcher(open_backend(request.site))
     ref = launcher.submit(request).ref
+    write_own_code(project, "edited", 0.5)
     home = Path(ref.home)
     wait_for(lambda: list(home.glob("checkpoints/step-*/COMPLETE")), limit_s=180.0)
     # It does not come to its end before the drill has begun.

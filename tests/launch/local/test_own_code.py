@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from strop.launch.jobs.contract import JobState
 from strop.launch.jobs.launcher import Launcher
 from strop.launch.local.backend import LocalBackend
 from tests.fixtures.jobs import make_request, project, role, wait_for
+from tests.fixtures.own_code import OWN_TASK, write_own_code
 
 __all__ = ["project"]
 
@@ -28,23 +28,13 @@ while not (run / "go").exists():
     time.sleep(0.02)
 task = build_task(load_spec(job / "spec.toml").spec.task)
 example = task.examples(Split.TRAIN)[0]
-(run / "found").write_text(f"{example.fields['columns']['by']} {task.verify(example, 'x').reward}")
-"""
-RUN_TEXT = """name = "job"
-[task]
-name = "rows"
-source = "q.jsonl"
-prompt = "question"
-reward = "reward.py:score"
+(run / "found").write_text(f"{example.fields['columns']['by']} {task.verify(example, chr(4)).reward}")
 """
 
 
-def write(project: Path, name: str, value: int) -> None:
-    rows = [{"question": f"{number}?", "by": name} for number in range(4)]
-    (project / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (project / "near.py").write_text(f"VALUE = {value}\n")
-    (project / "reward.py").write_text("import near\n\ndef score(reply):\n    return near.VALUE\n")
-    (project / "run.toml").write_text(RUN_TEXT)
+def write(project: Path, by: str, value: float) -> None:
+    write_own_code(project, by, value)
+    (project / "run.toml").write_text(f'name = "job"\n{OWN_TASK}')
 
 
 @pytest.mark.slow
@@ -53,7 +43,7 @@ def test_what_was_submitted_is_what_runs(project: Path) -> None:
     launcher = Launcher(LocalBackend())
     reader = role("train", READER, "{job}", "{run}")
     ref = launcher.submit(make_request(project, [reader], "train.prompts_per_step=1")).ref
-    write(project, "edited", 2)
+    write(project, "edited", 0.5)
     (Path(ref.home) / "go").touch()
     wait_for(lambda: launcher.status([ref])[0].state.is_terminal, limit_s=180.0)
     assert launcher.status([ref])[0].state is JobState.SUCCEEDED

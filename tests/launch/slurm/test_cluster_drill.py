@@ -9,6 +9,7 @@ import pytest
 
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.jobs import find_process, hold_until_told, wait_for
+from tests.fixtures.own_code import OWN_TASK, write_own_code
 from tests.launch.slurm.plans import Desk
 
 __all__ = ["folder", "run"]
@@ -30,11 +31,18 @@ def place(folder: Path, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: Path, run: Run) -> None:
-    """Incident LAU-2: USR2 through SLURM, a newer checkpoint, exit 75, and an undisturbed curve."""
+    """Incident LAU-2: USR2 through SLURM, a newer checkpoint, exit 75, and an undisturbed curve.
+
+    The task is the user's own: what was submitted judges in both lives, whatever is edited meanwhile.
+    """
+    write_own_code(place, "submitted")
+    run_file = place / "run.toml"
+    run_file.write_text(run_file.read_text().replace('[task]\nname = "arithmetic"\n', OWN_TASK))
     settings = ("train.steps=80", "train.checkpoint_every=30", "name=drilled")
     assert run("train", "run.toml", *settings, "output.dir=runs/undisturbed").code == 0
     sent = run("submit", "run.toml", *settings, "--on", "slurm", "--time", "5m", "--cpus", 1)
     assert sent.code == 0, sent.err
+    write_own_code(place, "edited", 0.5)
     (home,) = Path("runs").glob("drilled-*")
     metrics = home / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, limit_s=300)
@@ -47,5 +55,9 @@ def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: 
     given = [" ".join(line.split()[:2]) for line in drilled.out.splitlines() if " yes " in line]
     assert given == ["newer checkpoint", "orderly end", "next attempt", "steps since", "equal curve"]
     wait_for(lambda: state_of(run, "drilled") == "succeeded", limit_s=400)
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 81))
+    found, expected = (
+        [(line["step"], line["reward_mean"]) for line in map(json.loads, path.read_text().splitlines())]
+        for path in (metrics, Path("runs/undisturbed/metrics.jsonl"))
+    )
+    assert [step for step, _ in found] == list(range(1, 81))
+    assert found == expected
