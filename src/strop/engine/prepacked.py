@@ -4,9 +4,9 @@ A plain product packs the weight matrix anew at every call. At the few rows of a
 a good part of the work. With SmolLM2-135M's matrices, the time of a product falls
 
 * in bf16 by 8 % at 64 rows, 23 % at 16 and 40 % at 5 (one thread of an AMD EPYC with avx512_bf16),
-* in float32 by 20 to 40 % at 64 rows, by half at 16 and at 4 and in the LM head (two threads of one with AVX2).
+* in float32 by 20 to 40 % at 64 rows, and by half at 16, at 4 and in the LM head (two threads, AVX2).
 
-The packed copies cost the bytes of the weights once more, and have to be made again whenever the weights change.
+The packed copies cost the bytes of the weights once more, and are made again when the weights change.
 
 The layout and the products are PyTorch's own (oneDNN), reached by the operators that its compiler uses
 for frozen models. Covered: processors whose instructions these operators take, models with fused layers.

@@ -18,6 +18,7 @@ from strop.spec.site import SageMakerSite
 from strop.store.atomic import AtomicDirectory
 from strop.store.opening import open_record_store
 from tests.fixtures.mirrored import PlayedRun
+from tests.fixtures.own_code import own_settings, remove_own_code, write_own_code
 from tests.fixtures.object_store import make_objects, store_environment, use_store
 from tests.launch.sagemaker.building import PROFILE
 from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal
@@ -55,14 +56,19 @@ def rehearsal(tmp_path: Path, store_address: str, monkeypatch: pytest.MonkeyPatc
 def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
     rehearsal: Rehearsal, tiny_model_dir: Path, store_address: str, tmp_path: Path
 ) -> None:
-    """LAU-2, A6: what was saved is in S3 while the run goes on, and a new start continues at its step."""
+    """LAU-2, A6: what was saved is in S3 while the run goes on, and a new start continues at its step.
+
+    The task is the user's own, and only what travelled with the job is still there.
+    """
+    write_own_code(rehearsal.project, "submitted")
     prefix = tmp_path.name.replace("_", "-")
     request = rehearsal.submit(
-        overrides=(f"model.uri={tiny_model_dir}", *SETTINGS),
+        overrides=(f"model.uri={tiny_model_dir}", *SETTINGS, *own_settings(rehearsal.project)),
         profile={"prefix": prefix, "endpoint_url": store_address},
         roles=(TRAIN,),
         is_local=True,
     )
+    remove_own_code(rehearsal.project)
     environment = {
         **store_environment(store_address),
         "STROP_STORE_URI": f"s3://strop-test/{prefix}",
