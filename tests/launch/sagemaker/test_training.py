@@ -18,8 +18,8 @@ from strop.spec.site import SageMakerSite
 from strop.store.atomic import AtomicDirectory
 from strop.store.opening import open_record_store
 from tests.fixtures.mirrored import PlayedRun
-from tests.fixtures.own_code import own_settings, remove_own_code, write_own_code
 from tests.fixtures.object_store import make_objects, store_environment, use_store
+from tests.fixtures.own_code import own_settings, remove_own_code, write_own_code
 from tests.launch.sagemaker.building import PROFILE
 from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal
 from tests.launch.sagemaker.test_contract import HOST, wait_for_nobody, wait_for_state, wait_until
