@@ -12,7 +12,7 @@ from benchmarks.harness import Arm
 from strop.hardware import describe_machine
 from strop.hardware.number_format import AUTO, choose_format, compute_device
 from strop.hardware.python_environment import PythonEnvironment
-from strop.hardware.tuning import SPIN_COUNT
+from strop.hardware.tuning import spin_count
 
 KV_CACHE_GIB = 2
 """vLLM's cache: 64 rows of 512 tokens of the 135M model take 0.75 GB."""
@@ -38,7 +38,7 @@ def strop_arm() -> Arm:
         module="benchmarks.arms.strop_arm",
         settings={"dtype": settled_dtype()},
         # As a run has it: read when torch is imported, so it must be there before the worker is.
-        environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)},
+        environment={"GOMP_SPINCOUNT": str(spin_count())},
     )
 
 

@@ -23,7 +23,6 @@ from strop.cluster.ray.settings import NodeSettings, node_resource
 from strop.cluster.ray.temp_dirs import choose_temp_dir
 from strop.errors import CheckRefused, EngineError, EngineLost
 from strop.hardware.ports import LOOPBACK, hold_port, read_listening_ports
-from strop.hardware.tuning import SPIN_COUNT
 from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until
 
 pytestmark = [pytest.mark.slow, needs_ray]
@@ -181,7 +180,9 @@ def test_waiting_threads_of_a_role_spin_for_a_bounded_time(scene: Scene) -> None
         found: str | None = await role.read.remote("GOMP_SPINCOUNT")
         return found
 
-    assert scene.loop.run_until_complete(act()) == str(SPIN_COUNT)
+    found = scene.loop.run_until_complete(act())
+    assert found is not None
+    assert 0 < int(found) < 300_000
 
 
 def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None:

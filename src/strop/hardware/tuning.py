@@ -6,27 +6,39 @@ of page faults per step. Kept memory stays part of this process; its peak does n
 
 Waiting threads spin for a bounded time. A thread of OpenMP that has done its share spins until its partner
 has; where the partner waits for a core that another program has, spinning keeps that core from it. GNU's
-OpenMP spins for 18 ms by default (300,000 turns of 60 ns on an Intel Xeon with two cores), many times the
-length of most parallel loops. There a decode step of 64 rows in float32 by AVX2, alone by that of 300,000
-turns and beside one busy loop by that of 10,000 alone:
+OpenMP counts turns of a loop around the instruction PAUSE, 300,000 by default, and a turn takes 24 ns on an AMD
+EPYC (Zen 3), 60 ns on an Intel Xeon: so 7 or 18 ms, many times the length of most parallel loops. It is timed,
+and the count set that takes `SPIN_S`. A decode step of 64 rows in float32 by AVX2 on two cores, by that of
+300,000 turns alone; beside one busy loop its share is 2:
 
-    turns       0     1,000  4,000  10,000  20,000  50,000  300,000
-    alone       1.10  1.06   1.02   0.97    0.96    1.00    1
-    beside            1.84   2.00   2.29    2.68    3.87
+    spinning, us            60    97   240   480   600   960  1,200  3,000
+    Xeon, alone           1.06        1.02        0.97         0.96   1.00
+    Xeon, beside a loop   1.84        2.00        2.29         2.68   3.87
+    EPYC, alone                 1.13  1.09  1.03        1.06
+    EPYC, beside a loop         2.08  2.45  2.95        3.86
 
-Alone, medians of ten steps differ by 2 or 3 % by themselves; the loop takes the share of 2. The bound is what
-costs 2 % of this where nothing is beside a run; `benchmarks/busy.py` measures a whole step with it.
+Alone, medians of six to ten steps differ by 2 or 3 % by themselves. `benchmarks/busy.py` measures a whole step.
 
-Covered: Linux with glibc, and GNU's OpenMP, which PyTorch's builds bring. Elsewhere nothing changes.
+Covered: Linux with glibc, and GNU's OpenMP on x86, which PyTorch's builds bring. Elsewhere nothing changes; on
+ARM a turn takes about 1 ns, which bounds 300,000 by itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import platform
+import time
 
-SPIN_COUNT = 4000
-"""Turns of GNU's waiting loop before a thread sleeps; a quarter of a millisecond."""
+SPIN_S = 300e-6
+"""How long a thread that waits spins before it sleeps."""
+_UNTIMED_TURN_S = 60e-9
+"""The longest that was seen: spinning stays bounded where a turn cannot be timed."""
+_TIMED_TURNS, _TIMINGS = 1000, 5
+_X86 = ("x86_64", "AMD64")
+_TURNS = bytes.fromhex("f390 48ffcf 75f9 c3")
+"""x86-64: `1: pause; dec rdi; jnz 1b; ret`, a function of the number of turns."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER_BYTES = 2**31 - 1
@@ -34,13 +46,35 @@ _MAX_MMAP_THRESHOLD_BYTES = 32 * 2**20
 """glibc accepts no larger one: blocks above it always come from the kernel."""
 
 
+def spin_count() -> int:
+    """Return how many turns of GNU's waiting loop take `SPIN_S` on this x86; takes a millisecond."""
+    return max(1, round(SPIN_S / _time_turn()))
+
+
+def _time_turn() -> float:
+    """Return the seconds of a turn, the shortest of a few timings: others may have the core meanwhile."""
+    try:
+        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except OSError:
+        # A system that executes nothing that was written.
+        return _UNTIMED_TURN_S
+    page.write(_TURNS)
+    take_turns = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+    timings = []
+    for _ in range(_TIMINGS):
+        begun_ns = time.perf_counter_ns()
+        take_turns(_TIMED_TURNS)
+        timings.append(time.perf_counter_ns() - begun_ns)
+    return min(timings) * 1e-9 / _TIMED_TURNS
+
+
 def tune_process() -> None:
     """Bound spinning, keep freed heap memory, let PyTorch ask for huge pages. Before torch is imported.
 
     Child processes inherit the variables. What the user has set stays.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ) and platform.machine() in _X86:
+        os.environ["GOMP_SPINCOUNT"] = str(spin_count())
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         mallopt = ctypes.CDLL(None).mallopt
