@@ -18,8 +18,9 @@ from strop.engine.vllm.core import Adapter, Piece
 from strop.engine.vllm.engine import VllmEngine
 from strop.engine.vllm.environment import VLLM, find_python
 from strop.engine.vllm.limits import EngineLimits, plan_limits
-from strop.engine.vllm.serve import engine_settings
+from strop.engine.vllm.serve import engine_settings, require_instructions
 from strop.errors import ConfigError, EngineError, WeightMismatch
+from strop.hardware import describe_machine
 from strop.policy.footprint import ModelSize
 from strop.rollout import FinishReason, IntArray, VersionSegment
 from strop.tokenizer import Tokenizer
@@ -414,3 +415,11 @@ def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched:
     assert settings.get("enable_chunked_prefill", True) == is_gpu
     options.max_rows = 7
     assert engine_settings(options, limits, is_gpu=is_gpu)["max_num_seqs"] == 7
+
+
+def test_a_processor_that_vllm_has_no_library_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    machine = replace(describe_machine(), cpu_name="Nehalem", cpu_flags=())
+    with pytest.raises(ConfigError, match=r"engine.kind=vllm on Nehalem without AVX2.*engine.kind=native"):
+        require_instructions(machine)
+    require_instructions(replace(machine, cpu_flags=("avx2",)))

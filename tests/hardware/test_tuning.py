@@ -78,7 +78,7 @@ def test_child_processes_spin_as_long_as_a_run_and_what_the_user_set_stays(
 
 @needs_x86
 def test_spinning_is_bounded_by_time_whatever_a_turn_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Incident: 4,000 turns, a quarter of a millisecond on an Intel, were too few on an AMD, and cost 13 %."""
+    """Incident: 4,000 turns, enough on an Intel, were too few on an AMD, where a step took 13 % longer."""
     turn_s = tuning._time_turn()
     assert 1e-10 < turn_s < 1e-6
     monkeypatch.setattr(tuning, "_time_turn", lambda: turn_s / 10)

