@@ -91,5 +91,5 @@ def test_where_nothing_that_was_written_may_run_spinning_is_bounded_all_the_same
     def refuse(*words: object, **settings: object) -> None:
         raise PermissionError("no memory is both written and run here")
 
-    monkeypatch.setattr(tuning.mmap, "mmap", refuse)
+    monkeypatch.setattr("mmap.mmap", refuse)
     assert tuning.spin_count() == 5000

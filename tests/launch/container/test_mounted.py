@@ -30,7 +30,7 @@ from tests.fixtures.jobs import (
     role,
     wait_for,
 )
-from tests.fixtures.own_code import OWN_TASK, write_own_code
+from tests.fixtures.own_code import ACCEPTED, OWN_TASK, write_own_code
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
@@ -40,13 +40,11 @@ name = "inside"
 [model]
 uri = "{model}"
 dtype = "float32"
-{task}max_reply_tokens = 8
-[train]
+{task}[train]
 steps = {num_steps}
 prompts_per_step = 2
 rollouts_per_prompt = 3
 checkpoint_every = 1
-accept = "weights: a random model for a test"
 [eval]
 num_examples = 2
 num_samples = 2
@@ -69,12 +67,12 @@ def test_a_drill_of_a_real_training_proves_the_same_curve_as_without_a_container
         RUN_FILE.format(model=tiny_model_dir, task=OWN_TASK, num_steps=NUM_STEPS)
     )
     # Undisturbed, on this machine, without a container.
-    spec = load_spec(project / "run.toml", [f"output.root={project.parent / 'alone'}"])
+    spec = load_spec(project / "run.toml", [f"output.root={project.parent / 'alone'}", ACCEPTED])
     alone = train_here(spec, SilentObserver(), on_run=lambda _run_dir: None)
     shown = json.dumps([f"{tiny_model_dir}:{tiny_model_dir}:ro"])
     write_sites(project, base_image.name, 'environment = "mounted"', f"mounts = {shown}")
     asked = SubmitOptions(
-        site="box", project_path=project, overrides=(f"output.root={project.parent / 'runs'}",)
+        site="box", project_path=project, overrides=(f"output.root={project.parent / 'runs'}", ACCEPTED)
     )
     request = read_request(str(project / "run.toml"), asked, environ=os.environ, now=time.time())
     launcher = Launcher(open_backend(request.site))

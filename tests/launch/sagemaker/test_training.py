@@ -37,7 +37,6 @@ SETTINGS = (
     "train.prompts_per_step=2",
     "train.rollouts_per_prompt=2",
     "train.checkpoint_every=1",
-    'train.accept="weights: a random model for a test"',
     "eval.num_examples=4",
     "eval.num_samples=2",
     "placement.threads=1",
