@@ -34,7 +34,7 @@ from strop.hardware import spawn, terminate
 
 CASE = CASES["grpo-32-forced"]
 NUM_ROUNDS = 6
-PATIENCE = 3
+PATIENCE = 2
 """So many times as many rounds are taken at most, for as long as too few were undisturbed."""
 MAX_OTHERS = 0.1
 """Cores that others may use during a step that counts; the worker's own work between steps is among it."""
@@ -90,6 +90,9 @@ def take_rounds(arms: Mapping[str, Arm], case: Case, protocol: Protocol) -> list
             while len(rounds) < max_rounds and sum(map(is_undisturbed, rounds)) < protocol.num_pairs:
                 order = workers[:: -1 if len(rounds) % 2 else 1]
                 rounds.append({worker.arm.name: take_step(worker, protocol) for worker in order})
+                # Said at once: whoever ends the benchmark early has the rounds that were whole.
+                told = (f"{name} {step['step_s']:.1f} s" for name, step in sorted(rounds[-1].items()))
+                print(f"round {len(rounds)}: {', '.join(told)}", flush=True)
             return rounds
         finally:
             for worker in workers:
