@@ -50,12 +50,13 @@ demo: $(READY)
 # Three streams: none of them keeps both cores busy, and jobs wait for schedulers, containers and each other.
 JOBS := tests/launch
 LAST := tests/evaluate tests/tasks/audit
+PYTEST := $(IN_VENV) -m pytest --durations=15
 
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
-	$(IN_VENV) -m pytest -m slow $(JOBS) >"$$logs/jobs" 2>&1 & jobs=$$!; \
-	$(IN_VENV) -m pytest -m slow $(addprefix --ignore=,$(JOBS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
-	{ $(IN_VENV) -m pytest -m "not slow" && $(IN_VENV) -m pytest -m slow $(LAST); } || ended=$$?; \
+	$(PYTEST) -m slow $(JOBS) >"$$logs/jobs" 2>&1 & jobs=$$!; \
+	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
+	{ $(PYTEST) -m "not slow" && $(PYTEST) -m slow $(LAST); } || ended=$$?; \
 	wait "$$slow" || ended=$$?; wait "$$jobs" || ended=$$?; \
 	cat "$$logs/slow" "$$logs/jobs"; rm -rf "$$logs"; exit "$$ended"
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tests.fixtures.object_store import SpoilingProxy
 
 
-# As a run does, and before torch is imported: tests run beside each other.
+# Three streams of tests run beside each other on few cores: who waits leaves the core to them. As in a run,
+# the settings must be there before torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 tune_process()
 # What whoever runs the tests sees, and where their models come from, is not for the tests.
 for _name in (

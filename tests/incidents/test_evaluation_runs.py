@@ -260,7 +260,8 @@ def test_eva_6_a_reward_that_pays_length_only_is_seen_within_two_evaluations(
         return
     assert accuracies[0] > accuracies[-1]
     assert rewards[-1] > rewards[0]
-    # Evaluated at 0, 8 and 16.
-    assert [alarm.step for alarm in alarms][-1:] == [16]
+    # Evaluated at 0, 8 and 16; how a processor rounds decides which of the two sees it.
+    assert alarms
+    assert all(alarm.step in {8, 16} for alarm in alarms)
     assert "the training reward rose from" in alarms[0].detail
     assert alarms[0].kind.value == "tripwire"

@@ -84,7 +84,8 @@ class NativeEngine:
         self._update_lock = asyncio.Lock()
         self._change: _Change | None = None
         self._batch: DecodeBatch | None = None
-        self._products = PrepackedProducts.for_model(model)
+        # Packed copies go stale where weights change in place, as graphs rely on.
+        self._products = None if self._is_static else PrepackedProducts.for_model(model)
         self._is_closed = False
 
     @property
