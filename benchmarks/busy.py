@@ -31,6 +31,7 @@ from benchmarks.prompts import make_prompts, write_prompts
 from benchmarks.ratio import RatioSummary, summarize_ratios
 from benchmarks.rivals import strop_arm
 from strop.hardware import spawn, terminate
+from strop.hardware.tuning import GNU_SPIN_COUNT
 
 CASE = CASES["grpo-32-forced"]
 NUM_ROUNDS = 6
@@ -38,8 +39,6 @@ PATIENCE = 2
 """So many times as many rounds are taken at most, for as long as too few were undisturbed."""
 MAX_OTHERS = 0.1
 """Cores that others may use during a step that counts; the worker's own work between steps is among it."""
-GNU_SPIN_COUNT = 300_000
-"""What GNU's OpenMP takes where neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c)."""
 ALONE, DEFAULT, BESIDE = "alone", "OpenMP's own", "beside"
 MAX_BESIDE = 2.2
 """Half of one of two cores is lost to the loop, and the step waits for the slower half: 2 is the share."""

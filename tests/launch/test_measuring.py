@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.rivals import settled_dtype
 from strop.hardware import describe_machine, read_calibration
 from strop.hardware.efficiency import read_efficiency
-from strop.hardware.number_format import AUTO, choose_format, compute_device
 from strop.launch.measuring import (
     FEW_ROWS,
     MANY_ROWS,
@@ -94,6 +94,6 @@ def test_a_machine_is_measured_once_and_remembered(tiny_model_dir: Path, tmp_pat
     assert found == read_efficiency(tmp_path)
     assert found.is_measured
     assert found.cpu_name == describe_machine().cpu_name
-    dtype = choose_format(AUTO, describe_machine(), compute_device(describe_machine())).dtype
-    assert found.source.startswith(f"measured here with HuggingFaceTB/SmolLM2-135M-Instruct in {dtype}")
+    model = f"HuggingFaceTB/SmolLM2-135M-Instruct in {settled_dtype()}"
+    assert found.source.startswith(f"measured here with {model}")
     assert read_calibration(tmp_path) is not None

@@ -29,14 +29,16 @@ import ctypes
 import mmap
 import os
 import platform
-import time
+import timeit
+from functools import partial
 
+GNU_SPIN_COUNT = 300_000
+"""What GNU's OpenMP takes where neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c)."""
 SPIN_S = 300e-6
 """How long a thread that waits spins before it sleeps."""
 _UNTIMED_TURN_S = 60e-9
 """The longest that was seen: spinning stays bounded where a turn cannot be timed."""
 _TIMED_TURNS, _TIMINGS = 1000, 5
-_X86 = ("x86_64", "AMD64")
 _TURNS = bytes.fromhex("f390 48ffcf 75f9 c3")
 """x86-64: `1: pause; dec rdi; jnz 1b; ret`, a function of the number of turns."""
 _M_TRIM_THRESHOLD = -1
@@ -47,12 +49,12 @@ _MAX_MMAP_THRESHOLD_BYTES = 32 * 2**20
 
 
 def spin_count() -> int:
-    """Return how many turns of GNU's waiting loop take `SPIN_S` on this x86; takes a millisecond."""
-    return max(1, round(SPIN_S / _time_turn()))
+    """Return how many turns of GNU's waiting loop take `SPIN_S` on x86; elsewhere OpenMP's own number."""
+    return max(1, round(SPIN_S / _time_turn())) if platform.machine() == "x86_64" else GNU_SPIN_COUNT
 
 
 def _time_turn() -> float:
-    """Return the seconds of a turn, the shortest of a few timings: others may have the core meanwhile."""
+    """Return the seconds of a turn on x86, the shortest of a few: others may have the core meanwhile."""
     try:
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except OSError:
@@ -60,12 +62,8 @@ def _time_turn() -> float:
         return _UNTIMED_TURN_S
     page.write(_TURNS)
     take_turns = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
-    timings = []
-    for _ in range(_TIMINGS):
-        begun_ns = time.perf_counter_ns()
-        take_turns(_TIMED_TURNS)
-        timings.append(time.perf_counter_ns() - begun_ns)
-    return min(timings) * 1e-9 / _TIMED_TURNS
+    timings = timeit.repeat(partial(take_turns, _TIMED_TURNS), number=1, repeat=_TIMINGS)
+    return min(timings) / _TIMED_TURNS
 
 
 def tune_process() -> None:
@@ -73,7 +71,7 @@ def tune_process() -> None:
 
     Child processes inherit the variables. What the user has set stays.
     """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ) and platform.machine() in _X86:
+    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}.isdisjoint(os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(spin_count())
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.jobs import find_process, hold_until_told, wait_for
-from tests.fixtures.own_code import ACCEPTED, OWN_TASK, write_own_code
+from tests.fixtures.own_code import own_settings, write_own_code
 from tests.launch.slurm.plans import Desk
 
 __all__ = ["folder", "run"]
@@ -36,9 +36,7 @@ def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: 
     The task is the user's own: what was submitted judges in both lives, whatever is edited meanwhile.
     """
     write_own_code(place, "submitted")
-    run_file = place / "run.toml"
-    run_file.write_text(run_file.read_text().replace('[task]\nname = "arithmetic"\n', OWN_TASK))
-    settings = ("train.steps=80", "train.checkpoint_every=30", "name=drilled", ACCEPTED)
+    settings = ("train.steps=80", "train.checkpoint_every=30", "name=drilled", *own_settings(place))
     assert run("train", "run.toml", *settings, "output.dir=runs/undisturbed").code == 0
     sent = run("submit", "run.toml", *settings, "--on", "slurm", "--time", "5m", "--cpus", 1)
     assert sent.code == 0, sent.err

@@ -59,8 +59,8 @@ async def _load(options: argparse.Namespace) -> Loaded:
     is_gpu = torch.cuda.is_available()
     if not is_gpu:
         require_instructions(describe_machine())
-    if not is_gpu and options.kv_cache_bytes is None:
-        options.kv_cache_bytes = CPU_KV_CACHE_BYTES
+        if options.kv_cache_bytes is None:
+            options.kv_cache_bytes = CPU_KV_CACHE_BYTES
     limits = plan_limits(
         read_model_size(options.model),
         dtype=options.dtype,
