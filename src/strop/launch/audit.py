@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,7 +13,7 @@ from strop.launch.inference import read_asking
 from strop.rollout import Message, Split
 from strop.spec import load_spec
 from strop.spec.task import TaskSpec
-from strop.tasks import TASK_SUMMARIES, SelfTestFinding, build_task, build_warm_task, self_test
+from strop.tasks import TASK_SUMMARIES, SelfTestFinding, build_task, self_test, task_builder
 from strop.tasks.audit import (
     AuditReport,
     AuditSettings,
@@ -114,7 +113,7 @@ def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
     first = task.examples(Split.TRAIN)[0]
 
     async def test() -> list[SelfTestFinding]:
-        judge = open_judge(task, partial(build_warm_task, spec))
+        judge = open_judge(task, task_builder(spec))
         try:
             return await self_test(task, examples_to_attack(task)[: settings.num_examples], judge)
         finally:
@@ -141,7 +140,7 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
     task = build_task(spec)
 
     async def attack() -> AuditReport:
-        judge = open_judge(task, partial(build_warm_task, spec))
+        judge = open_judge(task, task_builder(spec))
         try:
             # Making problems may take longer than a probe may; that is no probe's time.
             for example in examples_to_attack(task)[:1]:

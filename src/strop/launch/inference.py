@@ -33,7 +33,7 @@ from strop.spec.display import dotted
 from strop.spec.overrides import parse_override
 from strop.spec.schema import NULL_WORD
 from strop.store import follow_store, get_model, verify_directory
-from strop.tasks import Task, build_task, build_warm_task, limits_of, render_prompt
+from strop.tasks import Task, build_task, limits_of, render_prompt, task_builder
 from strop.tasks.judging import Judge, open_judge
 from strop.tokenizer import Tokenizer
 
@@ -317,7 +317,7 @@ def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptRepl
 @asynccontextmanager
 async def hold_judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
     """Open the judge that a task asks for, and close it afterwards."""
-    judge = open_judge(task, partial(build_warm_task, spec.task))
+    judge = open_judge(task, task_builder(spec.task))
     try:
         yield judge
     finally:

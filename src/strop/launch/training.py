@@ -9,7 +9,6 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -53,7 +52,7 @@ from strop.rollout import Sampling, Split
 from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
 from strop.spec.task import role_judges
 from strop.store import ModelHandle, follow_store, get_model
-from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks import Task, build_task, task_builder
 from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge, open_judge
 from strop.tasks.traits import require_written
@@ -355,7 +354,7 @@ async def _train(
     named = {one.judge_model: _fetch(one.judge_model) for one in role_judges(spec.task)}
     judges = JudgeRoles(spec, source, named, run_dir.path / "roles" / "judges")
     placement = build_placement(spec, source, run_dir.path / "roles")
-    judge = open_judge(task, partial(build_warm_task, spec.task))
+    judge = open_judge(task, task_builder(spec.task))
     try:
         # First: whoever judges inherits where they are.
         await judges.start()

@@ -298,9 +298,15 @@ def last_name(model: str) -> str:
 
 
 def code_of(spec: RunSpec) -> list[CodeRef]:
-    """Return the files of the user's that a run needs: task classes, functions of rewards, an algorithm."""
-    found = [CodeRef.parse(spec.algorithm.name)] if is_code(spec.algorithm.name) else []
-    for section in plain_sections(spec.task):
+    """Return the files of the user's that a run needs: its task's, and an algorithm."""
+    own = [CodeRef.parse(spec.algorithm.name)] if is_code(spec.algorithm.name) else []
+    return own + code_of_task(spec.task)
+
+
+def code_of_task(spec: TaskSpec) -> list[CodeRef]:
+    """Return those of a task: classes, and functions of rewards."""
+    found: list[CodeRef] = []
+    for section in plain_sections(spec):
         if isinstance(section, UserTaskSpec) and section.ref.is_file:
             found.append(section.ref)
         elif isinstance(section, RowsSpec):

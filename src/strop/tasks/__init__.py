@@ -8,7 +8,7 @@ Not here: worlds with more than one turn (`environments`), and who generates (`e
 
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
-from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task
+from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task, task_builder
 from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
 from strop.tasks.traits import Ordered, choices_of, describe_counts, limits_of, part_of, variant_of
 
@@ -29,5 +29,6 @@ __all__ = [
     "render_prompt",
     "resolve_prompt_format",
     "self_test",
+    "task_builder",
     "variant_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Split
 from strop.spec.base import Section
+from strop.spec.run import code_of_task
 from strop.spec.task import (
     AimeSpec,
     AppsSpec,
@@ -42,6 +44,7 @@ from strop.spec.task import (
     plain_sections,
 )
 from strop.tasks.contract import Task
+from strop.user_code import hash_sources
 
 TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
     {
@@ -153,11 +156,30 @@ def build_task(spec: TaskSpec) -> Task:
     return Curriculum(task, spec)
 
 
-def build_warm_task(spec: TaskSpec) -> Task:
+def task_builder(spec: TaskSpec) -> Callable[[], Task]:
+    """Return what makes the task anew, and warm, in other processes; it refuses code edited since."""
+    return partial(build_warm_task, spec, _hash_code(spec))
+
+
+def _hash_code(spec: TaskSpec) -> Mapping[str, str]:
+    return {ref.place: hash_sources(ref.path) for ref in code_of_task(spec) if ref.is_file}
+
+
+def build_warm_task(spec: TaskSpec, code: Mapping[str, str] | None = None) -> Task:
     """Build a task that has loaded what its verifier needs: processes forked from here find it there.
 
-    Raises: like `build_task`, and like `examples` where judging needs the data.
+    `code` are the hashes of the user's files that it must be made of.
+    Raises: like `build_task`, and like `examples` where judging needs the data; ConfigError for other code.
     """
+    if code is not None and code != (found := _hash_code(spec)):
+        edited = ", ".join(path for path, digest in found.items() if code.get(path) != digest)
+        raise ConfigError(
+            explain_refusal(
+                f"{edited} was edited while it judges: replies would be judged in two ways",
+                allowed="the code that judging began with",
+                next_step="put it back, or begin anew with the new one",
+            )
+        )
     task = build_task(spec)
     if isinstance(spec, ReasoningGymSpec | MixtureSpec | BlendSpec):
         # A scorer that wants the generated problem; a mixture must know whose an example is.

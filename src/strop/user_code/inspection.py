@@ -106,31 +106,37 @@ def _look(ref: CodeRef, kind: str, settings: Mapping[str, Any] | None = None) ->
 
 
 def run_apart(
-    module: str, ref: CodeRef, order: Mapping[str, Any], *, limit_s: float, doing: str
+    module: str,
+    ref: CodeRef,
+    order: Mapping[str, Any],
+    *,
+    limit_s: float,
+    doing: str,
+    digest: str | None = None,
 ) -> dict[str, Any]:
     """Have a process do something with user code; return its answer.
 
     `module` is run as `python -m MODULE FD`: it reads the order with `ref` in it from standard input, and
-    writes a table as JSON to the file. `doing` says in a message what was not done in time.
+    writes a table as JSON to the file. `doing` says in a message what was not done in time, `digest` which
+    code it must be; otherwise it is what the file holds now.
 
-    Raises: ConfigError if the file is missing, the process ends without an answer or refuses.
+    Raises: ConfigError if the file is missing or edited, the process ends without an answer or refuses.
     """
-    digest = ""
     if ref.is_file:
         if not ref.path.is_file():
             raise _refuse(ref, f"is in {ref.path}, which does not exist", "an existing file of Python")
-        digest = hash_sources(ref.path)
-    whole = {**order, "ref": {"place": ref.place, "name": ref.name}}
+        digest = digest or hash_sources(ref.path)
+    whole = {**order, "ref": {"place": ref.place, "name": ref.name}, "digest": digest}
     text = json.dumps(whole, sort_keys=True)
-    found: dict[str, Any] = json.loads(_ask(module, text, digest, limit_s, doing))
+    found: dict[str, Any] = json.loads(_ask(module, text, limit_s, doing))
     if "refused" in found:
         raise ConfigError(found["refused"])
     return found
 
 
 @lru_cache(maxsize=64)
-def _ask(module: str, order: str, digest: str, limit_s: float, doing: str) -> str:
-    """Ask a process; `digest` is that of the code, so that an edited file is looked at again."""
+def _ask(module: str, order: str, limit_s: float, doing: str) -> str:
+    """Ask a process. The order has the digest of the code, so that an edited file is looked at again."""
     ref = CodeRef(**json.loads(order)["ref"])
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answers:
         question.write(order.encode())

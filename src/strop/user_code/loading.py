@@ -25,16 +25,18 @@ def is_importing() -> bool:
     return _importing.get()
 
 
-def load_code(ref: CodeRef) -> Any:
+def load_code(ref: CodeRef, digest: str | None = None) -> Any:
     """Import the module of a class or function, once, and return the object.
 
-    The folder of a file comes last on the path: what stands beside the file can be imported, and hides
-    nothing that is installed.
+    `digest` is that of a file as it was looked at: whoever loaded that keeps it, whatever is written to the
+    file since. The folder of a file comes last on the path: what stands beside the file can be imported, and
+    hides nothing that is installed.
 
-    Raises: ConfigError naming file and line if the module cannot be imported or has no such name.
+    Raises: ConfigError naming file and line if the module cannot be imported, has no such name, or is not
+        the one of `digest`.
     """
     with blaming(ref, "be imported"):
-        module = _import_file(ref) if ref.is_file else importlib.import_module(ref.place)
+        module = _import_file(ref, digest) if ref.is_file else importlib.import_module(ref.place)
     try:
         return getattr(module, ref.name)
     except AttributeError:
@@ -81,15 +83,18 @@ def _blame(error: Exception, ref: CodeRef) -> str:
     return f"{said} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
 
 
-def _import_file(ref: CodeRef) -> ModuleType:
+def _import_file(ref: CodeRef, digest: str | None) -> ModuleType:
     path = ref.path
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.append(folder)
     # By content: a notebook that edits the file gets what it wrote.
-    name = f"strop_user_{path.stem}_{hash_sources(path)[:12]}"
+    digest = digest or hash_sources(path)
+    name = f"strop_user_{path.stem}_{digest[:12]}"
     if name in sys.modules:
         return sys.modules[name]
+    if hash_sources(path) != digest:
+        raise RuntimeError(f"{path} was edited since it was looked at")
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
     assert found.loader is not None

@@ -36,7 +36,7 @@ def answer_order(descriptor: int, work: Callable[[Any, Mapping[str, Any]], dict[
     bound = MAX_BYTES if hard_bytes == resource.RLIM_INFINITY else min(MAX_BYTES, hard_bytes)
     resource.setrlimit(resource.RLIMIT_DATA, (bound, hard_bytes))
     try:
-        answer = work(load_code(CodeRef(**order["ref"])), order)
+        answer = work(load_code(CodeRef(**order["ref"]), order["digest"]), order)
     except ConfigError as error:
         answer = {"refused": str(error)}
     with os.fdopen(descriptor, "w") as file:

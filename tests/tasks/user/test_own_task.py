@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from strop.rollout import Outcome, Split
 from strop.spec import ResolvedSpec, load_spec, write_spec
 from strop.spec.explain import explain
 from strop.spec.task import BlendSpec, MixtureSpec, TaskSpec, UserTaskSpec
-from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks import Task, build_task, build_warm_task, task_builder
 from strop.tasks.judging import open_judge
 from strop.tasks.user import own_task
 from tests.fixtures.judging import run_self_test
@@ -63,7 +62,7 @@ def task_of(tmp_path: Path, *words: str, code: str = CODE) -> Task:
 def judge(spec: TaskSpec, *replies: str) -> list[Outcome]:
     async def work() -> list[Outcome]:
         example = build_task(spec).examples(Split.TRAIN)[0]
-        found = open_judge(build_task(spec), partial(build_warm_task, spec))
+        found = open_judge(build_task(spec), task_builder(spec))
         try:
             return [await found.judge(example, reply) for reply in replies]
         finally:
@@ -286,3 +285,19 @@ def test_those_that_judge_make_no_examples(tmp_path: Path) -> None:
     assert [one.reward for one in judge(spec, "4", "5")] == [1.0, 0.0]
     # Once for each split, by whoever asks; not in the processes of the judge.
     assert made.read_text() == "trainheld_out"
+
+
+def test_an_edit_does_not_reach_a_task_that_was_made(tmp_path: Path) -> None:
+    spec = load(tmp_path).spec.task
+    begun, made = build_warm_task(spec), build_task(spec)
+    example = begun.examples(Split.TRAIN)[0]
+    (tmp_path / "own.py").write_text(CODE.replace("example.answer in", "example.answer not in"))
+    # What a process forked now does when it first judges.
+    assert begun.verify(example, "4").is_correct
+    assert made.verify(example, "4").is_correct
+    (tmp_path / "own.py").write_text(CODE + "\n")
+    late = build_task(spec)
+    (tmp_path / "own.py").write_text(CODE)
+    for use in (lambda: late.verify(example, "4"), lambda: late.examples(Split.TRAIN)):
+        with pytest.raises(ConfigError, match=r"own\.py was edited since it was looked at"):
+            use()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from strop.errors import ConfigError, DataError
+from strop.errors import CheckRefused, ConfigError, DataError
 from strop.rollout import Outcome, Split
 from strop.spec.rows_task import RowsSpec
 from strop.spec.task import TaskSpec
-from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
 from strop.tasks.traits import describe_counts
 from tests.fixtures.judged import write_rows
@@ -51,7 +52,7 @@ def judge(spec: TaskSpec, *replies: str) -> list[Outcome]:
     async def work() -> list[Outcome]:
         task = build_task(spec)
         example = task.examples(Split.TRAIN)[0]
-        found = open_judge(task, partial(build_warm_task, spec))
+        found = open_judge(task, task_builder(spec))
         try:
             return [await found.judge(example, reply) for reply in replies]
         finally:
@@ -368,3 +369,42 @@ def test_what_json_cannot_hold_is_kept_from_functions(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
     columns = task_of(tmp_path, source=str(path)).examples(Split.TRAIN)[0].fields["columns"]
     assert (columns["day"], "raw" in columns) == ("2026-01-01", False)
+
+
+def test_an_edit_does_not_reach_who_judges_already(tmp_path: Path) -> None:
+    judged_by = tmp_path / "judged-by"
+    code = f"""
+import os
+
+def score(reply, answer):
+    with open({str(judged_by)!r}, "a") as file:
+        file.write(f"{{os.getpid()}} {{os.getppid()}}\\n")
+    return 1.0
+"""
+    spec = spec_of(tmp_path, code=code)
+
+    async def work() -> tuple[list[float | None], str]:
+        task = build_task(spec)
+        example = task.examples(Split.TRAIN)[0]
+        found = open_judge(task, task_builder(spec))
+        try:
+            rewards = [(await found.judge(example, "")).reward]
+            (tmp_path / "reward.py").write_text(code.replace("1.0", "0.0"))
+            rewards.append((await found.judge(example, "")).reward)
+            worker, parent = map(int, judged_by.read_text().splitlines()[0].split())
+            # Another worker takes its place.
+            os.kill(worker, signal.SIGKILL)
+            rewards.append((await found.judge(example, "")).reward)
+            # What workers are forked from has to be made anew.
+            os.kill(parent, signal.SIGKILL)
+            with pytest.raises(CheckRefused) as refused:
+                # Its last worker goes a moment later.
+                await asyncio.gather(*[found.judge(example, "") for _ in range(8)])
+            return rewards, str(refused.value)
+        finally:
+            await found.close()
+
+    rewards, refusal = asyncio.run(work())
+    assert rewards == [1.0, 1.0, 1.0]
+    assert len(set(judged_by.read_text().splitlines())) == 2
+    assert f"{tmp_path / 'reward.py'} was edited while it judges" in refusal

@@ -14,7 +14,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from strop.record.fence import ATTEMPT_VARIABLE
 from strop.record.meeting import meeting_path
 from strop.spec.run import RunSpec
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
-from strop.tasks import Task, build_warm_task
+from strop.tasks import Task, task_builder
 from strop.tasks.llm_judge.role import list_handovers
 from strop.tokenizer import Tokenizer
 
@@ -94,7 +93,7 @@ class RayPlacement:
         spec's task without it.
         """
         self._spec = spec
-        self._make_task = make_task or partial(build_warm_task, spec.task)
+        self._make_task = make_task or task_builder(spec.task)
         self._source = replace(source, path=source.path.absolute())
         self._work_dir = work_dir.absolute()
         self._limits = limits

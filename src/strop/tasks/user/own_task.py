@@ -46,6 +46,7 @@ class OwnTask:
         """
         self._spec = spec
         self._inspected = spec.inspect()
+        self._digest = hash_sources(spec.ref.path if spec.ref.is_file else self._inspected.path)
         self.name = spec.ref.name if spec.ref.is_file else spec.name
 
     @cached_property
@@ -66,7 +67,7 @@ class OwnTask:
         # Where the file lies is nothing that a score depends on.
         spec = self._spec.model_copy(update={"name": self.name})
         prompts = json.dumps([self._made[id_]["messages"] for id_ in sorted(self._made)])
-        judged = f"{_VERIFIER} {hash_sources(self._inspected.path)}"
+        judged = f"{_VERIFIER} {self._digest}"
         return hash_version(self.name, prompts, judged, self.limits, spec, self._splits.digest)
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -125,14 +126,21 @@ class OwnTask:
 
     @cached_property
     def _own(self) -> Any:
-        return posing.make_task(load_code(self._spec.ref), self._inspected.values)
+        return posing.make_task(load_code(self._spec.ref, self._digest), self._inspected.values)
 
     @cached_property
     def _posed(self) -> dict[str, Any]:
         """All that the class asks, as JSON values."""
         order = {"values": dict(self._inspected.values)}
         doing = "asked for its examples"
-        return run_apart(posing.__name__, self._spec.ref, order, limit_s=POSE_LIMIT_S, doing=doing)
+        return run_apart(
+            posing.__name__,
+            self._spec.ref,
+            order,
+            limit_s=POSE_LIMIT_S,
+            doing=doing,
+            digest=self._digest,
+        )
 
     @cached_property
     def _made(self) -> Mapping[str, Mapping[str, Any]]:

@@ -18,7 +18,7 @@ from strop.errors import ConfigError, explain_refusal
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.tasks.thinking import text_after_thinking
-from strop.user_code import CodeRef, InspectedFunction, inspect_function, load_code
+from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
 
 Parts = dict[str, float | None]
 """Named parts of a reward; None where nothing can be said."""
@@ -41,6 +41,8 @@ class UserReward:
         self.ref = CodeRef.parse(text)
         self.name = self.ref.name
         self.signature: InspectedFunction = inspect_function(self.ref)
+        self.digest = hash_sources(self.ref.path)
+        """Of the file and what it imports from beside itself, as they are now."""
         if not {REPLY, REPLIES} & set(self.signature.parameters):
             taken = ", ".join(self.signature.parameters) or "nothing"
             raise ConfigError(
@@ -53,7 +55,7 @@ class UserReward:
 
     def load(self) -> Callable[..., Any]:
         """Bring the function into this process. Raises: ConfigError like `load_code`."""
-        found: Callable[..., Any] = load_code(self.ref)
+        found: Callable[..., Any] = load_code(self.ref, self.digest)
         return found
 
     def score(self, values: Mapping[str, Any]) -> Parts:

@@ -28,7 +28,6 @@ from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples
 from strop.tasks.rows.row_task import RowTask
 from strop.tasks.user.rewards import GIVEN, Parts, UserReward, read_schema, score_built_in, show_answer
-from strop.user_code import hash_sources
 
 _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "rows-1"
@@ -69,9 +68,7 @@ class Rows(RowTask):
             verify_keeps_time=is_sandboxed and not self._functions,
         )
         judges = [
-            f"{self._functions[name].ref} {hash_sources(self._functions[name].ref.path)}"
-            if name in self._functions
-            else name
+            f"{self._functions[name].ref} {self._functions[name].digest}" if name in self._functions else name
             for name in spec.reward
         ]
         super().__init__(
