@@ -12,7 +12,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; d
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
 	&& { echo "$$name"; break; }; done)
 IN_VENV := .venv/bin/python
-PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install
+PIP := $(IN_VENV) -m pip --quiet --quiet --disable-pip-version-check install --no-compile
 READY := .venv/.ready
 LIBRARY := src tools benchmarks
 
@@ -47,18 +47,22 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)
 	@.venv/bin/strop train recipes/arithmetic.toml $(DEMO)
 
-# Three streams: none of them keeps both cores busy, and jobs wait for schedulers, containers and each other.
+# Four streams: each waits now and then, for schedulers, containers and processes, and leaves cores to the others.
 JOBS := tests/launch
+COMMANDS := tests/cli tests/incidents tests/launch
+PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
 LAST := tests/evaluate tests/tasks/audit
 PYTEST := $(IN_VENV) -m pytest --durations=15
 
 test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
 	$(PYTEST) -m slow $(JOBS) >"$$logs/jobs" 2>&1 & jobs=$$!; \
-	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
-	{ $(PYTEST) -m "not slow" && $(PYTEST) -m slow $(LAST); } || ended=$$?; \
-	wait "$$slow" || ended=$$?; wait "$$jobs" || ended=$$?; \
-	cat "$$logs/slow" "$$logs/jobs"; rm -rf "$$logs"; exit "$$ended"
+	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
+	{ both=0; $(PYTEST) -m "not slow" $(COMMANDS) || both=$$?; $(PYTEST) -m slow $(PROGRAMS) || both=$$?; \
+		exit "$$both"; } >"$$logs/commands" 2>&1 & commands=$$!; \
+	{ $(PYTEST) -m "not slow" $(addprefix --ignore=,$(COMMANDS)) && $(PYTEST) -m slow $(LAST); } || ended=$$?; \
+	for stream in "$$commands" "$$slow" "$$jobs"; do wait "$$stream" || ended=$$?; done; \
+	cat "$$logs/commands" "$$logs/slow" "$$logs/jobs"; rm -rf "$$logs"; exit "$$ended"
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .

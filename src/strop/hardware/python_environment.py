@@ -104,7 +104,7 @@ def _make(environment: PythonEnvironment) -> None:
     python = str(environment.python)
     _run([sys.executable, "-m", "venv", str(environment.path)], environment)
     for requirements in environment.pip_steps:
-        _run([python, "-m", "pip", "install", "--quiet", *requirements], environment)
+        _run([python, "-m", "pip", "install", "--quiet", "--no-compile", *requirements], environment)
     if environment.uv_step:
         overrides = environment.path / "overrides.txt"
         # A marker that is never true takes a package out of the resolution.
