@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import require_system_part
 
 ROOT = Path(__file__).parents[1]
-FEW = ["train.steps=2", "eval.num_examples=8", "train.checkpoint_every=2"]
+FEW = ["train.steps=2", "train.prompts_per_step=2", "eval.num_examples=8", "train.checkpoint_every=2"]
 
 
 def run_command(*words: str) -> str:

@@ -25,8 +25,8 @@ def test_a_goal_is_reached_at_its_bound(
     assert ("FAIL" in figure.describe()) is not is_reached
 
 
-WHOLE_RUNS = ("asynchronous", "planning", "ray-demo", "seeds")
-"""Train whole runs of the demo's model, minutes each even with `--quick`."""
+WHOLE_RUNS = ("asynchronous", "busy", "planning", "ray-demo", "seeds")
+"""Train the demo's model, minutes each even with `--quick`."""
 
 
 @pytest.mark.slow
