@@ -49,7 +49,6 @@ demo: $(READY)
 
 # Four streams: each waits now and then, for schedulers, containers and processes, and leaves cores to the others.
 JOBS := tests/launch
-COMMANDS := tests/cli tests/incidents tests/launch
 PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
 LAST := tests/evaluate tests/tasks/audit
 PYTEST := $(IN_VENV) -m pytest --durations=15
@@ -58,11 +57,10 @@ test: $(READY)
 	@logs=$$(mktemp -d); ended=0; \
 	$(PYTEST) -m slow $(JOBS) >"$$logs/jobs" 2>&1 & jobs=$$!; \
 	$(PYTEST) -m slow $(addprefix --ignore=,$(JOBS) $(PROGRAMS) $(LAST)) >"$$logs/slow" 2>&1 & slow=$$!; \
-	{ both=0; $(PYTEST) -m "not slow" $(COMMANDS) || both=$$?; $(PYTEST) -m slow $(PROGRAMS) || both=$$?; \
-		exit "$$both"; } >"$$logs/commands" 2>&1 & commands=$$!; \
-	{ $(PYTEST) -m "not slow" $(addprefix --ignore=,$(COMMANDS)) && $(PYTEST) -m slow $(LAST); } || ended=$$?; \
-	for stream in "$$commands" "$$slow" "$$jobs"; do wait "$$stream" || ended=$$?; done; \
-	cat "$$logs/commands" "$$logs/slow" "$$logs/jobs"; rm -rf "$$logs"; exit "$$ended"
+	{ $(PYTEST) -m slow $(PROGRAMS) && $(PYTEST) -m slow $(LAST); } >"$$logs/programs" 2>&1 & programs=$$!; \
+	$(PYTEST) -m "not slow" || ended=$$?; \
+	for stream in "$$programs" "$$slow" "$$jobs"; do wait "$$stream" || ended=$$?; done; \
+	cat "$$logs/programs" "$$logs/slow" "$$logs/jobs"; rm -rf "$$logs"; exit "$$ended"
 
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .
