@@ -162,7 +162,7 @@ def task_builder(spec: TaskSpec) -> Callable[[], Task]:
 
 
 def _hash_code(spec: TaskSpec) -> Mapping[str, str]:
-    return {ref.place: hash_sources(ref.path) for ref in code_of_task(spec) if ref.is_file}
+    return {ref.place: hash_sources(ref.path) for ref in code_of_task(spec)}
 
 
 def build_warm_task(spec: TaskSpec, code: Mapping[str, str] | None = None) -> Task:

@@ -89,11 +89,10 @@ def _import_file(ref: CodeRef, digest: str | None) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
     # By content: a notebook that edits the file gets what it wrote.
-    digest = digest or hash_sources(path)
-    name = f"strop_user_{path.stem}_{digest[:12]}"
+    name = f"strop_user_{path.stem}_{(digest or hash_sources(path))[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    if hash_sources(path) != digest:
+    if digest is not None and hash_sources(path) != digest:
         raise RuntimeError(f"{path} was edited since it was looked at")
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
