@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.machine import AVX2
 from strop.kernels import kernel_status
 from tests.conftest import require_system_part
 from tests.fixtures.kernels import needs_kernels
@@ -28,8 +29,6 @@ KERNELS = ROOT / "src" / "strop" / "kernels"
 X86 = "qemu-x86_64-static"
 ARM, ARM_COMPILER, ARM_ROOT = "qemu-aarch64-static", "aarch64-linux-gnu-gcc", "/usr/aarch64-linux-gnu"
 LIMIT_S = 3600.0
-LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-"""What a test stream may be started with; an emulated processor can do less than they promise."""
 needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="an x86 interpreter, to emulate")
 
 
@@ -44,7 +43,8 @@ def run_whole(
 
     `words` are settings of the training.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in LIMITS}
+    # What the tests may be started with: an emulated processor can do less than it promises.
+    inherited = {name: value for name, value in os.environ.items() if name not in AVX2}
     environment = {**inherited, **variables, "STROP_CACHE": str(folder / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     done = subprocess.run(

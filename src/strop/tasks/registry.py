@@ -44,7 +44,7 @@ from strop.spec.task import (
     plain_sections,
 )
 from strop.tasks.contract import Task
-from strop.user_code import hash_sources
+from strop.user_code import edited, hash_sources
 
 TASK_SUMMARIES: Mapping[str, str] = MappingProxyType(
     {
@@ -172,14 +172,7 @@ def build_warm_task(spec: TaskSpec, code: Mapping[str, str] | None = None) -> Ta
     Raises: like `build_task`, and like `examples` where judging needs the data; ConfigError for other code.
     """
     if code is not None and code != (found := _hash_code(spec)):
-        edited = ", ".join(path for path, digest in found.items() if code.get(path) != digest)
-        raise ConfigError(
-            explain_refusal(
-                f"{edited} was edited while it judges: replies would be judged in two ways",
-                allowed="the code that judging began with",
-                next_step="put it back, or begin anew with the new one",
-            )
-        )
+        raise edited([path for path, digest in found.items() if code.get(path) != digest])
     task = build_task(spec)
     if isinstance(spec, ReasoningGymSpec | MixtureSpec | BlendSpec):
         # A scorer that wants the generated problem; a mixture must know whose an example is.

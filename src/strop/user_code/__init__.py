@@ -14,7 +14,7 @@ from strop.user_code.inspection import (
     inspect_task,
     run_apart,
 )
-from strop.user_code.loading import blaming, is_importing, load_code
+from strop.user_code.loading import blaming, edited, is_importing, load_code
 from strop.user_code.reference import (
     MOVED_VARIABLE,
     TASKS_GROUP,
@@ -35,6 +35,7 @@ __all__ = [
     "InspectedTask",
     "announced",
     "blaming",
+    "edited",
     "find_algorithm",
     "find_moved",
     "find_task",

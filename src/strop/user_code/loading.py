@@ -7,9 +7,10 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,11 @@ def load_code(ref: CodeRef, digest: str | None = None) -> Any:
     Raises: ConfigError naming file and line if the module cannot be imported, has no such name, or is not
         the one of `digest`.
     """
+    if digest is not None and _module_name(ref.path, digest) not in sys.modules:
+        with blaming(ref, "be read"):
+            found = hash_sources(ref.path)
+        if found != digest:
+            raise edited([str(ref.path)])
     with blaming(ref, "be imported"):
         module = _import_file(ref, digest) if ref.is_file else importlib.import_module(ref.place)
     try:
@@ -48,6 +54,17 @@ def load_code(ref: CodeRef, digest: str | None = None) -> Any:
                 next_step="correct the name behind the colon",
             )
         ) from None
+
+
+def edited(paths: Sequence[str]) -> ConfigError:
+    """Return the refusal of code that is not what this run or judge began with."""
+    return ConfigError(
+        explain_refusal(
+            f"{', '.join(paths)} was edited since it was looked at: replies would be judged in two ways",
+            allowed="the code that this began with",
+            next_step="put it back, or begin anew with the new one",
+        )
+    )
 
 
 @contextmanager
@@ -83,17 +100,19 @@ def _blame(error: Exception, ref: CodeRef) -> str:
     return f"{said} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
 
 
+def _module_name(path: Path, digest: str) -> str:
+    # By content: a notebook that edits the file gets what it wrote.
+    return f"strop_user_{path.stem}_{digest[:12]}"
+
+
 def _import_file(ref: CodeRef, digest: str | None) -> ModuleType:
     path = ref.path
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    # By content: a notebook that edits the file gets what it wrote.
-    name = f"strop_user_{path.stem}_{(digest or hash_sources(path))[:12]}"
+    name = _module_name(path, digest or hash_sources(path))
     if name in sys.modules:
         return sys.modules[name]
-    if digest is not None and hash_sources(path) != digest:
-        raise RuntimeError(f"{path} was edited since it was looked at")
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
     assert found.loader is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.machine import limits
 from strop.launch.backends import open_backend
 from strop.launch.container.image import BuiltImage
 from strop.launch.jobs.contract import JobRef, JobState
@@ -71,8 +72,12 @@ def test_a_drill_of_a_real_training_proves_the_same_curve_as_without_a_container
     alone = train_here(spec, SilentObserver(), on_run=lambda _run_dir: None)
     shown = json.dumps([f"{tiny_model_dir}:{tiny_model_dir}:ro"])
     write_sites(project, base_image.name, 'environment = "mounted"', f"mounts = {shown}")
+    # Inside too, or the two would round differently.
     asked = SubmitOptions(
-        site="box", project_path=project, overrides=(f"output.root={project.parent / 'runs'}", ACCEPTED)
+        site="box",
+        project_path=project,
+        overrides=(f"output.root={project.parent / 'runs'}", ACCEPTED),
+        variables=tuple(limits()),
     )
     request = read_request(str(project / "run.toml"), asked, environ=os.environ, now=time.time())
     launcher = Launcher(open_backend(request.site))

@@ -407,4 +407,4 @@ def score(reply, answer):
     rewards, refusal = asyncio.run(work())
     assert rewards == [1.0, 1.0, 1.0]
     assert len(set(judged_by.read_text().splitlines())) == 2
-    assert f"{tmp_path / 'reward.py'} was edited while it judges" in refusal
+    assert f"{tmp_path / 'reward.py'} was edited since it was looked at" in refusal
