@@ -38,9 +38,6 @@ class Split(StrEnum):
 
 RESTART = "restart"
 """Role of a prompt that was rendered anew because the ids before it could not be extended."""
-TERMINATOR = "terminator"
-"""Role of the terminator behind a reply that a stop string ended; nobody sampled it."""
-
 PROMPT_TOO_LONG = "prompt_too_long"
 """Kind of failure: the model has no room for a whole reply behind the prompt, so nobody was asked."""
 
@@ -51,7 +48,7 @@ class FinishReason(StrEnum):
     EOS = "eos"
     """A stop token was sampled; it is the last token of the turn."""
     STOP_STRING = "stop_string"
-    """A stop string was completed. A turn ends before it: at the last token that reaches into the text."""
+    """A stop string was completed. Its tokens were sampled and end the turn's ids; the text ends before."""
     LENGTH = "length"
     """The token budget was used up; the text is cut."""
     CHOSEN = "chosen"
@@ -141,8 +138,9 @@ class Turn:
     """What one speaker said, as text and as the exact token ids that were fed or sampled."""
 
     role: str
-    """'prompt', 'assistant', `RESTART` or `TERMINATOR`."""
+    """'prompt', 'assistant' or `RESTART`."""
     text: str
+    """Of a reply, what is judged: without the terminator or the stop string that ended it."""
     token_ids: IntArray
     logprobs: FloatArray | None = None
     """Only on turns that the policy spoke; then as long as `token_ids` and finite."""
@@ -272,7 +270,7 @@ class Rollout:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled over all turns, those of stop strings left out."""
+        """Tokens that the policy sampled over all turns, those that ended its replies among them."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
 
 

@@ -79,6 +79,16 @@ def test_a_stop_string_is_cut_off(tokenizer: Tokenizer) -> None:
     answer = choice(**said(tokenizer, "3 END") | {"finish_reason": "stop"})
     reply = generate(tokenizer, ask(tokenizer, stop_strings=(" END",)), answer)
     assert (reply.text, reply.finish_reason) == ("3", FinishReason.STOP_STRING)
+    # What was sampled is kept, to the token that completed it.
+    assert tokenizer.decode(reply.token_ids) == "3 END"
+    assert len(reply.logprobs) == len(reply.token_ids)
+
+
+def test_a_server_that_names_no_ids_gives_the_stop_string_as_text(tokenizer: Tokenizer) -> None:
+    answer = choice(**said(tokenizer, "3 END") | {"finish_reason": "stop"})
+    del answer["choices"][0]["token_ids"]
+    reply = generate(tokenizer, ask(tokenizer, stop_strings=(" END",)), answer)
+    assert (reply.text, tokenizer.decode(reply.token_ids)) == ("3", "3 END")
 
 
 def test_without_token_ids_the_text_is_encoded_again(tokenizer: Tokenizer) -> None:
@@ -174,6 +184,7 @@ def test_a_request_is_sent_as_it_was_asked(tokenizer: Tokenizer, monkeypatch: py
         "stop_token_ids": [tokenizer.eos_id],
         "return_token_ids": True,
         "top_k": 0,
+        "include_stop_str_in_output": True,
     }
 
 

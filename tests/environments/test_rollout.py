@@ -180,16 +180,20 @@ def test_turns_of_a_base_model(base_tokenizer: Tokenizer) -> None:
     assert [turn.text for turn in rollout.turns] == ["a?\n", "x", "\n\nb?\n", "7"]
 
 
-def test_terminator_is_added_after_a_stop_string(tokenizer: Tokenizer) -> None:
+def test_a_turn_after_a_stop_string_follows_its_tokens_and_a_terminator(tokenizer: Tokenizer) -> None:
     environment = ScriptedEnvironment(
         (Message(role="user", content="a?"),),
         [(Message(role="user", content="b?"),)],
         judge_last_word,
         stop_strings=("STOP",),
     )
-    rollout = attempt(environment, DummyEngine(tokenizer, ["xSTOP", "7"]), tokenizer)
-    assert rollout.turns[1].text == "x"
+    engine = DummyEngine(tokenizer, ["xSTOP and more", "7"])
+    rollout = attempt(environment, engine, tokenizer)
+    assert (rollout.turns[1].text, environment.actions[0].text) == ("x", "x")
+    assert tokenizer.decode(rollout.turns[1].token_ids) == "xSTOP"
     assert rollout.turns[2].text.startswith("<|end|>\n<|start|>user\nb?")
+    assert [turn.role for turn in rollout.turns] == ["prompt", "assistant"] * 2
+    assert engine.requests[1].prompt_ids.tolist() == joined_ids(rollout.turns[:3])
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,8 @@ def test_eva_6_a_reward_that_pays_length_only_is_seen_within_two_evaluations(
         train={"steps": 16, "prompts_per_step": 4, "rollouts_per_prompt": 8, "checkpoint_every": 16}
         | {"accept": "weights: random; audit: pays length; verifier: pays length"},
         eval={"every": 8},
-        optimizer={"lr": 1e-2 if pays_length else 1e-5},
+        # A random model chooses among near ties: larger steps change what it says without any reward.
+        optimizer={"lr": 1e-2 if pays_length else 1e-6},
     )
     task = SaysTheSame(record_replies(tiny_model_dir), pays_length=pays_length)
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)

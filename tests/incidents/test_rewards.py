@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import partial
@@ -315,9 +316,11 @@ def test_rew_1_a_verifier_that_raises_now_and_then_is_an_alarm(tmp_path: Path, t
                 FailureOwner.TASK,
                 "TypeError",
             )
-        # Masked: their tokens are in no normaliser.
+        # Masked: their tokens are in no normaliser. One that is left alone is compared with nobody.
         scored = [rollout for rollout in rollouts if rollout.outcome.failure is None]
-        assert line["num_scored_tokens"] == sum(rollout.num_sampled_tokens for rollout in scored)
+        of_example = Counter(rollout.example.example_id for rollout in scored)
+        counted = [rollout for rollout in scored if of_example[rollout.example.example_id] > 1]
+        assert line["num_scored_tokens"] == sum(rollout.num_sampled_tokens for rollout in counted)
 
 
 class RaisesInTraining(SpellTask):

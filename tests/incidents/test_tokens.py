@@ -20,7 +20,6 @@ from strop.errors import ConfigError, DataError
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.policy.scoring import score_reply
 from strop.rollout import (
-    TERMINATOR,
     Example,
     FinishReason,
     Group,
@@ -240,11 +239,13 @@ def test_tok_4_a_reply_that_ends_by_itself_is_trained_as_scored(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("said", "scored"), [("yes\nQ: and more", "yes"), ("\nQ: what", "")])
-def test_tok_4_a_stop_string_is_neither_scored_nor_trained(tmp_path: Path, said: str, scored: str) -> None:
+def test_tok_4_a_stop_string_is_not_judged_and_is_trained_as_sampled(
+    tmp_path: Path, said: str, scored: str
+) -> None:
     """Incident: as above, where a stop string ended the reply.
 
-    The ids are the scored text and one terminator. The terminator was not sampled, so it has no
-    behaviour log-probability and no policy gradient; every other token was, and has both.
+    Judged is the text before it. Its tokens were sampled, up to the one that completed it: without them
+    the gradient would not be that of the expected reward. Nothing that was not sampled is scored.
     """
     tokenizer = Tokenizer.load(make_model(tmp_path))
     engine = DummyEngine(tokenizer, [said, "no"])
@@ -253,94 +254,111 @@ def test_tok_4_a_stop_string_is_neither_scored_nor_trained(tmp_path: Path, said:
     assert (rollout.reply.text, rollout.outcome.reward) == (scored, float(scored == "yes"))
     assert rollout.reply.finish_reason is FinishReason.STOP_STRING
     reply = pack_reply(rollout.turns, 1.0, 1.0)
-    assert tokenizer.decode(reply.token_ids[:-1]) == scored
-    assert reply.token_ids.tolist() == [*tokenizer.encode(scored), tokenizer.eos_id]
-    assert reply.is_scored.tolist() == [True] * len(scored) + [False]
-    assert len(reply.engine_logprobs) == rollout.num_sampled_tokens == len(scored)
+    assert reply.token_ids.tolist() == tokenizer.encode(f"{scored}\nQ:").tolist()
+    assert reply.is_scored.all()
+    assert len(reply.engine_logprobs) == rollout.num_sampled_tokens == len(reply.token_ids)
     # A reply that ended by itself sampled its terminator, and is trained on it.
     assert pack_reply(other.turns, 1.0, 1.0).is_scored.tolist() == [True, True, True]
 
 
-def test_tok_4_nothing_of_a_stop_string_reaches_the_batch(tmp_path: Path) -> None:
-    """Incident: as above; two replies of which one is empty, through credit and packing.
-
-    The empty one has nothing to train, and still is one of the two that are compared.
-    """
+def test_tok_4_a_reply_of_a_stop_string_alone_is_trained(tmp_path: Path) -> None:
+    """Incident: as above; two replies of which one has no text, through credit and packing."""
     tokenizer = Tokenizer.load(make_model(tmp_path))
     group = attempt(DummyEngine(tokenizer, ["\nQ:", "yes\nQ:"]), tokenizer, 2)
     batch = build_batch(ALGORITHMS["rloo"], [group], 16)
     (packed,) = batch.groups
-    assert [tokenizer.decode(reply.token_ids[:-1]) for reply in packed.replies] == ["yes"]
-    assert (batch.credit.num_counted_tokens, batch.credit.num_empty) == (3, 1)
+    assert [tokenizer.decode(reply.token_ids) for reply in packed.replies] == ["\nQ:", "yes\nQ:"]
+    assert (batch.credit.num_counted_tokens, batch.credit.num_empty) == (3 + 6, 0)
     # Rewards 0 and 1: each is compared with the other.
-    assert packed.replies[0].advantage == 1.0
+    assert [reply.advantage for reply in packed.replies] == [-1.0, 1.0]
     tensors = PackedBatch.of_groups([packed], torch.device("cpu"))
-    assert sorted(tensors.target_M.tolist()) == sorted(tokenizer.encode("yes").tolist())
+    assert sorted(tensors.target_M.tolist()) == sorted(tokenizer.encode("yes\nQ:\nQ:").tolist())
 
 
-def test_tok_4_a_stop_string_inside_a_token_is_recorded(tmp_path: Path) -> None:
-    """Incident: as above, where no token boundary stands before the stop string.
+def test_tok_4_a_stop_string_inside_a_token_is_trained_as_sampled(tmp_path: Path) -> None:
+    """Incident: as above, where no token boundary stands before the stop string, nor behind it.
 
-    `the` is one token here. Of the stop string `hen`, `th` is in a token whose first letter was scored.
+    `the` is one token here. The stop string is its second letter.
     """
     tokenizer = Tokenizer.load(make_model(tmp_path))
     task = Question()
-    task.limits = TaskLimits(max_reply_tokens=16, stop_strings=("hen",))
+    task.limits = TaskLimits(max_reply_tokens=16, stop_strings=("h",))
     group = attempt(DummyEngine(tokenizer, ["so then", "yes"]), tokenizer, 2, task)
     rollout = group.rollouts[0]
     assert rollout.reply is not None
     assert rollout.reply.text == "so t"
-    assert tokenizer.decode(rollout.reply.token_ids) == "so the"
-    assert rollout.outcome.metrics == {"split_stops": 1.0}
-    assert group.rollouts[1].outcome.metrics == {}
+    assert tokenizer.decode(pack_reply(rollout.turns, 1.0, 1.0).token_ids) == "so the"
     assert check_terminator(build_gate(tmp_path, DummyEngine(tokenizer, [])), [group]).is_passed
 
 
-def keep_stop_string(
+def drop_stop_string(
     tokenizer: Tokenizer, turns: Sequence[Turn], advantage: float, weight: float
 ) -> PackedReply:
-    """The fault of TOK-4: what ended the reply is trained, and no terminator follows."""
-    ids = np.concatenate([turns[1].token_ids, tokenizer.encode("\nQ:")])
-    return PackedReply(
-        token_ids=ids,
-        is_scored=np.ones(len(ids), dtype=np.bool_),
-        engine_logprobs=np.full(len(ids), -1.0, dtype=np.float32),
-        advantage=advantage,
-        weight=weight,
+    """What strop did once: the tokens of the stop string are left out."""
+    num_kept = len(tokenizer.encode(turns[1].text))
+    reply = pack_reply(turns, advantage, weight)
+    is_scored = np.arange(len(reply.token_ids)) < num_kept
+    return replace(reply, is_scored=is_scored, engine_logprobs=reply.engine_logprobs[:num_kept])
+
+
+def add_terminator(
+    tokenizer: Tokenizer, turns: Sequence[Turn], advantage: float, weight: float
+) -> PackedReply:
+    """Trains a terminator that nobody sampled."""
+    reply = pack_reply(turns, advantage, weight)
+    return replace(
+        reply,
+        token_ids=np.append(reply.token_ids, np.int32(tokenizer.eos_id)),
+        is_scored=np.append(reply.is_scored, True),
+        engine_logprobs=np.append(reply.engine_logprobs, np.float32(-1.0)),
     )
 
 
-def drop_terminator(
-    tokenizer: Tokenizer, turns: Sequence[Turn], advantage: float, weight: float
-) -> PackedReply:
-    """Trains the text and lets nothing follow it."""
-    return pack_reply([turn for turn in turns if turn.role != TERMINATOR], advantage, weight)
-
-
-@pytest.mark.parametrize("builder", [keep_stop_string, drop_terminator])
-def test_tok_4_a_builder_that_ends_a_reply_otherwise_is_refused(
+@pytest.mark.parametrize("builder", [drop_stop_string, add_terminator])
+def test_tok_4_a_builder_that_trains_other_tokens_than_were_sampled_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builder: Callable[..., PackedReply]
 ) -> None:
-    """Incident: as above; the gate compares what is trained with what was scored."""
+    """Incident: as above; the gate compares what is trained with what was sampled."""
     model_dir = make_model(tmp_path)
     tokenizer = Tokenizer.load(model_dir)
     engine = DummyEngine(tokenizer, ["yes\nQ: and", "\nQ:"])
     group = attempt(engine, tokenizer, 2)
     gate = build_gate(model_dir, engine)
-    assert check_terminator(gate, [group]).detail.endswith("; 2 replies trained up to their stop string")
+    passed = check_terminator(gate, [group])
+    assert passed.is_passed
+    assert passed.detail.endswith("; 2 replies trained with the stop string that ended them")
     monkeypatch.setattr("strop.train.gate.pack_reply", partial(builder, tokenizer))
     check = check_terminator(gate, [group])
     assert not check.is_passed
-    assert check.detail.startswith(
-        "2 of 2 replies that a stop string ended are not trained as they were scored"
+    assert check.detail == "2 of 2 replies are trained on other tokens than were sampled"
+
+
+def test_tok_4_an_engine_that_keeps_the_stop_string_to_itself_is_refused(tmp_path: Path) -> None:
+    """Incident: as above; an engine that cuts ids like text leaves nothing to train the end with."""
+    model_dir = make_model(tmp_path)
+    tokenizer = Tokenizer.load(model_dir)
+
+    def cut(request: GenerationRequest, completion: Completion) -> Completion:
+        num_kept = len(tokenizer.encode(completion.text))
+        return replace(
+            completion,
+            token_ids=completion.token_ids[:num_kept],
+            logprobs=completion.logprobs[:num_kept],
+        )
+
+    engine = TamperedEngine(DummyEngine(tokenizer, ["yes\nQ:", "no\nQ:"]), tamper=cut)
+    check = check_terminator(build_gate(model_dir, engine), [attempt(engine, tokenizer, 2)])
+    assert not check.is_passed
+    assert (
+        "of 2 of 2 replies that a stop string ended the engine gives no token of that string" in check.detail
     )
 
 
 def test_tok_4_a_row_to_imitate_ends_as_a_reply_that_a_stop_string_ended(tmp_path: Path) -> None:
     """Incident: as above; rows for fine-tuning had no terminator, and pads stood inside the attention.
 
-    The row says what an engine said before its stop string. Both are fed the same ids, and in the row
-    the terminator is trained: nobody sampled it there either, and imitation needs no sampler.
+    The row says what an engine said before its stop string. Where that was sampled, the row has a
+    terminator, which is trained: imitation needs no sampler.
     """
     tokenizer = Tokenizer.load(make_model(tmp_path / "model"))
     group = attempt(DummyEngine(tokenizer, ["yes\nQ: and more", "no"]), tokenizer, 2)
@@ -352,9 +370,9 @@ def test_tok_4_a_row_to_imitate_ends_as_a_reply_that_a_stop_string_ended(tmp_pat
     (packed,) = pack_demonstrations(found.members)
     assert packed.prompt_ids.tolist() == group.rollouts[0].turns[0].token_ids.tolist()
     (reply,) = packed.replies
-    assert reply.token_ids.tolist() == stopped.token_ids.tolist()
+    assert stopped.token_ids.tolist() == tokenizer.encode("yes\nQ:").tolist()
     assert reply.token_ids.tolist() == [*tokenizer.encode("yes"), tokenizer.eos_id]
-    assert (stopped.is_scored.tolist(), reply.is_scored.tolist()) == ([True] * 3 + [False], [True] * 4)
+    assert reply.is_scored.all()
     # The row with the stop string could never be a reply of this run: dropped, counted, and bounded.
     assert found.counts["with a stop string of the task"] == 1
     with pytest.raises(DataError, match=r"1 of 2 demonstrations .* with a stop string of the task"):
@@ -494,11 +512,15 @@ def test_tok_5_both_samples_are_trained_with_the_credit_of_one_rollout(tmp_path:
 
 
 def test_tok_5_after_a_stop_string_the_next_turn_follows_a_terminator(tmp_path: Path) -> None:
-    """Incident: as above; the model is asked what a model that ended by itself is asked."""
+    """Incident: as above; what was sampled stays, the stop string too, and a terminator closes the turn."""
     tokenizer = Tokenizer.load(make_model(tmp_path))
-    stopped, ended = (DummyEngine(tokenizer, [f"as{end}", "yes", "no"]) for end in ("\nQ: no", ""))
-    (sample,) = pack_samples(talk(tokenizer, stopped))
-    talk(tokenizer, ended)
-    assert stopped.requests[1].prompt_ids.tolist() == ended.requests[1].prompt_ids.tolist()
-    # `as` alone, then `yes` and `no` with their terminators.
-    assert int(sample[1].is_scored.sum()) == 1 + 4 + 3
+    engine = DummyEngine(tokenizer, ["as\nQ: no", "yes", "no"])
+    rollout = talk(tokenizer, engine)
+    ((prompt_ids, reply),) = pack_samples(rollout)
+    first, second = (request.prompt_ids.tolist() for request in engine.requests[:2])
+    said = tokenizer.encode("as\nQ:").tolist()
+    assert second[: len(first) + len(said) + 1] == [*first, *said, tokenizer.eos_id]
+    assert (prompt_ids + reply.token_ids.tolist())[: len(second)] == second
+    # `as` and its stop string, then `yes` and `no` with their terminators; the one between was not sampled.
+    assert int(reply.is_scored.sum()) == len(said) + 4 + 3
+    assert measure_rollouts([Group(example=rollout.example, rollouts=(rollout,))])["prefix_break_frac"] == 0.0

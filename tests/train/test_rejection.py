@@ -14,7 +14,6 @@ from strop.errors import DataError, StoreError
 from strop.record import RunDir
 from strop.record.rollouts import write_rollouts
 from strop.rollout import (
-    TERMINATOR,
     FailureOwner,
     FinishReason,
     Message,
@@ -52,17 +51,15 @@ def roll(
     step: int = 0,
     **outcome: Any,
 ) -> Rollout:
-    """Attempt example `index` with a reply, as the rollout path records it."""
+    """Attempt example `index` with a reply, as the rollout path records it; a stop string stands behind |."""
     tokenizer, example = framing.tokenizer, EXAMPLES[index]
     asked, prompt_ids = render_prompt(tokenizer, TASK.render(example), framing.prompt_format)
-    eos_ids = np.array([tokenizer.eos_id], dtype=np.int32)
-    said_ids = tokenizer.encode(text)
-    said_ids = np.append(said_ids, eos_ids) if end is FinishReason.EOS else said_ids
+    text, _, stop = text.partition("|")
+    said_ids = tokenizer.encode(text + stop)
+    said_ids = np.append(said_ids, np.int32(tokenizer.eos_id)) if end is FinishReason.EOS else said_ids
     logprobs = np.full(len(said_ids), -1.0, dtype=np.float32)
     turns = [Turn(role="prompt", text=asked, token_ids=prompt_ids)]
     turns.append(Turn(role="assistant", text=text, token_ids=said_ids, logprobs=logprobs, finish_reason=end))
-    if end is FinishReason.STOP_STRING:
-        turns.append(Turn(role=TERMINATOR, text="<|end|>", token_ids=eos_ids))
     scored = Outcome(parts={"spelled": reward}, truncated=end is FinishReason.LENGTH, **outcome)
     return Rollout(
         example=example, step=step, sample_index=0, turns=tuple(turns), outcome=scored, sampling=Sampling()
@@ -97,12 +94,12 @@ def record(framing: Framing) -> list[list[Rollout]]:
         roll(framing, 1, "D", 0.6, end=FinishReason.LENGTH),  # cut
         roll(framing, 1, "E", None),  # not scored
         lost,
-        roll(framing, 2, "F", 0.9, metrics={"split_stops": 1.0}),  # trained ids are not the text
+        roll(framing, 2, "so t|he", 0.9, end=FinishReason.STOP_STRING),  # no token ends where the text does
     ]
     second = [
         roll(framing, 0, "A", 0.5, step=1),  # said before
         roll(framing, 0, "G", 1.0, step=1),  # taken, second: as good as B, and later
-        roll(framing, 1, "H", 0.7, step=1, end=FinishReason.STOP_STRING),  # taken
+        roll(framing, 1, "H|Q:", 0.7, step=1, end=FinishReason.STOP_STRING),  # taken
     ]
     return [first, second]
 
@@ -191,6 +188,22 @@ def test_rollouts_asked_otherwise_than_the_run_asks_are_refused(tmp_path: Path, 
     path = write_run(tmp_path, [roll(framing, 0, "B", 1.0)])
     with pytest.raises(DataError, match=r"asked with '<.start.>user.n#0<.end.>"):
         choose(path, replace(framing, task=Reworded()))
+
+
+def test_a_record_that_holds_a_terminator_in_place_of_the_stop_string_teaches_the_same(
+    tmp_path: Path, framing: Framing
+) -> None:
+    # So they were recorded once.
+    tokenizer, now = framing.tokenizer, roll(framing, 0, "H|Q:", 1.0, end=FinishReason.STOP_STRING)
+    spoken = roll(framing, 0, "H", 1.0, end=FinishReason.STOP_STRING)
+    end = Turn(role="terminator", text="<|end|>", token_ids=np.array([tokenizer.eos_id], dtype=np.int32))
+    before = replace(spoken, turns=(*spoken.turns, end))
+    found = [
+        choose(write_run(tmp_path / name, [one]), framing).members
+        for name, one in (("now", now), ("before", before))
+    ]
+    assert [member.content for (member,) in found] == [found[0][0].content] * 2
+    assert found[0][0].is_trained.all()
 
 
 def test_a_conversation_is_cut_where_it_was_rendered_anew(tmp_path: Path, framing: Framing) -> None:

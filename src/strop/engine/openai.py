@@ -89,7 +89,8 @@ class OpenAiEngine:
             call["stop"] = list(request.stop_strings)
         if self._is_vllm:
             call |= {"stop_token_ids": sorted(request.stop_token_ids), "return_token_ids": True}
-            call |= {"top_k": sampling.top_k or 0}
+            # The text is then whole where a server is too old to name the ids.
+            call |= {"top_k": sampling.top_k or 0, "include_stop_str_in_output": True}
         elif sampling.top_k is not None:
             raise self._unusable(f"sampling.top_k={sampling.top_k} is no setting of its completions")
         return self._read_reply(request, await self._ask("completions", call))

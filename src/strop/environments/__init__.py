@@ -7,7 +7,7 @@ Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 """
 
 from strop.environments.contract import Action, Choosing, Environment, StepResult
-from strop.environments.conversation import count_kept_tokens
+from strop.environments.conversation import reads_as
 from strop.environments.rollout import PromptCache, RolloutPlan, run_group, run_groups, run_rollout
 from strop.environments.scripted import ScriptedEnvironment
 from strop.environments.single_turn import SingleTurn
@@ -21,7 +21,7 @@ __all__ = [
     "ScriptedEnvironment",
     "SingleTurn",
     "StepResult",
-    "count_kept_tokens",
+    "reads_as",
     "run_group",
     "run_groups",
     "run_rollout",

@@ -17,26 +17,12 @@ from strop.tokenizer import Tokenizer
 _STAND_IN = "reply"
 
 
-def count_kept_tokens(tokenizer: Tokenizer, token_ids: IntArray, text: str) -> int:
-    """Return how many of a reply's tokens reach into its text, which ends before a stop string (TOK-4).
-
-    The others lie wholly in the stop string: they were not judged, so they are not trained. A token
-    in which the stop string begins is kept, because a part of it was judged.
-    """
-    for num_tokens in range(len(token_ids), -1, -1):
-        spoken = tokenizer.decode(token_ids[:num_tokens])
-        if spoken == text:
-            return num_tokens
-        if not spoken.startswith(text):
-            return num_tokens + 1
-    return 0
-
-
 def reads_as(tokenizer: Tokenizer, reply: Turn) -> bool:
-    """Whether a reply's ids are its text, before a terminator that the policy sampled."""
+    """Whether a reply's ids are its text, before the terminator or the stop string that ended it."""
     is_ended = reply.finish_reason is FinishReason.EOS
-    spoken_ids = reply.token_ids[:-1] if is_ended else reply.token_ids
-    return tokenizer.decode(spoken_ids) == reply.text
+    said = tokenizer.decode(reply.token_ids[:-1] if is_ended else reply.token_ids)
+    is_stopped = reply.finish_reason is FinishReason.STOP_STRING
+    return said.startswith(reply.text) if is_stopped else said == reply.text
 
 
 def encode_next_messages(

@@ -16,12 +16,11 @@ import numpy as np
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.choosing import EncodedChoices, choose, encode_choices
 from strop.environments.contract import Action, Environment
-from strop.environments.conversation import count_kept_tokens, encode_next_messages, reads_as
+from strop.environments.conversation import encode_next_messages, reads_as
 from strop.errors import DataError, EngineError, explain_refusal
 from strop.rollout import (
     PROMPT_TOO_LONG,
     RESTART,
-    TERMINATOR,
     Example,
     Failure,
     FailureOwner,
@@ -92,8 +91,6 @@ class _Attempt:
     clock: Callable[[], float]
     turns: list[Turn] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
-    num_split_stops: int = 0
-    """Replies whose stop string begins inside a token, which is trained as it was sampled."""
     choice_nats: dict[str, float] = field(default_factory=dict)
     """Log-probability of each reply that could be chosen, by the name of its metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
@@ -129,7 +126,6 @@ class _Attempt:
                 break
             context_ids = self._continue(context_ids, history, result.messages)
             history += [Message(role="assistant", content=completion.text), *result.messages]
-        self._close_reply()
         return await self._score()
 
     def _continue(
@@ -154,14 +150,6 @@ class _Attempt:
         self.turns.append(Turn(role=RESTART, text=text, token_ids=new_ids))
         return new_ids
 
-    def _close_reply(self) -> None:
-        """Write the terminator behind a reply that a stop string ended; it is fed, never trained."""
-        reply, tokenizer = self.turns[-1], self.prompts.tokenizer
-        if reply.finish_reason is FinishReason.STOP_STRING:
-            eos_ids = np.array([tokenizer.eos_id], dtype=np.int32)
-            text = tokenizer.token_text(tokenizer.eos_id)
-            self.turns.append(Turn(role=TERMINATOR, text=text, token_ids=eos_ids))
-
     async def _generate(self, context_ids: IntArray, turn_index: int) -> Completion:
         plan = self.plan
         request = GenerationRequest(
@@ -179,7 +167,7 @@ class _Attempt:
         completion = await self.engine.generate(request)
         self.seconds["generate"] += self.clock() - started_at
         _require_logprobs(completion.logprobs)
-        self.turns.append(self._without_stop_string(_spoken(completion)))
+        self.turns.append(_spoken(completion))
         self.stage_owner = FailureOwner.TASK
         return completion
 
@@ -222,28 +210,11 @@ class _Attempt:
         base_stop_strings: tuple[str, ...] = getattr(self.environment, "base_stop_strings", ())
         return stop_strings + base_stop_strings
 
-    def _without_stop_string(self, reply: Turn) -> Turn:
-        """Leave out the tokens that lie wholly in the stop string that ended a reply."""
-        if reply.finish_reason is not FinishReason.STOP_STRING or reply.logprobs is None:
-            return reply
-        num_kept = count_kept_tokens(self.prompts.tokenizer, reply.token_ids, reply.text)
-        segments = tuple(segment for segment in reply.segments if segment.start < num_kept)
-        kept = replace(
-            reply,
-            token_ids=reply.token_ids[:num_kept],
-            logprobs=reply.logprobs[:num_kept],
-            segments=segments if len(segments) > 1 else (),
-        )
-        self.num_split_stops += not reads_as(self.prompts.tokenizer, kept)
-        return kept
-
     async def _score(self) -> Outcome:
         started_at = self.clock()
         outcome = await self.environment.score()
         self.seconds["verify"] += self.clock() - started_at
         metrics = {**outcome.metrics, **self.choice_nats}
-        if self.num_split_stops:
-            metrics["split_stops"] = float(self.num_split_stops)
         if metrics:
             outcome = replace(outcome, metrics=metrics)
         is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
@@ -265,7 +236,7 @@ async def run_rollout(
     there are kept. A chosen reply is recorded as greedy: nothing was drawn.
 
     The turns alternate: 'prompt' with the ids that were added, 'assistant' with the
-    ids that were sampled; all joined are what the engine saw and said, but for tokens of stop strings.
+    ids that were sampled, those of a stop string among them; all joined are what the engine saw and said.
     A `RESTART` in place of a prompt holds everything anew, and what stands before it was not seen with
     what follows (`Rollout.samples`).
     Units: `clock` counts seconds.

@@ -62,10 +62,10 @@ def share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[Packe
 
 
 def pack_reply(turns: Sequence[Turn], advantage: float, weight: float) -> PackedReply:
-    """Join everything after the opening prompt of a sample; only what the policy sampled is scored.
+    """Join everything after the opening prompt of a sample; what the policy sampled is scored, and only that.
 
-    A terminator behind a stop string was not sampled: it has no behaviour log-probability, so no
-    policy gradient either. It ends the ids and is not scored.
+    What ended a reply was sampled too, terminator or stop string. A gradient without the tokens of a stop
+    string is not the gradient of the expected reward: the choice to end there would go without credit.
     """
     replies = turns[1:]
     return PackedReply(

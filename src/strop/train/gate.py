@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from strop.algorithm.kl import find_penalty_flaw
-from strop.environments import SingleTurn, count_kept_tokens, run_groups
+from strop.environments import SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.hardware import free_disk_bytes, free_memory_bytes, rss_bytes
 from strop.policy.footprint import (
@@ -371,32 +371,39 @@ def _find_evaluated(gate: GateInput, found: Demonstrations) -> list[str]:
 
 
 def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
-    """Refuse a batch builder that leaves a sampled terminator out of the loss, or a stop string in."""
+    """Refuse to train other tokens than were sampled: what ended a reply is among them, and nothing else."""
     tokenizer = gate.roles.tokenizer
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
     ended = [r for r in rollouts if _last_sampled_ids(r) & tokenizer.stop_token_ids]
     untrained = [r for r in ended if not set(_target_ids(r)[-1:].tolist()) & tokenizer.stop_token_ids]
-    stopped = [
-        r for r in rollouts if r.reply is not None and r.reply.finish_reason is FinishReason.STOP_STRING
-    ]
-    overtrained = [r for r in stopped if not _ends_as_scored(tokenizer, r)]
+    stopped = [r for r in rollouts if r.reply and r.reply.finish_reason is FinishReason.STOP_STRING]
+    withheld = [r for r in stopped if r.reply and tokenizer.decode(r.reply.token_ids) == r.reply.text]
+    changed = [r for r in rollouts if not np.array_equal(_target_ids(r), _sampled_ids(r))]
     detail = f"{len(ended)} sampled terminators, all inside the loss mask"
     if untrained:
         detail = f"{len(untrained)} of {len(ended)} sampled terminators are outside the loss mask"
-    elif overtrained:
+    elif withheld:
         detail = (
-            f"{len(overtrained)} of {len(stopped)} replies that a stop string ended are not trained as they"
-            " were scored: up to the stop string, with one terminator behind"
+            f"of {len(withheld)} of {len(stopped)} replies that a stop string ended the engine gives no token"
+            " of that string: the choice to end there was sampled, and could not be trained"
         )
+    elif changed:
+        detail = f"{len(changed)} of {len(rollouts)} replies are trained on other tokens than were sampled"
     elif stopped:
-        detail += f"; {len(stopped)} replies trained up to their stop string"
+        detail += f"; {len(stopped)} replies trained with the stop string that ended them"
     elif not ended:
         detail = "no probe reply ended by itself; the reply limit may be too small"
-    return GateCheck(name="terminator", is_passed=not untrained and not overtrained, detail=detail)
+    is_passed = not untrained and not withheld and not changed
+    return GateCheck(name="terminator", is_passed=is_passed, detail=detail)
 
 
 def _last_sampled_ids(rollout: Rollout) -> set[int]:
-    return set() if rollout.reply is None else set(rollout.reply.token_ids[-1:].tolist())
+    return set(_sampled_ids(rollout)[-1:].tolist())
+
+
+def _sampled_ids(rollout: Rollout) -> IntArray:
+    sampled: IntArray = np.concatenate([turn.token_ids for turn in rollout.turns if turn.is_sampled])
+    return sampled
 
 
 def _target_ids(rollout: Rollout) -> IntArray:
@@ -405,14 +412,6 @@ def _target_ids(rollout: Rollout) -> IntArray:
     group = PackedGroup(prompt_ids=rollout.turns[0].token_ids, replies=(reply,))
     target_ids: IntArray = PackedBatch.of_groups([group], torch.device("cpu")).target_M.numpy()
     return target_ids
-
-
-def _ends_as_scored(tokenizer: Tokenizer, rollout: Rollout) -> bool:
-    """Whether a reply that a stop string ended is trained on its text alone, and then terminated."""
-    target_ids, text = _target_ids(rollout), "" if rollout.reply is None else rollout.reply.text
-    last_ids = pack_reply(rollout.turns, 1.0, 1.0).token_ids[-1:].tolist()
-    is_text = count_kept_tokens(tokenizer, target_ids, text) == len(target_ids)
-    return is_text and last_ids == [tokenizer.eos_id]
 
 
 async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:

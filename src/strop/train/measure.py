@@ -14,7 +14,7 @@ import numpy as np
 
 from strop.algorithm.corrections import describe_mismatch
 from strop.policy.learner import StepReport, Term
-from strop.rollout import RESTART, TERMINATOR, Group, Rollout
+from strop.rollout import RESTART, Group, Rollout
 from strop.tasks.llm_judge import correlation
 from strop.train.batch import TrainBatch
 from strop.train.demonstrations import Demonstration
@@ -46,7 +46,7 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
     if any(rollout.num_sampled_tokens for rollout in sampled):
         metrics["entropy_nats"] = _surprise(sampled)
     answers = [turn.role for r in rollouts for turn in r.turns[1:] if not turn.is_sampled]
-    _add_mean(metrics, "prefix_break_frac", [role == RESTART for role in answers if role != TERMINATOR])
+    _add_mean(metrics, "prefix_break_frac", [role == RESTART for role in answers])
     return metrics
 
 

@@ -4,7 +4,8 @@ The rollouts are those of a run, or those that an evaluation with several sample
 
 Their ids are taken as the engine sampled them, so they are shown to be this model's own: its tokenizer
 gives the same prompt ids and reads the same replies, and the task, where it is the run's own, still asks
-in the same words. A reply that was cut has no end that could be taught and is never taken.
+in the same words. Taught is what was judged, with one terminator behind it: that takes the place of a stop
+string. A reply that was cut has no end that could be taught and is never taken.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from pathlib import Path
 
 import numpy as np
 
+from strop.environments import reads_as
 from strop.errors import DataError, explain_refusal
 from strop.record import RunDir
 from strop.record.shards import list_shards
-from strop.rollout import TERMINATOR, FinishReason, Rollout, Split, Turn
+from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.sft import SftSpec
 from strop.tasks.prompt import render_prompt
+from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Candidate, Demonstration, Demonstrations, Framing, Sieve, require_some
 
 _ENDS = frozenset({FinishReason.EOS, FinishReason.STOP_STRING})
-_SPLIT_STOPS = "split_stops"
-"""Metric of a rollout of which a token reaches into the stop string behind its text."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Choice:
     """Takes rollouts one by one and keeps the best of each example, different ones only."""
 
+    tokenizer: Tokenizer
     min_reward: float
     max_per_example: int | None
     counts: Counter[str] = field(default_factory=Counter)
@@ -45,7 +47,7 @@ class Choice:
         reward = rollout.outcome.reward
         if reward is None:
             self.counts["rollouts without a score"] += 1
-        elif not is_whole(rollout):
+        elif not is_whole(self.tokenizer, rollout):
             self.counts["rollouts without a whole reply"] += 1
         elif reward < self.min_reward:
             self.counts["rollouts below sft.min_reward"] += 1
@@ -67,12 +69,26 @@ class Choice:
         return chosen
 
 
-def is_whole(rollout: Rollout) -> bool:
-    """Whether every reply came to its end, and its tokens are exactly the text that was judged."""
+def is_whole(tokenizer: Tokenizer, rollout: Rollout) -> bool:
+    """Whether every reply came to its end, and no stop string begins inside one of its tokens."""
+    if rollout.outcome.truncated:
+        return False
     replies = [turn for turn in rollout.turns if turn.is_sampled]
-    has_ends = all(turn.finish_reason in _ENDS for turn in replies)
-    is_exact = not rollout.outcome.metrics.get(_SPLIT_STOPS)
-    return rollout.num_sampled_tokens > 0 and has_ends and is_exact and not rollout.outcome.truncated
+    spoken = [_spoken_ids(tokenizer, turn) for turn in replies if turn.finish_reason in _ENDS]
+    found = [ids for ids in spoken if ids is not None]
+    return len(found) == len(replies) and any(len(ids) for ids in found)
+
+
+def _spoken_ids(tokenizer: Tokenizer, reply: Turn) -> IntArray | None:
+    """Return a reply's ids without those of its stop string, or None where that begins inside a token."""
+    if reply.finish_reason is not FinishReason.STOP_STRING or not reads_as(tokenizer, reply):
+        return reply.token_ids
+    num_tokens = len(reply.token_ids)
+    while (said := tokenizer.decode(reply.token_ids[:num_tokens])) != reply.text:
+        if not said.startswith(reply.text):
+            return None
+        num_tokens -= 1
+    return reply.token_ids[:num_tokens]
 
 
 def read_run_demonstrations(spec: SftSpec, folder: Path, framing: Framing) -> Demonstrations:
@@ -86,7 +102,9 @@ def read_run_demonstrations(spec: SftSpec, folder: Path, framing: Framing) -> De
     from strop.record.rollouts import read_rollouts
 
     assert spec.source is not None
-    choice = Choice(min_reward=spec.min_reward, max_per_example=spec.max_per_example)
+    choice = Choice(
+        tokenizer=framing.tokenizer, min_reward=spec.min_reward, max_per_example=spec.max_per_example
+    )
     for path in find_rollouts_files(folder):
         for rollout in read_rollouts(path):
             choice.add(rollout)
@@ -133,7 +151,7 @@ def require_same_asking(setting: str, rollout: Rollout, framing: Framing) -> Non
     """Raises: DataError if this run would ask, write or read otherwise than the rollout has it."""
     tokenizer, task, opening = framing.tokenizer, framing.task, rollout.turns[0]
     is_same = np.array_equal(tokenizer.encode(opening.text), opening.token_ids)
-    is_same = is_same and all(_reads_as_judged(framing, turn) for turn in rollout.turns if turn.is_sampled)
+    is_same = is_same and all(reads_as(tokenizer, turn) for turn in rollout.turns if turn.is_sampled)
     if is_same and rollout.example.task == task.name:
         messages = task.render(rollout.example)
         _, prompt_ids = render_prompt(tokenizer, messages, framing.prompt_format)
@@ -150,11 +168,6 @@ def require_same_asking(setting: str, rollout: Rollout, framing: Framing) -> Non
         )
 
 
-def _reads_as_judged(framing: Framing, turn: Turn) -> bool:
-    spoken_ids = turn.token_ids[:-1] if turn.finish_reason is FinishReason.EOS else turn.token_ids
-    return framing.tokenizer.decode(spoken_ids) == turn.text
-
-
 def _to_candidates(rollout: Rollout, framing: Framing) -> Iterator[Candidate]:
     """Make a demonstration of each piece that the policy saw and said."""
     for turns in rollout.samples:
@@ -163,20 +176,25 @@ def _to_candidates(rollout: Rollout, framing: Framing) -> Iterator[Candidate]:
 
 
 def _to_candidate(rollout: Rollout, turns: tuple[Turn, ...], framing: Framing) -> Candidate:
-    """Train what was sampled, and the terminator behind it, which a stop string kept from being said."""
-    tokenizer, said = framing.tokenizer, turns[1:]
-    token_ids = np.concatenate([turn.token_ids for turn in said])
-    marks = [np.full(len(turn.token_ids), turn.is_sampled or turn.role == TERMINATOR) for turn in said]
-    is_trained = np.concatenate(marks)
-    if int(token_ids[-1]) not in tokenizer.stop_token_ids:
-        token_ids = np.append(token_ids, np.int32(tokenizer.eos_id))
-        is_trained = np.append(is_trained, True)
+    """Train what was judged, and the terminator behind it, which a stop string kept from being said."""
+    tokenizer = framing.tokenizer
+    last = max(index for index, turn in enumerate(turns) if turn.is_sampled)
+    said = turns[1 : last + 1]
+    parts, marks = [], []
+    for turn in said:
+        ids = _spoken_ids(tokenizer, turn) if turn.is_sampled else turn.token_ids
+        assert ids is not None, "only whole rollouts are taken"
+        parts.append(ids)
+        marks.append(np.full(len(ids), turn.is_sampled))
+    if turns[last].finish_reason is FinishReason.STOP_STRING:
+        parts.append(np.array([tokenizer.eos_id], dtype=np.int32))
+        marks.append(np.ones(1, dtype=np.bool_))
     return Candidate(
         demonstration=Demonstration(
             prompt_ids=turns[0].token_ids,
             num_asked=len(turns[0].token_ids),
-            reply_ids=token_ids,
-            is_trained=is_trained,
+            reply_ids=np.concatenate(parts),
+            is_trained=np.concatenate(marks),
             weight=1.0,
             prompt_id=rollout.example.example_id,
         ),
