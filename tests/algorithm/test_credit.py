@@ -180,6 +180,24 @@ def test_replies_near_the_limit_lose_reward_by_hand() -> None:
     assert shape_rewards(GRPO, [0.5], [20], 20) == [0.5]
 
 
+def test_a_buffer_is_at_most_the_whole_limit() -> None:
+    # Of 30 tokens only the limit's 20: an empty reply loses nothing.
+    shaping = replace(DAPO, overlong_buffer_tokens=30)
+    assert shape_rewards(shaping, [0.0] * 3, [0, 10, 20], 20) == [0, -0.5, -1]
+
+
+def test_every_group_is_shaped_by_its_own_limit_and_normalised_by_the_widest() -> None:
+    # Both second replies are cut, at 16 and at 64 tokens; what is left of their rewards is the same.
+    shaping = replace(DR_GRPO, overlong="shape")
+    lengths_P_G, cut_P_G = [[1, 16], [1, 64]], [[False, True]] * 2
+    credit = assign_credit(shaping, [[1, 1]] * 2, lengths_P_G, cut_P_G, 64, [16, 64])
+    assert listed(credit.advantage_P_G) == [[0.5, -0.5], [0.5, -0.5]]
+    assert listed(credit.weight_P_G) == [[1 / (4 * 64)] * 2] * 2
+    # Where nothing else is said, all have the widest.
+    credit = assign_credit(shaping, [[1, 1]] * 2, lengths_P_G, cut_P_G, 64)
+    assert listed(credit.advantage_P_G) == [[0.0, 0.0], [0.5, -0.5]]
+
+
 def test_shaped_rewards_are_compared_and_the_filter_may_look_at_the_tasks_own() -> None:
     # Rewards 1 and 1; the second is at the limit and loses 1. The mean is 0.5, the spread 0.707107.
     rewards_P_G, lengths_P_G, cut_P_G = [[1, 1]], [[2, 20]], [[False, True]]

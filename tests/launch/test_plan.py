@@ -98,6 +98,39 @@ def test_weights_of_tokens_are_written_out(plan_it: PlanIt) -> None:
     assert weight("dapo") == weight("rloo") == "1 / scored tokens of the step"
 
 
+def test_a_correction_is_shown_where_it_is_applied(plan_it: PlanIt) -> None:
+    def shown(*words: str) -> dict[str, object]:
+        values = {value.name: value.value for value in plan_it(*words).algorithm}
+        names = ("correction", "correction_cap", "max_sequence_tokens")
+        return {name: values[key] for name in names if (key := f"algorithm.{name}") in values}
+
+    assert shown() == {"correction": "tis_token", "correction_cap": 2.0}
+    assert shown("algorithm.correction=none", "algorithm.correction_cap=4") == {"correction": "none"}
+    assert shown("algorithm.correction=mis_seq") == {
+        "correction": "mis_seq",
+        "correction_cap": 3.0,
+        "max_sequence_tokens": 512,
+    }
+    # A ratio that starts at the engine's own value needs none, and gets none.
+    assert shown("algorithm.mode=bypass") == shown("algorithm.name=dppo") == {"correction": "none"}
+    taught = ("train.terms=distill", "teacher.source=initial")
+    assert shown(*taught) == {}
+    sampled = (*taught, "teacher.form=sampled", "algorithm.correction=icepop")
+    assert shown(*sampled) == {"correction": "icepop", "correction_cap": 5.0}
+
+
+def test_distillation_shows_what_its_loss_is_made_of(plan_it: PlanIt) -> None:
+    words = ("train.terms=distill", "teacher.source=initial")
+    exact, sampled = (
+        {value.name: value.value for value in plan_it(*words, f"teacher.form={form}").algorithm}
+        for form in ("exact", "sampled")
+    )
+    assert exact["weight of a token"] == sampled["weight of a token"] == "1 / scored tokens of the step"
+    assert not {"advantage", "algorithm.name", "algorithm.clip_low"} & (exact.keys() | sampled.keys())
+    assert exact["teacher.divergence"] == "jsd"
+    assert "teacher.divergence" not in sampled
+
+
 def test_a_model_elsewhere_is_unknown_and_never_fetched(plan_it: PlanIt) -> None:
     found = plan_it("model.uri=org/absent")
     assert (found.model_path, found.prompt, found.memory, found.time) == (None, None, None, None)

@@ -42,6 +42,22 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"train": {"terms": "distill"}, "teacher": {**TEACHER, "student_frac": 0.5}},
         "the other steps need demonstrations",
     ),
+    (
+        {"train": {"terms": "distill"}, "teacher": TEACHER, "algorithm": {"correction": "icepop"}},
+        r"algorithm\.correction='icepop'.*nothing would read the setting",
+    ),
+    (
+        {
+            "train": {"terms": "distill"},
+            "teacher": {**TEACHER, "form": "sampled"},
+            "algorithm": {"clip_high": 0.5, "correction": "icepop"},
+        },
+        r"algorithm\.clip_high=0\.5.*nothing would read .*remove algorithm\.clip_high, or",
+    ),
+    (
+        {"train": {"terms": "distill"}, "teacher": TEACHER, "reference": {"kl_beta": 0.1}},
+        r"reference\.kl_beta=0\.1.*nothing would read the setting",
+    ),
     ({"teacher": TEACHER}, "beside rewards a teacher is a part of the advantage"),
     ({"train": {"terms": "dpo"}}, "pairs and the loss on them belong together"),
     ({"dpo": {"source": "runs/one"}}, "pairs and the loss on them belong together"),
@@ -70,6 +86,11 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) 
         {"teacher": {**TEACHER, "form": "sampled"}},
         {"train": {"terms": "distill"}, "teacher": {"source": "current", "context": "It is {answer}."}},
         {"train": {"terms": "distill", "rollouts_per_prompt": 1}, "teacher": TEACHER},
+        {
+            "train": {"terms": "distill"},
+            "teacher": {**TEACHER, "form": "sampled"},
+            "algorithm": {"correction": "icepop", "correction_cap": 3.0},
+        },
         {"train": {"terms": "dpo"}, "dpo": {"source": "r", "loss": "cdpo", "label_noise_frac": 0.1}},
     ],
 )

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from strop.algorithm import Algorithm
 from strop.algorithm.distillation import Divergence, TopDivergence
 from strop.errors import ConfigError
 from strop.rollout import Group, Split
+from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.teacher import TeacherSpec
 from strop.tasks.prompt import PromptFormat, render_prompt
 from strop.tokenizer import Tokenizer
@@ -20,6 +24,7 @@ from strop.train.distillation import (
     build_divergence,
     ignore_rewards,
     pack_taught,
+    sampled_distillation,
     takes_own_replies,
 )
 from tests.fixtures.tiny_model import tiny_model
@@ -108,6 +113,33 @@ def test_a_reply_without_room_behind_the_longer_prompt_is_left_out(tiny_model_di
     assert pack_taught(TeacherSpec(), [group], prompts, length) == []
 
 
+def expected_step(algorithm: Algorithm, policy: Tensor, engine: Tensor, teacher: Tensor) -> Tensor:
+    """Return what a token that the engine drew does to the logits, on average. Shapes: V each."""
+    terms = algorithm.token_terms(policy, engine, teacher - policy)
+    # Row y is the derivative of log p(y).
+    slopes = torch.eye(len(policy)).double() - policy.exp()
+    return (-engine.exp() * terms.grad_N) @ slopes
+
+
+def test_a_teacher_of_sampled_tokens_is_corrected_for_the_age_of_replies() -> None:
+    """Tokens come from earlier weights: only with their ratio is the step that of the reverse KL."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    policy, engine, teacher = logits.log_softmax(-1)
+    moved = logits[0].clone().requires_grad_()
+    own = moved.log_softmax(-1)
+    (-(own.exp() * (own - teacher)).sum()).backward()
+    corrected = sampled_distillation(TeacherSpec(form="sampled"), AlgorithmSpec(correction_cap=1e6))
+    plain = sampled_distillation(TeacherSpec(form="sampled"), AlgorithmSpec(correction="none"))
+    found, wrong = (expected_step(one, policy, engine, teacher) for one in (corrected, plain))
+    assert moved.grad is not None
+    assert torch.allclose(found, moved.grad, rtol=1e-9, atol=1e-12)
+    assert torch.cosine_similarity(wrong, moved.grad, dim=0) < 0.9
+    # By default the ratio is cut, as beside rewards.
+    default = sampled_distillation(TeacherSpec(form="sampled"), AlgorithmSpec())
+    assert (default.correction.name, default.correction_cap) == ("tis_token", 2.0)
+
+
 def test_rewards_take_no_part() -> None:
     assert ignore_rewards(np.array([1.0, 0.0])).tolist() == [0.0, 0.0]
 
@@ -128,17 +160,20 @@ def test_a_run_comes_closer_to_its_teacher(
     tmp_path: Path, tiny_model_dir: Path, teacher_dir: Path, form: str
 ) -> None:
     teacher = {"source": "model", "model": str(teacher_dir), "form": form, "divergence": "reverse_kl"}
-    # Few replies are enough for whole distributions, and not for single tokens.
-    train = {"rollouts_per_prompt": 2 if form == "exact" else 10}
+    # Few replies and steps are enough for whole distributions, and not for single tokens.
+    train = {"rollouts_per_prompt": 2, "steps": 10} if form == "exact" else {"rollouts_per_prompt": 10}
+    train = {"steps": 20} | train
     made = compose(tmp_path, tiny_model_dir, teacher, train=train)
     roles = made.run()
     assert learner_of(roles).teacher is not None
     losses = [line["loss"] for line in made.run_dir.metrics.read()]
-    assert len(losses) == 10
+    assert len(losses) == train["steps"]
     assert made.notes.causes("tripwire") == []
     # The sampled form's loss is minus its mean advantage: the same divergence, estimated.
     assert losses[0] > 0.0
     assert np.mean(losses[-3:]) < 0.8 * losses[0]
+    is_corrected = ["correction_mean" in line for line in made.run_dir.metrics.read()]
+    assert is_corrected == [form == "sampled"] * train["steps"]
 
 
 @pytest.mark.parametrize("source", ["initial", "current"])

@@ -80,6 +80,18 @@ def test_pairs_have_their_charts(tmp_path: Path) -> None:
     assert "Margin of the pairs (nats)" in text
 
 
+def test_parts_have_their_charts_whatever_they_are_called(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=0, eval_steps=())
+    assert "By part" not in page_of(run.path)
+    for step in (1, 2):
+        named = {"reward_mean_a<b": 0.1 * step, "reply_tokens_mean_a<b": 7.0, "reward_part_form": 0.5}
+        run.metrics.append(step, {"reward_mean": 0.3, **named})
+    page = page_of(run.path)
+    assert all(title in page for title in ("By part", "Reward: a&lt;b", "Reply length (tokens): a&lt;b"))
+    assert "Part of the reward: form" in page
+    assert "a<b" not in page
+
+
 def test_the_page_is_well_formed_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path).path)
     # Void elements are closed here only because XML wants it; everything else must be balanced.

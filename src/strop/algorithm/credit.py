@@ -97,13 +97,15 @@ def shape_rewards(
 ) -> list[float | None]:
     """Return the rewards that advantages are made of.
 
-    Under `overlong = "shape"`, from the buffer before the limit on a reply loses linearly up to 1.
+    Under `overlong = "shape"`, from the buffer before the limit on a reply loses linearly up to 1. A buffer
+    is at most the whole limit.
     Units: reward units; an unscored member stays unscored.
     Source: arXiv:2503.14476, equation 13.
     """
     if algorithm.overlong != "shape":
         return list(rewards_G)
     buffer = algorithm.overlong_buffer_tokens or max(max_reply_tokens // _DEFAULT_BUFFER_SHARE, 1)
+    buffer = min(buffer, max_reply_tokens)
     start = max_reply_tokens - buffer
     penalties = [min(max((start - length) / buffer, -1.0), 0.0) for length in num_scored_G]
     return [
@@ -141,19 +143,23 @@ def assign_credit(
     num_scored_P_G: Sequence[Sequence[int]],
     truncated_P_G: Sequence[Sequence[bool]],
     max_reply_tokens: int,
+    limit_P: Sequence[int] | None = None,
 ) -> Credit:
     """Give every rollout of one optimizer batch its advantage, weight and fate.
 
     Shapes: ragged P, G in and out, all three inputs alike. `num_scored_P_G` holds the tokens that
         the policy sampled. An empty batch gives an empty credit.
+    Units: tokens for `max_reply_tokens`, the constant of a constant normaliser, and `limit_P`, what each
+        group's replies are cut at; None: all at the former.
     Units: rewards in the task's units, None (or not finite) for a rollout without score.
     Raises: DataError if the inputs disagree about groups or members, or are not grouped at all.
     """
     _refuse_ragged(rewards_P_G, num_scored_P_G, truncated_P_G)
+    limits = [max_reply_tokens] * len(rewards_P_G) if limit_P is None else limit_P
     groups = [
-        _credit_group(algorithm, rewards_G, num_scored_G, truncated_G, max_reply_tokens)
-        for rewards_G, num_scored_G, truncated_G in zip(
-            rewards_P_G, num_scored_P_G, truncated_P_G, strict=True
+        _credit_group(algorithm, rewards_G, num_scored_G, truncated_G, limit)
+        for rewards_G, num_scored_G, truncated_G, limit in zip(
+            rewards_P_G, num_scored_P_G, truncated_P_G, limits, strict=True
         )
     ]
     num_trained_P_G = [group.num_trained_G for group in groups]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strop.algorithm import Aggregation, build_algorithm
+from strop.algorithm.corrections import CORRECTIONS, Correction
 from strop.hardware import Machine
 from strop.launch.planned import PlannedValue
 from strop.launch.roles import count_rows
@@ -13,6 +14,7 @@ from strop.spec import ResolvedSpec
 from strop.spec.base import DEFAULT
 from strop.tasks import Task
 
+_OF_CORRECTION = ("correction", "correction_cap", "max_sequence_tokens")
 _NORMALIZERS = {
     Aggregation.TOKEN_MEAN: "1 / scored tokens of the step",
     Aggregation.SEQ_MEAN: "1 / ({rollouts} rollouts x scored tokens of the rollout)",
@@ -69,6 +71,8 @@ def list_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
     """Return what the loss is made of."""
     train = resolved.spec.train
     terms = with_origins(resolved, "train", {"terms": train.terms})
+    if train.terms == "distill":
+        return (*terms, *_plan_distillation(resolved))
     rl = _plan_algorithm(resolved, limit) if train.has_rl else ()
     if train.terms == "dpo":
         return (*terms, *with_origins(resolved, "dpo", resolved.spec.dpo.model_dump()))
@@ -80,6 +84,38 @@ def list_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
         origin="strop's own",
     )
     return (*terms, *rl, *with_origins(resolved, "sft", resolved.spec.sft.model_dump()), weight)
+
+
+def _plan_distillation(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
+    """Return what a teacher's term is made of; rewards take no part."""
+    spec = resolved.spec
+    is_sampled = spec.teacher.form == "sampled"
+    unread = {"divergence", "jsd_beta", "top_k", "rest"} if is_sampled else set()
+    teacher = with_origins(resolved, "teacher", spec.teacher.model_dump(exclude=unread))
+    cap = spec.algorithm.correction_cap or CORRECTIONS[spec.algorithm.correction].cap
+    return (
+        PlannedValue(
+            name="weight of a token", value=_NORMALIZERS[Aggregation.TOKEN_MEAN], origin="strop's own"
+        ),
+        *teacher,
+        *(_plan_correction(resolved, CORRECTIONS[spec.algorithm.correction], cap) if is_sampled else ()),
+        *with_origins(resolved, "sampling", spec.sampling.model_dump()),
+    )
+
+
+def _plan_correction(resolved: ResolvedSpec, correction: Correction, cap: float) -> tuple[PlannedValue, ...]:
+    """Return the correction that is applied, and of its settings those that it reads."""
+    spec, name = resolved.spec.algorithm, "algorithm.correction"
+    if correction.name != spec.correction:
+        origin = "ratios start at the engine's own value (algorithm.mode = 'bypass')"
+        return (PlannedValue(name=name, value=correction.name, origin=origin),)
+    applied = with_origins(resolved, "algorithm", {"correction": correction.name})
+    if correction.name == "none":
+        return applied
+    if correction.level == "sum":
+        limit = {"max_sequence_tokens": spec.max_sequence_tokens}
+        applied = (*applied, *with_origins(resolved, "algorithm", limit))
+    return (*applied, _effective(resolved, f"{name}_cap", cap, f"{correction.name}'s own"))
 
 
 def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
@@ -95,13 +131,11 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
         PlannedValue(name="advantage", value=algorithm.advantage.__name__, origin=own),
         *(
             _effective(resolved, f"algorithm.{name}", getattr(algorithm, name), own)
-            for name in (
-                *("mode", "clip_low", "clip_high", "zero_variance", "filter_on", "overlong"),
-                "correction_cap",
-            )
+            for name in ("mode", "clip_low", "clip_high", "zero_variance", "filter_on", "overlong")
         ),
+        *_plan_correction(resolved, algorithm.correction, algorithm.correction_cap),
     ]
-    shown = {value.name for value in derived}
+    shown = {value.name for value in derived} | {f"algorithm.{name}" for name in _OF_CORRECTION}
     plain = with_origins(resolved, "algorithm", spec.algorithm.model_dump())
     sampling = with_origins(resolved, "sampling", spec.sampling.model_dump())
     return (*(value for value in plain if value.name not in shown), *derived, *sampling)

@@ -37,6 +37,7 @@ from strop.launch.plan import plan_work
 from strop.launch.roles import Layout
 from strop.launch.speeds import Speeds
 from strop.rollout import Example, IntArray, Outcome
+from strop.tasks import limits_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -360,7 +361,9 @@ class _Desk:
         self._source.admit(published_step)
         collected = await self._source.take()
         times.append(self._now())
-        batch = build_batch(self._algorithm, collected.groups, self._given.task.limits.max_reply_tokens)
+        task, groups = self._given.task, collected.groups
+        limit_P = [limits_of(task, group.example).max_reply_tokens for group in groups]
+        batch = build_batch(self._algorithm, groups, task.limits.max_reply_tokens, limit_P)
         await asyncio.sleep(self._learn_s(batch))
         times.append(self._now())
         self._count(collected, batch)

@@ -73,7 +73,8 @@ class AlgorithmSpec(Section):
         default=None,
         ge=1,
         le=10**7,
-        description="How many tokens before the limit 'shape' begins. none = a fifth of the limit.",
+        description="How many tokens before the reply's own limit 'shape' begins, the whole limit at most."
+        " none = a fifth of the limit.",
     )
     correction: Literal["none", "tis_token", "tis_seq", "mis_token", "mis_seq", "icepop", "opsm"] = Field(
         default="tis_token",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import SpecConflict
 
 if TYPE_CHECKING:
@@ -97,6 +98,29 @@ def require_teacher(spec: RunSpec) -> None:
             "beside rewards a teacher is a part of the advantage of sampled tokens",
             allowed="teacher.form = 'sampled', or train.terms = 'distill'",
             next_step="set teacher.form to 'sampled'",
+        )
+
+
+def require_read_settings(spec: RunSpec) -> None:
+    """Refuse settings of the algorithm that a run without rewards does not read. Raises: SpecConflict."""
+    if spec.train.terms != "distill":
+        return
+    read = ("correction", "correction_cap", "max_sequence_tokens") if spec.teacher.form == "sampled" else ()
+    plain = AlgorithmSpec()
+    given = {
+        f"algorithm.{name}": getattr(spec.algorithm, name)
+        for name in AlgorithmSpec.model_fields
+        if name not in read and getattr(spec.algorithm, name) != getattr(plain, name)
+    }
+    if spec.reference.kl_beta > 0.0:
+        given["reference.kl_beta"] = spec.reference.kl_beta
+    if given:
+        raise SpecConflict(
+            {"train.terms": spec.train.terms, "teacher.form": spec.teacher.form, **given},
+            "rewards take no part, and nothing would read the setting",
+            allowed="with teacher.form = 'sampled' the correction: algorithm.correction, correction_cap and"
+            " max_sequence_tokens",
+            next_step=f"remove {', '.join(given)}, or set train.terms to 'rl'",
         )
 
 

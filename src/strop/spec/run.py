@@ -15,6 +15,7 @@ from strop.spec.model import ModelSpec
 from strop.spec.objectives import (
     require_exact_skipping,
     require_pairs,
+    require_read_settings,
     require_short_sequences,
     require_teacher,
 )
@@ -160,6 +161,7 @@ class RunSpec(Section):
         require_exact_skipping(self)
         require_short_sequences(self)
         require_teacher(self)
+        require_read_settings(self)
         require_pairs(self)
         return self
 

@@ -21,14 +21,20 @@ class TrainBatch:
     credit: Credit
 
 
-def build_batch(algorithm: Algorithm, groups: Sequence[Group], max_reply_tokens: int) -> TrainBatch:
-    """Assign credit over the complete batch, then pack what is forwarded."""
+def build_batch(
+    algorithm: Algorithm,
+    groups: Sequence[Group],
+    max_reply_tokens: int,
+    limit_P: Sequence[int] | None = None,
+) -> TrainBatch:
+    """Assign credit over the complete batch, then pack what is forwarded. Limits: as `assign_credit`."""
     credit = assign_credit(
         algorithm,
         [[rollout.outcome.reward for rollout in group.rollouts] for group in groups],
         [[rollout.num_sampled_tokens for rollout in group.rollouts] for group in groups],
         [[rollout.outcome.truncated for rollout in group.rollouts] for group in groups],
         max_reply_tokens,
+        limit_P,
     )
     packed: list[PackedGroup] = []
     for index, group in enumerate(groups):

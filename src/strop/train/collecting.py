@@ -83,7 +83,8 @@ class Collector:
             return Fate.EVICTED
         rewards = [rollout.outcome.reward for rollout in group.rollouts]
         counts = [rollout.num_sampled_tokens for rollout in group.rollouts]
-        if needs_replacement(algorithm, rewards, counts, self._task.limits.max_reply_tokens):
+        limit = limits_of(self._task, group.example).max_reply_tokens
+        if needs_replacement(algorithm, rewards, counts, limit):
             return Fate.FILTERED
         return None
 

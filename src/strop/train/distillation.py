@@ -9,12 +9,14 @@ import numpy as np
 
 from strop.algorithm import Aggregation, Algorithm
 from strop.algorithm.advantages import Float64Array
+from strop.algorithm.corrections import CORRECTIONS
 from strop.algorithm.distillation import Divergence, TopDivergence
 from strop.algorithm.losses import IS_PG
 from strop.errors import ConfigError, explain_refusal
 from strop.policy.distilling import DistillTerm
 from strop.policy.packing import PackedGroup, PackedReply
 from strop.rollout import Example, Group, IntArray, Message
+from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.teacher import TeacherSpec
 from strop.spec.template import fill, list_names
 from strop.tasks import Task
@@ -57,8 +59,12 @@ def distill_term(spec: TeacherSpec, groups: Sequence[PackedGroup], temperature: 
     )
 
 
-def sampled_distillation(spec: TeacherSpec) -> Algorithm:
-    """Return the algorithm whose advantage is what the teacher finds likelier than the policy, alone."""
+def sampled_distillation(spec: TeacherSpec, chosen: AlgorithmSpec) -> Algorithm:
+    """Return the algorithm whose advantage is what the teacher finds likelier than the policy, alone.
+
+    Of `chosen` it takes the correction: replies may be of earlier weights, as beside rewards.
+    """
+    correction = CORRECTIONS[chosen.correction]
     return Algorithm(
         name="opd",
         advantage=ignore_rewards,
@@ -67,6 +73,9 @@ def sampled_distillation(spec: TeacherSpec) -> Algorithm:
         clip_low=0.2,
         clip_high=0.2,
         zero_variance="keep",
+        correction=correction,
+        correction_cap=correction.cap if chosen.correction_cap is None else chosen.correction_cap,
+        max_sequence_tokens=chosen.max_sequence_tokens,
         teacher_weight=spec.weight,
     )
 

@@ -54,6 +54,7 @@ from strop.train.measure import (
     measure_batch,
     measure_demonstrations,
     measure_pairs,
+    measure_parts,
     measure_rollouts,
     measure_time,
     measure_update,
@@ -309,6 +310,7 @@ class TrainLoop:
         for fate, num_groups in Counter(sort_by_fate(collected.groups, batch)).items():
             self._source.note(fate, num_groups)
         metrics = measure_rollouts(collected.groups) | measure_batch(batch)
+        metrics |= measure_parts(collected.groups, self._parts.task)
         if self._spec.train.max_staleness:
             metrics |= measure_staleness(collected.groups, self._state.version)
             metrics["num_groups_ahead"] = float(self._source.num_ahead)

@@ -15,6 +15,7 @@ import numpy as np
 from strop.algorithm.corrections import describe_mismatch
 from strop.policy.learner import StepReport, Term
 from strop.rollout import RESTART, Group, Rollout
+from strop.tasks import Task, part_of
 from strop.tasks.llm_judge import correlation
 from strop.train.batch import TrainBatch
 from strop.train.demonstrations import Demonstration
@@ -47,6 +48,33 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
         metrics["entropy_nats"] = _surprise(sampled)
     answers = [turn.role for r in rollouts for turn in r.turns[1:] if not turn.is_sampled]
     _add_mean(metrics, "prefix_break_frac", [role == RESTART for role in answers])
+    return metrics
+
+
+_PART_METRICS = ("reward_mean", "accuracy", "truncated_frac", "reply_tokens_mean")
+"""What is said of the examples of each part of a task as well: the metric's name, and the part's label."""
+
+
+def measure_parts(groups: Sequence[Group], task: Task) -> dict[str, float]:
+    """Sum up the parts of a mixture by label, and those of the reward by name where it has several.
+
+    `accuracy_LABEL` and the like; `reward_part_NAME` is the mean of one. Absent what the step had none of.
+    """
+    metrics: dict[str, float] = {}
+    by_label: dict[str, list[Group]] = {}
+    for group in groups:
+        label = part_of(task, group.example)
+        if label is not None:
+            by_label.setdefault(label, []).append(group)
+    for label, members in by_label.items():
+        found = measure_rollouts(members)
+        metrics |= {f"{name}_{label}": found[name] for name in _PART_METRICS if name in found}
+    outcomes = [rollout.outcome for group in groups for rollout in group.rollouts]
+    earned: dict[str, list[float]] = {}
+    for name, value in (item for outcome in outcomes if outcome.is_scored for item in outcome.parts.items()):
+        earned.setdefault(name, []).append(value or 0.0)
+    if len(earned) > 1:
+        metrics |= {f"reward_part_{name}": fmean(values) for name, values in earned.items()}
     return metrics
 
 

@@ -16,7 +16,7 @@ from strop.policy.learner import Term
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.rollout import Group
 from strop.spec.run import RunSpec
-from strop.tasks import Task
+from strop.tasks import Task, limits_of
 from strop.tasks.prompt import resolve_prompt_format
 from strop.train.batch import TrainBatch, build_batch
 from strop.train.demonstrations import Demonstration, Demonstrations
@@ -82,7 +82,8 @@ class StepTerms:
 
     def credit(self, groups: Sequence[Group]) -> TrainBatch:
         """Assign credit over what a step sampled."""
-        return build_batch(self.algorithm, groups, self.task.limits.max_reply_tokens)
+        limit_P = [limits_of(self.task, group.example).max_reply_tokens for group in groups]
+        return build_batch(self.algorithm, groups, self.task.limits.max_reply_tokens, limit_P)
 
     async def build(
         self,
@@ -150,7 +151,7 @@ class StepTerms:
 def choose_algorithm(spec: RunSpec) -> Algorithm:
     """Return what turns a run's rewards, and its teacher's sampled judgements, into gradients."""
     if spec.train.terms == "distill":
-        return sampled_distillation(spec.teacher)
+        return sampled_distillation(spec.teacher, spec.algorithm)
     built = build_algorithm(spec.algorithm, spec.reference, is_off_policy=spec.train.max_staleness > 0)
     return (
         replace(built, teacher_weight=spec.teacher.weight, zero_variance="keep")

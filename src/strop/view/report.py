@@ -94,6 +94,7 @@ def render_report(record: RunRecord) -> str:
         evals=record.evals,
         protocol=describe_protocol(record.evals[-1]) if record.evals else {},
         outcome_charts=_present(chart_accuracy(record), chart_reward(record)),
+        part_charts=chart_parts(record.metrics),
         health_charts=chart_health(record.metrics),
         stages=_stage_rows(stages),
         stage_total_s=sum(stages.values()),
@@ -187,6 +188,34 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
             size=SMALL,
         )
         for key, title, is_share in wanted
+    ]
+    return _present(*charts)
+
+
+def chart_parts(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
+    """Chart each part of the reward and of a mixture of tasks; none where there is one of each."""
+    wanted = [
+        ("reward_part_", "Part of the reward", False),
+        ("reward_mean_", "Reward", False),
+        ("accuracy_", "Accuracy", True),
+        ("reply_tokens_mean_", "Reply length (tokens)", False),
+    ]
+    measured = dict.fromkeys(name for line in metrics for name in line)
+    found = [
+        (name, f"{title}: {make_harmless(name.removeprefix(prefix))}", is_share)
+        for prefix, title, is_share in wanted
+        for name in measured
+        if name.startswith(prefix)
+    ]
+    charts = [
+        build_chart(
+            f"part-{index}",
+            title,
+            [Series(label=title, style="main", points=_series(metrics, name))],
+            is_share=is_share,
+            size=SMALL,
+        )
+        for index, (name, title, is_share) in enumerate(found)
     ]
     return _present(*charts)
 
