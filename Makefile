@@ -21,7 +21,7 @@ LIBRARY := src tools benchmarks
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
 	@echo "make test         all tests, the fast ones first"
-	@echo "make check        format, lint, types, import layers, sizes, links, commands of the README"
+	@echo "make check        format, lint, types, import layers, sizes, links, figures, commands of the README"
 	@echo "make bench        speed and memory, against other systems; results in benchmarks/results"
 	@echo "make gpu-check    whether strop works on this machine's GPU, and how fast; no network needed"
 	@echo "make system-deps  install the system packages that some tests need (as root)"
@@ -70,6 +70,7 @@ check: $(READY)
 	@$(IN_VENV) -m tools.size_gate --allow tools/size_allow.txt $(LIBRARY)
 	@$(IN_VENV) -m tools.links
 	@$(IN_VENV) -m tools.paths
+	@$(IN_VENV) -m tools.figures
 	@$(IN_VENV) -m tools.readme_commands README.md
 
 format: $(READY)

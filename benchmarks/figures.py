@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import write_result
-from benchmarks.machine import git_revision, load_average, machine_facts
+from benchmarks.machine import load_average, machine_facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,19 +47,19 @@ class Measured:
     """What the figures were made from, for the result file."""
 
 
-def tell_figures(name: str, measured: Measured, load_before: float, *, is_kept: bool) -> bool:
-    """Print the figures and write them to a result file if kept; return whether all goals are reached."""
+def tell_figures(name: str, measured: Measured, load_before: float, commit: str | None) -> bool:
+    """Print the figures, keep them as those of a commit (None: nowhere); say if all goals are reached."""
     for figure in measured.figures:
         print(figure.describe())
-    if is_kept:
+    if commit is not None:
         write_result(
             name,
             {
-                "git_rev": git_revision(Path(__file__).parents[1]),
                 "machine": machine_facts(),
                 "load": {"before": load_before, "after": load_average()},
                 "figures": [{**asdict(one), "is_reached": one.is_reached} for one in measured.figures],
                 **measured.details,
             },
+            commit,
         )
     return all(figure.is_reached for figure in measured.figures)

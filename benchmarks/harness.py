@@ -261,7 +261,6 @@ def result_document(results: Sequence[CaseResult], protocol: Protocol) -> Record
     """Return everything that is kept of a run, as JSON values."""
     return {
         "taken_at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "git_rev": machine.git_revision(ROOT),
         "model_hash": model_hash(protocol.model_dir),
         "machine": machine.machine_facts(),
         "threads": protocol.threads,
@@ -270,13 +269,19 @@ def result_document(results: Sequence[CaseResult], protocol: Protocol) -> Record
     }
 
 
-def write_result(name: str, document: Record) -> Path:
+def write_result(name: str, document: Record, commit: str) -> Path:
     """Write a result file named after its case and day; one of the same name is replaced.
 
-    What instructions it was limited to stands in the name too.
+    What instructions it was limited to stands in the name too, and the commit in the file.
+    Raises: NotCommitted if what is checked out is no longer exactly the commit that was measured.
     """
+    if (found := machine.require_commit(ROOT)) != commit:
+        raise machine.NotCommitted(
+            f"{name} was measured at {commit[:9]}, and {found[:9]} is checked out by now, so nobody knows"
+            " what ran. Allowed: one commit from the start to the end. Next: measure again."
+        )
     RESULTS_DIR.mkdir(parents=True, exist_ok=True)
     parts = [name, *sorted(set(machine.limits().values())), dt.datetime.now(dt.UTC).date().isoformat()]
     path = RESULTS_DIR / f"{'-'.join(parts)}.json"
-    write_bytes_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
+    write_bytes_atomically(path, (json.dumps({"git_rev": commit, **document}, indent=1) + "\n").encode())
     return path

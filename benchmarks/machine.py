@@ -70,16 +70,42 @@ def limits() -> dict[str, str]:
     return {name: os.environ[name].lower() for name in AVX2 if name in os.environ}
 
 
-def git_revision(root: Path) -> str:
-    """Return the commit that is measured, with '+changes' if files differ from it."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=root, check=False, capture_output=True, text=True
+MEASURED = ("src", "benchmarks", ":!benchmarks/results")
+"""What a result depends on, as git takes it: what is not committed here was measured by nobody else."""
+
+
+class NotCommitted(RuntimeError):
+    """Raised where a result could name no commit that holds what was measured."""
+
+
+def require_commit(root: Path) -> str:
+    """Return the commit that is measured.
+
+    Raises: NotCommitted if there is none, or files of `MEASURED` differ from it or are not in it.
+    """
+    commit, changed = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--", *MEASURED)
+    if commit and not changed:
+        return commit
+    names = [line[3:] for line in changed.splitlines()]
+    given = "no commit is checked out here"
+    if names:
+        given = f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)} differ from the commit"
+    raise NotCommitted(
+        f"{given}. Allowed: results of a commit, with nothing changed under src/ or benchmarks/."
+        " Next: commit first; or add --quick, which measures a little and keeps nothing."
     )
-    if commit.returncode != 0:
-        return "unknown"
-    status = ["git", "status", "--porcelain", "--untracked-files=no"]
-    changes = subprocess.run(status, cwd=root, check=False, capture_output=True, text=True).stdout.strip()
-    return commit.stdout.strip() + ("+changes" if changes else "")
+
+
+def git_revision(root: Path) -> str:
+    """Return the commit that is checked out, with '+changes' if files differ from it."""
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return (_git(root, "rev-parse", "HEAD") or "unknown") + ("+changes" if changes else "")
+
+
+def _git(root: Path, *words: str) -> str:
+    """Return what git says, nothing where it refuses."""
+    done = subprocess.run(["git", *words], cwd=root, check=False, capture_output=True, text=True)
+    return done.stdout.rstrip() if done.returncode == 0 else ""
 
 
 def _best_seconds(work: Callable[[], object], repeats: int) -> float:

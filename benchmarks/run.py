@@ -15,7 +15,7 @@ from benchmarks import machine
 from benchmarks.cases import CASES
 from benchmarks.demo import DemoResult, measure_demo
 from benchmarks.figures import Measured, tell_figures
-from benchmarks.harness import CaseResult, Protocol, result_document, run_case, write_result
+from benchmarks.harness import ROOT, CaseResult, Protocol, result_document, run_case, write_result
 from benchmarks.report import render_table
 from benchmarks.rivals import RIVALS, rival_arm, rivals_of, strop_arm
 from benchmarks.startup import measure_start_ups
@@ -70,9 +70,12 @@ def build_protocol(parsed: argparse.Namespace) -> Protocol:
 
 
 def run_cases(
-    names: Sequence[str], rivals: Sequence[str] | None, protocol: Protocol, *, is_kept: bool
+    names: Sequence[str], rivals: Sequence[str] | None, protocol: Protocol, commit: str | None
 ) -> list[CaseResult]:
-    """Measure each case against each of its rivals; write one result file per pair of arms if kept."""
+    """Measure each case against each of its rivals; write one result file per pair of arms if kept.
+
+    `commit` is the one that is measured; None: nothing is kept.
+    """
     results = []
     for name in names:
         case = CASES[name]
@@ -81,27 +84,27 @@ def run_cases(
                 continue
             print(f"measuring {name} against {rival} ...", file=sys.stderr, flush=True)
             result = run_case(case, (strop_arm(), rival_arm(rival, protocol.threads)), protocol)
-            if is_kept:
-                path = write_result(f"{name}-{rival}", result_document([result], protocol))
+            if commit is not None:
+                path = write_result(f"{name}-{rival}", result_document([result], protocol), commit)
                 print(f"wrote {path.name}", file=sys.stderr, flush=True)
             results.append(result)
     return results
 
 
-def _write_extra(name: str, key: str, value: Any) -> None:
-    root = Path(__file__).parents[1]
-    facts = {"git_rev": machine.git_revision(root), "machine": machine.machine_facts()}
-    write_result(name, {**facts, "load": machine.load_average(), key: value})
+def _keep_extra(name: str, key: str, value: Any, commit: str | None) -> None:
+    if commit is not None:
+        facts = {"machine": machine.machine_facts(), "load": machine.load_average()}
+        write_result(name, {**facts, key: value}, commit)
 
 
-def run_start_up() -> None:
+def run_start_up(commit: str | None) -> None:
     """Measure the commands' start-up, print it and keep it."""
     start_ups = measure_start_ups()
     for result in start_ups:
         torch = "imports torch" if result.is_torch_imported else "no torch"
         verdict = "met" if result.is_met else "NOT MET"
         print(f"{result.command}: {result.median_s:.2f} s of {result.limit_s} s, {torch}: {verdict}")
-    _write_extra("start-up", "commands", [dataclasses.asdict(result) for result in start_ups])
+    _keep_extra("start-up", "commands", [dataclasses.asdict(result) for result in start_ups], commit)
 
 
 def _describe_demo(demo: DemoResult) -> str:
@@ -112,14 +115,14 @@ def _describe_demo(demo: DemoResult) -> str:
     )
 
 
-def run_demo() -> None:
+def run_demo(commit: str | None) -> None:
     """Run the demo once from start to end, print what it cost and gained, and keep it."""
     demo = measure_demo()
     print(_describe_demo(demo))
-    _write_extra("demo", "demo", dataclasses.asdict(demo))
+    _keep_extra("demo", "demo", dataclasses.asdict(demo), commit)
 
 
-def run_gradients(protocol: Protocol) -> None:
+def run_gradients(protocol: Protocol, commit: str | None) -> None:
     """Compare strop's gradient of one batch with TRL's, print it and keep it."""
     # Here: it imports torch, which no other command of the harness needs.
     from benchmarks.gradient import measure_gradients
@@ -131,7 +134,7 @@ def run_gradients(protocol: Protocol) -> None:
             f"gradient of {match.left} and {match.right}: cosine {match.cosine:.6f}, {verdict}; norm ratio"
             f" {match.norm_ratio:.4f}; lowest {match.lowest_cosine:.6f} at {match.lowest_name}"
         )
-    _write_extra("gradient-cosine", "gradient", dataclasses.asdict(measured))
+    _keep_extra("gradient-cosine", "gradient", dataclasses.asdict(measured), commit)
 
 
 def measure_figures(name: str, *, is_quick: bool, model: str = MODEL) -> Measured:
@@ -147,13 +150,27 @@ def measure_figures(name: str, *, is_quick: bool, model: str = MODEL) -> Measure
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen benchmarks; return the exit code."""
     parsed = parse_arguments(arguments)
+    try:
+        # Now: not after hours of measuring what could not be kept.
+        run(parsed, None if parsed.quick else machine.require_commit(ROOT))
+    except machine.NotCommitted as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(parsed: argparse.Namespace, commit: str | None) -> None:
+    """Run the chosen benchmarks, and keep the results as those of a commit; None: nowhere.
+
+    Raises: NotCommitted if another commit, or none, is checked out before the end.
+    """
     names = parsed.names or [*CASES, *EXTRAS]
     if "start-up" in names:
-        run_start_up()
+        run_start_up(commit)
     if "demo" in names:
-        run_demo()
+        run_demo(commit)
     if "gradient-cosine" in names:
-        run_gradients(build_protocol(parsed))
+        run_gradients(build_protocol(parsed), commit)
     for name in (name for name in FIGURES if name in names):
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         load_before = machine.load_average()
@@ -161,10 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name,
             measure_figures(name, is_quick=parsed.quick, model=parsed.model),
             load_before,
-            is_kept=not parsed.quick,
+            commit,
         )
     case_names = [name for name in CASES if name in names]
     if case_names:
-        results = run_cases(case_names, parsed.rival, build_protocol(parsed), is_kept=not parsed.quick)
+        results = run_cases(case_names, parsed.rival, build_protocol(parsed), commit)
         print(render_table(results))
-    return 0

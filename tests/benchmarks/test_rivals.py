@@ -12,6 +12,7 @@ from benchmarks.busy import ALONE, BESIDE, DEFAULT, build_arms, busy_loop, is_un
 from benchmarks.harness import write_result
 from benchmarks.machine import AVX2, machine_facts
 from benchmarks.rivals import rival_arm, strop_arm
+from tests.fixtures.git_tree import commit_files
 
 
 @pytest.fixture
@@ -34,13 +35,16 @@ def test_rivals_compute_in_the_format_that_strop_takes_here() -> None:
 def test_a_result_says_to_which_instructions_it_was_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path)
-    path = write_result("demo", {"machine": machine_facts()})
+    root = tmp_path / "tree"
+    commit = commit_files(root, {"src/one.py": ""})
+    monkeypatch.setattr(harness, "ROOT", root)
+    monkeypatch.setattr(harness, "RESULTS_DIR", root / "benchmarks" / "results")
+    path = write_result("demo", {"machine": machine_facts()}, commit)
     assert path.name.startswith("demo-avx2-2")
     assert set(json.loads(path.read_bytes())["machine"]["limited_to"]) == set(AVX2)
     for name in AVX2:
         monkeypatch.delenv(name)
-    assert write_result("demo", {}).name.startswith("demo-2")
+    assert write_result("demo", {}, commit).name.startswith("demo-2")
 
 
 def test_arms_of_busy_differ_in_their_spinning_alone() -> None:
