@@ -39,7 +39,7 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     (path,) = (found.parent for found in (folder / "runs").glob("*/run.json"))
     record = RunDir.open(path)
     assert record.is_finished
-    assert len(str(record.state.facts["demonstrations"])) == 64
+    assert len(str(record.state.facts["made_of"]["demonstrations"])) == 64
     losses = [line["loss"] for line in record.metrics.read()]
     assert losses[1] < losses[0]
     assert "8 demonstrations from" in ended.err

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from strop.errors import (
     EXIT_DONE,
@@ -44,8 +44,11 @@ from strop.launch.claim import claim_machine
 from strop.launch.mirroring import Mirroring, probe_mirror
 from strop.launch.plan import predict_run
 from strop.launch.roles import split_memory
+from strop.launch.run_parts import list_parts
 from strop.policy.footprint import read_model_size
 from strop.record import Event, EventKind, RunDir, find_resumable
+from strop.record.environment_facts import list_changes
+from strop.record.parts import PARTS_FACT, require_same_parts
 from strop.record.prediction import Prediction, write_prediction
 from strop.record.run_dir import STATE_NAME
 from strop.rollout import Sampling, Split
@@ -58,7 +61,6 @@ from strop.tasks.judging import Judge, open_judge
 from strop.tasks.traits import require_written
 from strop.train.observer import EvalSummary, Observer
 from strop.train.sft_source import read_demonstrations
-from strop.user_code import CodeRef, hash_sources, is_code
 
 if TYPE_CHECKING:
     from strop.cluster import ModelSource, Roles
@@ -130,17 +132,11 @@ def _train_resolved(
     }
     # Before anything is started: a reference or teacher may have to be fetched, too.
     frozen = {role: get_model(named) for role, named in spec.frozen_models.items() if named is not None}
-    facts |= {f"{role}_digest": one.digest for role, one in frozen.items()}
     judges = {one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)}
-    if judges:
-        facts["judge_digests"] = {name: one.digest for name, one in judges.items()}
-    if is_code(spec.algorithm.name):
-        facts[ALGORITHM_FACT] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
-    found = []
-    for name, given in (("demonstrations", demonstrations), ("preferences", preferences)):
-        if given is not None:
-            facts[name] = given.digest
-            found.append(given.describe())
+    given = {"demonstrations": demonstrations, "preferences": preferences}
+    found = {name: data for name, data in given.items() if data is not None}
+    models = {"model": model, **frozen, **{f"judge {name}": one for name, one in judges.items()}}
+    facts[PARTS_FACT] = list_parts(spec, task, models, {name: data.digest for name, data in found.items()})
     run_dir = open_run(resolved, facts, is_new=is_new)
     with run_dir:
         on_run(run_dir)
@@ -158,7 +154,8 @@ def _train_resolved(
         ):
             with _NotedAttempt(run_dir, mirroring, claim.devices):
                 mirroring.begin()
-                told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]), *found)
+                told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]))
+                told += (*(data.describe() for data in found.values()), *_list_software_changes(run_dir))
                 if resolved.spec.model.dtype == AUTO or number_format.cost is not None:
                     told += (f"model.dtype: {number_format}",)
                 for notice in (*resolved.notices, *told):
@@ -245,6 +242,15 @@ def _kernel_notice() -> str | None:
     return f"the kernels are {status.describe()}; install one and make sure `cc` or $CC finds it"
 
 
+def _list_software_changes(run_dir: RunDir) -> list[str]:
+    """Say with which other software a run goes on: allowed, since a fix may need it, and announced."""
+    try:
+        changes = list_changes((run_dir.path / "env.txt").read_text())
+    except OSError:
+        return []
+    return [f"the run goes on with other software, which may round otherwise: {one}" for one in changes]
+
+
 def set_threads(wanted: int | None) -> int:
     """Fix the number of compute threads, and how memory is kept. Returns the number.
 
@@ -258,34 +264,25 @@ def set_threads(wanted: int | None) -> int:
     return threads
 
 
-ALGORITHM_FACT = "algorithm_source"
-_KEPT: Mapping[str, str] = {"task_version": "version of its task", ALGORITHM_FACT: "algorithm"}
-"""Facts that a run keeps from its first step to its last, and what a message calls them."""
-
-
 def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
     """Return the run's directory with its lock held: an unfinished one, or a new one.
 
-    An unfinished run of another version of its task or algorithm is left alone where it has trained nothing.
+    An unfinished run of other parts, such as another version of its task, is left alone where it has trained
+    nothing.
 
     Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
-        would go on has trained with another version of them.
+        would go on has trained with other parts, naming them.
     """
     run_dir = _open_run(resolved, facts, is_new=is_new)
-    changed = [name for name in _KEPT if run_dir.state.facts.get(name) != facts.get(name)]
-    if not changed:
-        return run_dir
-    run_dir.release()
-    if resolved.spec.output.dir is None and not run_dir.metrics.read():
-        return _open_run(resolved, facts, is_new=True)
-    raise CheckRefused(
-        explain_refusal(
-            f"{run_dir.path} began with another {' and another '.join(_KEPT[name] for name in changed)}:"
-            " code, data or wording has changed since",
-            allowed="the very code and data that the run began with: a curve over two says nothing of either",
-            next_step="undo the change, or start a new run with --new",
-        )
-    )
+    before, now = run_dir.state.facts.get(PARTS_FACT, {}), cast(dict[str, str], facts[PARTS_FACT])
+    try:
+        require_same_parts(run_dir.path, before, now)
+    except CheckRefused:
+        run_dir.release()
+        if resolved.spec.output.dir is None and not run_dir.metrics.read():
+            return _open_run(resolved, facts, is_new=True)
+        raise
+    return run_dir
 
 
 def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:

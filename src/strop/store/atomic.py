@@ -188,8 +188,10 @@ def is_complete(path: Path) -> bool:
     return (path / MANIFEST_NAME).is_file()
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, *, remedy: str | None = None) -> Manifest:
     """Read the manifest of a complete directory without checking the files.
+
+    `remedy` is what to do about a damaged one, for whoever knows better than to fetch it again.
 
     Raises: StoreError if there is none; CorruptRecord if it cannot be read.
     """
@@ -204,14 +206,15 @@ def read_manifest(path: Path) -> Manifest:
                 next_step="use an earlier complete one, or write it again",
             )
         ) from error
-    return parse_manifest(data, str(manifest_path))
+    return parse_manifest(data, str(manifest_path), remedy or _remedy(path))
 
 
-def parse_manifest(data: bytes, place: str) -> Manifest:
+def parse_manifest(data: bytes, place: str, remedy: str | None = None) -> Manifest:
     """Read the content of a COMPLETE file; `place` is where it came from, for messages.
 
     Raises: CorruptRecord if it is no manifest, or promises a file outside its own directory.
     """
+    remedy = remedy or _remedy(place.rpartition("/")[0])
     try:
         content = json.loads(data)
         manifest = Manifest(
@@ -219,11 +222,11 @@ def parse_manifest(data: bytes, place: str) -> Manifest:
             facts=content["facts"],
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(place, f"is not a manifest ({error})", "the JSON that strop wrote") from error
+        raise _corrupt(place, f"is not a manifest ({error})", "the JSON that strop wrote", remedy) from error
     for name in manifest.files:
         # It may come from a store that others write to: a name must not lead out of the directory.
         if not is_inner_name(name):
-            raise _corrupt(place, f"promises {name!r}", "names of files below the directory")
+            raise _corrupt(place, f"promises {name!r}", "names of files below the directory", remedy)
     return manifest
 
 
@@ -233,25 +236,26 @@ def is_inner_name(name: str) -> bool:
     return not ({"", ".", ".."} & set(parts)) and "\0" not in name and name != MANIFEST_NAME
 
 
-def verify_directory(path: Path, *, can_trust_mtime: bool = False) -> Manifest:
+def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str | None = None) -> Manifest:
     """Compare every file of a directory with its manifest and return the manifest.
 
     With `can_trust_mtime`, a file whose size and modification time are the sealed ones is not read.
+    `remedy` is what to do about a damaged directory; None: remove it, or fetch it again.
 
     Raises: StoreError if the directory is incomplete; CorruptRecord naming the first bad file.
     """
-    manifest = read_manifest(path)
+    remedy = remedy or _remedy(path)
+    manifest = read_manifest(path, remedy=remedy)
     names_to_read = []
     for name, record in sorted(manifest.files.items()):
-        found = _stat_promised(path / name, record)
+        found = _stat_promised(path / name, record, remedy)
         if not (can_trust_mtime and found.st_mtime_ns == record.mtime_ns):
             names_to_read.append(name)
-    for name, sha256 in hash_files(path, names_to_read).items():
+    for name, sha256 in hash_files(path, names_to_read, remedy=remedy).items():
         promised = manifest.files[name].sha256
         if sha256 != promised:
-            raise _corrupt(
-                path / name, f"has SHA-256 {sha256[:12]}", f"{promised[:12]}, as its manifest promises"
-            )
+            allowed = f"{promised[:12]}, as its manifest promises"
+            raise _corrupt(path / name, f"has SHA-256 {sha256[:12]}", allowed, remedy)
     return manifest
 
 
@@ -268,13 +272,14 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(aside_path, ignore_errors=True)
 
 
-def hash_files(directory: Path, names: list[str]) -> dict[str, str]:
+def hash_files(directory: Path, names: list[str], *, remedy: str | None = None) -> dict[str, str]:
     """Return the SHA-256 of files by name; hashing releases the interpreter lock, so two at a time.
 
     Raises: CorruptRecord if one cannot be read.
     """
+    remedy = remedy or _remedy(directory)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        digests = pool.map(lambda name: _hash_file(directory / name), names)
+        digests = pool.map(lambda name: _hash_file(directory / name, remedy), names)
         return dict(zip(names, digests, strict=True))
 
 
@@ -361,34 +366,33 @@ def _fsync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _stat_promised(path: Path, record: FileRecord) -> os.stat_result:
+def _stat_promised(path: Path, record: FileRecord, remedy: str) -> os.stat_result:
     try:
         found = path.stat()
     except OSError as error:
-        raise _corrupt(
-            path, f"cannot be read ({error.strerror})", "every file its manifest promises"
-        ) from error
+        raise _unread(path, error, remedy) from error
     if found.st_size != record.size_bytes:
-        raise _corrupt(path, f"has {found.st_size} bytes", f"{record.size_bytes}, as its manifest promises")
+        allowed = f"{record.size_bytes}, as its manifest promises"
+        raise _corrupt(path, f"has {found.st_size} bytes", allowed, remedy)
     return found
 
 
-def _hash_file(path: Path) -> str:
+def _hash_file(path: Path, remedy: str) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise _corrupt(
-            path, f"cannot be read ({error.strerror})", "every file its manifest promises"
-        ) from error
+        raise _unread(path, error, remedy) from error
 
 
-def _corrupt(place: Path | str, found: str, allowed: str) -> CorruptRecord:
-    return CorruptRecord(
-        explain_refusal(
-            f"{place} {found}",
-            allowed=allowed,
-            next_step="use another complete record and remove"
-            f" {str(place).rpartition('/')[0]}, or fetch it again",
-        )
-    )
+def _unread(path: Path, error: OSError, remedy: str) -> CorruptRecord:
+    return _corrupt(path, f"cannot be read ({error.strerror})", "every file its manifest promises", remedy)
+
+
+def _corrupt(place: Path | str, found: str, allowed: str, remedy: str) -> CorruptRecord:
+    return CorruptRecord(explain_refusal(f"{place} {found}", allowed=allowed, next_step=remedy))
+
+
+def _remedy(directory: Path | str) -> str:
+    """Say what to do about a damaged directory: all of it is one record, so all of it goes."""
+    return f"use another complete record and remove {directory}, or fetch it again"

@@ -22,6 +22,12 @@ from strop.store.atomic import (
 
 MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt"})
 WEIGHTS_INDEX = "model.safetensors.index.json"
+_PARTS = {
+    "configuration": ("config.json", "generation_config.json"),
+    "chat template": ("chat_template.jinja", "chat_template.json"),
+}
+_OTHER_PART = "tokenizer"
+"""All other files; `tokenizer_config.json` may hold the chat template as well."""
 NEEDED_FILES = "config.json, tokenizer.json or tokenizer.model, and weights as *.safetensors"
 
 
@@ -51,10 +57,24 @@ def check_model_dir(path: Path) -> None:
 
 
 def digest_model(path: Path, digest_dir: Path) -> str:
-    """Return the digest of a model directory; unchanged files are not read a second time.
+    """Return the digest of a model directory. Raises: like `hash_model`."""
+    return digest_of_files(hash_model(path, digest_dir))
 
-    File digests are remembered by size and modification time: in the directory's own manifest, else
-    in `digest_dir`.
+
+def digest_parts(path: Path, digest_dir: Path) -> dict[str, str]:
+    """Return the digests of a model directory's parts, by words for them. Raises: like `hash_model`."""
+    found: dict[str, dict[str, str]] = {part: {} for part in ("weights", *_PARTS, _OTHER_PART)}
+    for name, sha256 in hash_model(path, digest_dir).items():
+        is_weights = name.endswith(".safetensors") or name == WEIGHTS_INDEX
+        other = next((part for part, names in _PARTS.items() if name in names), _OTHER_PART)
+        found["weights" if is_weights else other][name] = sha256
+    return {part: digest_of_files(files) for part, files in found.items()}
+
+
+def hash_model(path: Path, digest_dir: Path) -> dict[str, str]:
+    """Return the SHA-256 of a model directory's files by name; unchanged ones are not read a second time.
+
+    File digests are remembered by size and times: in the directory's own manifest, else in `digest_dir`.
 
     Raises: CorruptRecord if the directory has a manifest and its bytes are others.
     """
@@ -62,13 +82,12 @@ def digest_model(path: Path, digest_dir: Path) -> str:
         manifest = verify_directory(path, can_trust_mtime=True)
         # Folders are no part of the model, such as the adapters that were merged into it.
         own = {name: file for name, file in manifest.files.items() if "/" not in name}
-        return digest_of_files(
-            {name: record.sha256 for name, record in own.items() if _is_model_file(path / name)}
-        )
+        return {name: record.sha256 for name, record in own.items() if _is_model_file(path / name)}
     memory_path = digest_dir / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]}.json"
     remembered = _read_memory(memory_path)
     files = {entry.name: entry.stat() for entry in path.iterdir() if _is_model_file(entry)}
-    marks = {name: [found.st_size, found.st_mtime_ns] for name, found in files.items()}
+    # The time of change too: a copy may bring its time of modification along.
+    marks = {name: [found.st_size, found.st_mtime_ns, found.st_ctime_ns] for name, found in files.items()}
     known = {
         name: remembered[name]["sha256"]
         for name, mark in marks.items()
@@ -78,7 +97,7 @@ def digest_model(path: Path, digest_dir: Path) -> str:
     sha256_by_name = known | fresh
     if fresh:
         _write_memory(memory_path, {n: {"mark": marks[n], "sha256": sha256_by_name[n]} for n in marks})
-    return digest_of_files(sha256_by_name)
+    return sha256_by_name
 
 
 def _is_model_file(path: Path) -> bool:

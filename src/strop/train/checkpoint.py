@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from strop.cluster import LearnerRole
 from strop.errors import CheckRefused, CorruptRecord, explain_refusal
+from strop.record import EventKind
 from strop.record.fence import require_unfenced
+from strop.record.parts import require_same_parts
 from strop.record.rollouts import read_rollouts, write_rollouts
-from strop.record.run_dir import RunDir
+from strop.record.run_dir import RunDir, step_of
 from strop.rollout import Group
-from strop.store.atomic import AtomicDirectory, verify_directory
+from strop.store.atomic import AtomicDirectory, is_complete, verify_directory
 
 _WAITING = "waiting.parquet"
 _WAITING_NUMBERS = "waiting.json"
@@ -43,8 +45,8 @@ class TrainerState:
     """Threads that the numbers were computed with; another count rounds differently."""
     next_group: int = 0
     """Number of the first group that no step has consumed (`GroupSource`)."""
-    demonstrations: str | None = None
-    """Digest of what is imitated, None where nothing is; other data would be another curve."""
+    made_of: Mapping[str, str] = field(default_factory=dict)
+    """Digest of every part that the run is made of; another one would give another curve."""
 
 
 async def save_checkpoint(
@@ -75,21 +77,55 @@ async def save_checkpoint(
     return target
 
 
-async def load_checkpoint(path: Path, learner: LearnerRole, *, num_threads: int) -> TrainerState:
+def choose_checkpoint(run_dir: RunDir) -> tuple[tuple[int, Path] | None, str]:
+    """Return step and place of the checkpoint to go on from, and what is to be said of it; "": nothing.
+
+    None: the run begins at its first step, and never had a checkpoint.
+    Raises: CheckRefused if it had some, and none of them is complete; CorruptRecord for a damaged log.
+    """
+    latest = run_dir.latest_checkpoint()
+    step = latest[0] if latest is not None else 0
+    written = {event.step for event in run_dir.events.read() if event.kind is EventKind.CHECKPOINT}
+    there = {step_of(path) for path in run_dir.checkpoints_path.glob("step-*") if path.is_dir()}
+    lost = sorted(found for found in written | there if found is not None and found > step)
+    names = ", ".join(run_dir.checkpoint_path(found).name for found in lost)
+    num_done = max((int(line["step"]) for line in run_dir.metrics.read()), default=0)
+    if latest is not None:
+        note = f"training goes on from {latest[1].name}"
+        return latest, f"{note}; {names}, written later, is not complete any more" if lost else note
+    if lost:
+        raise CheckRefused(
+            explain_refusal(
+                f"{run_dir.path} has trained {num_done} steps, and none of its checkpoints ({names}) is"
+                " complete any more",
+                allowed="a checkpoint with all its files, its COMPLETE among them: what was trained is in no"
+                " other place",
+                next_step="restore one from a copy, or begin anew: with --new, or in another output.dir",
+            )
+        )
+    return None, f"no checkpoint was written yet: {num_done} steps are trained again" if num_done else ""
+
+
+async def load_checkpoint(
+    path: Path, learner: LearnerRole, *, num_threads: int, made_of: Mapping[str, str] | None = None
+) -> TrainerState:
     """Verify a checkpoint and restore the learner from it.
 
     Raises: CorruptRecord naming the file if a part is missing or damaged; CheckRefused if the run
-    would go on with another number of threads.
+    would go on with another number of threads, or as it is `made_of` now, of other parts.
     """
-    verify_directory(path)
+    remedy = _remedy(path)
+    verify_directory(path, remedy=remedy)
     try:
-        state = TrainerState(**json.loads((path / "state" / "trainer.json").read_text()))
+        content = json.loads((path / "state" / "trainer.json").read_text())
+        content.pop("demonstrations", None)  # Of a version that knew no other parts.
+        state = TrainerState(**content)
     except (OSError, ValueError, TypeError) as error:
         raise CorruptRecord(
             explain_refusal(
                 f"{path}/state/trainer.json cannot be read ({error})",
                 allowed="the counters that strop wrote",
-                next_step=f"remove {path.name}; the run then resumes from the checkpoint before",
+                next_step=remedy,
             )
         ) from error
     if state.num_threads != num_threads:
@@ -100,8 +136,18 @@ async def load_checkpoint(path: Path, learner: LearnerRole, *, num_threads: int)
                 next_step=f"free the cores, or start again with placement.threads={state.num_threads}",
             )
         )
+    require_same_parts(path, state.made_of, made_of or {})
     await learner.load_state(path / "state")
     return state
+
+
+def _remedy(path: Path) -> str:
+    """Say what to do about a damaged checkpoint, so that the same command then goes on."""
+    found = {step_of(other): other.name for other in path.parent.iterdir() if is_complete(other)}
+    before = max((step for step in found if step is not None and step < (step_of(path) or 0)), default=None)
+    if before is None:
+        return f"restore {path} from a copy: there is none before it; or begin anew with --new"
+    return f"restore it from a copy, or remove {path}: the same command then goes on from {found[before]}"
 
 
 def load_waiting(path: Path) -> list[tuple[int, Group]]:
@@ -122,17 +168,3 @@ def _write_waiting(target: Path, waiting: Sequence[tuple[int, Group]]) -> None:
     write_rollouts(target / _WAITING, [rollout for _, group in waiting for rollout in group.rollouts])
     numbers = [(number, len(group.rollouts)) for number, group in waiting]
     (target / _WAITING_NUMBERS).write_text(json.dumps(numbers))
-
-
-def require_same_demonstrations(state: TrainerState, digest: str | None) -> None:
-    """Refuse to go on with other demonstrations than before. Raises: CheckRefused with both digests."""
-    if state.demonstrations == digest:
-        return
-    before, now = (text[:12] if text else "none" for text in (state.demonstrations, digest))
-    raise CheckRefused(
-        explain_refusal(
-            f"the run imitated demonstrations {before} until step {state.step} and would go on with {now}",
-            allowed="the same demonstrations in the same order, so that the curve stays the same",
-            next_step="restore what sft.source or dpo.source held, or start a new run with --new",
-        )
-    )

@@ -26,6 +26,7 @@ from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size
 from strop.policy.learner import StepReport, Term
 from strop.record import Event, EventKind, RunDir
+from strop.record.parts import PARTS_FACT
 from strop.record.prediction import Prediction
 from strop.record.rollouts import write_rollouts
 from strop.rollout import Group
@@ -37,9 +38,9 @@ from strop.train.batch import TrainBatch
 from strop.train.causes import CauseLog
 from strop.train.checkpoint import (
     TrainerState,
+    choose_checkpoint,
     load_checkpoint,
     load_waiting,
-    require_same_demonstrations,
     save_checkpoint,
 )
 from strop.train.collecting import Collector, measure_discarded, measure_staleness, sort_by_fate
@@ -118,7 +119,8 @@ class TrainLoop:
             version=0,
             num_refused_in_a_row=0,
             num_threads=torch.get_num_threads(),
-            demonstrations=self._terms.digest_of(parts.demonstrations),
+            made_of=parts.run_dir.state.facts.get(PARTS_FACT, {})
+            | self._terms.parts_of(parts.demonstrations),
         )
         self._collector = Collector(
             parts.spec,
@@ -176,20 +178,20 @@ class TrainLoop:
 
     async def _resume(self) -> None:
         """Go back to the last checkpoint and cut off what was recorded after it."""
-        latest = self._run_dir.latest_checkpoint()
+        latest, note = choose_checkpoint(self._run_dir)
         if latest is not None:
             step, path = latest
-            digest = self._state.demonstrations
+            now = self._state
             self._state = await load_checkpoint(
-                path, self._roles.learner, num_threads=self._state.num_threads
+                path, self._roles.learner, num_threads=now.num_threads, made_of=now.made_of
             )
-            require_same_demonstrations(self._state, digest)
             self._run_dir.truncate_after(step)
             self._open_source(load_waiting(path))
-            self._event(EventKind.RESUME, "checkpoint", f"training goes on from {path.name}")
         else:
             self._run_dir.truncate_after(0)
             self._open_source([])
+        if note:
+            self._event(EventKind.RESUME, "start" if latest is None else "checkpoint", note)
         # From the record: earlier steps may be an earlier attempt's.
         self._history = History(self._run_dir.metrics.read())
 

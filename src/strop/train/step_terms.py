@@ -47,10 +47,10 @@ class StepTerms:
         self._prompts = self._build_prompts()
         self._pairs: ExampleSchedule[PackedGroup] | None = None
 
-    def digest_of(self, demonstrations: Demonstrations | None) -> str | None:
-        """Return the digest of what a run learns from beside its rollouts, None where that is nothing."""
-        given = demonstrations or self.preferences
-        return None if given is None else given.digest
+    def parts_of(self, demonstrations: Demonstrations | None) -> dict[str, str]:
+        """Return the digests of what a run learns from beside its rollouts. See `strop.record.parts`."""
+        given = {"demonstrations": demonstrations, "preferences": self.preferences}
+        return {name: data.digest for name, data in given.items() if data is not None}
 
     async def prepare(self, run_path: Path) -> None:
         """Compute what is computed once per run, before its first step; read it where that was before.
