@@ -126,6 +126,18 @@ def own_cache(tmp_path: Path, kernels_dir: Path, monkeypatch: pytest.MonkeyPatch
     return cache
 
 
+@pytest.fixture(params=["kernels", "plain"])
+def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with the compiled kernels, and as on a machine without a C compiler."""
+    from strop.kernels import kernel_status
+
+    if request.param == "plain":
+        monkeypatch.setattr("strop.kernels.calls.load_library", lambda: None)
+    else:
+        require_system_part("a C compiler", found=kernel_status().path is not None)
+    return str(request.param)
+
+
 @pytest.fixture
 def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has no model and no data, and whose environment names no source of them."""

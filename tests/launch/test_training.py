@@ -14,7 +14,7 @@ from strop.errors import CheckRefused, ConfigError, Interrupted, RunStopped
 from strop.kernels import KernelStatus
 from strop.launch.training import TrainOutcome, set_threads, train_here
 from strop.record import EventKind, RunDir, list_runs
-from strop.rollout import Example, Outcome
+from strop.rollout import Example, Outcome, Split
 from strop.spec import load_spec
 from strop.store import get_model
 from strop.tasks.generated.reverse_text import ReverseText
@@ -233,6 +233,17 @@ def test_a_task_that_cannot_say_right_or_wrong_cannot_be_evaluated(
     accepted = "train.accept=weights: random; audit.failure_paths: the empty text ends every text"
     with pytest.raises(RunStopped, match=r"none of 2 held-out replies at step 0 could be judged"):
         here.train(accepted)
+
+
+def test_a_run_does_not_call_examples_held_out_that_it_trains_on(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate says so first; whoever accepts that still gets no score."""
+    examples = ReverseText.examples
+    monkeypatch.setattr(ReverseText, "examples", lambda self, split: examples(self, Split.TRAIN))
+    with pytest.raises(CheckRefused, match=r"2 of 2 examples of task reverse-text called held_out were"):
+        here.train("train.accept=weights: random; schedule: to see what the evaluation says")
+    assert not list((here.told[0].path / "eval").iterdir())
 
 
 def test_threads_are_fixed_and_counted() -> None:

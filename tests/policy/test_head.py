@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strop.policy.head import TokenGradient, TokenRule, loss_and_gradients, token_logprobs
 from strop.policy.packing import PackedBatch, PackedLayout
 
+pytestmark = pytest.mark.usefixtures("either_path")
+
 
 def head_batch(rows: list[int], targets: list[int], *, seed: int = 0) -> PackedBatch:
     """Build a batch of which only the head's columns matter. Rows ascend."""
