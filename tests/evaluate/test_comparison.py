@@ -36,7 +36,50 @@ def test_sampled_scores_are_compared_too() -> None:
     result = make_result(sampled=score, num_samples=4)
     change = compare_results(result, result)
     assert change.sampled is not None
-    assert (change.sampled.low, change.sampled.estimate, change.sampled.high) == (0, 0, 0)
+    # Equal shares are no proof that nothing changed: the interval of two examples is wide.
+    assert change.sampled.estimate == 0.0
+    assert -change.sampled.low == change.sampled.high > 0.7
+
+
+def test_rewards_are_compared_on_the_scale_that_they_have() -> None:
+    def score(reward: float) -> ExampleScore:
+        return make_example_score(1.0, reward_mean=reward)
+
+    before = make_result({"a": score(0.5), "b": score(4.0)})
+    after = make_result({"a": score(2.5), "b": score(1.0)})
+    change = compare_results(before, after).greedy
+    assert change is not None
+    assert change.reward is not None
+    assert change.reward.estimate == pytest.approx(-0.5)
+    # The full scale is 4; of two examples little is known.
+    assert -4.0 <= change.reward.low < -3.0
+    assert 2.0 < change.reward.high <= 4.0
+
+
+def test_examples_of_one_problem_are_one_change() -> None:
+    def score(problem: str | None, solved: float) -> ExampleScore:
+        return make_example_score(solved, problem=problem)
+
+    names = {f"{number}": f"p{number // 2}" for number in range(12)}
+    twins = [make_result({name: score(p, solved) for name, p in names.items()}) for solved in (0.0, 1.0)]
+    change = compare_results(*twins).greedy
+    alone = compare_results(
+        *(make_result({name: score(None, solved) for name in names}) for solved in (0.0, 1.0))
+    ).greedy
+    assert change is not None
+    assert alone is not None
+    assert (change.estimate, change.num_examples, change.num_gained) == (1.0, 12, 12)
+    # Six problems that rose, and twelve: 2 / 2^6 and 2 / 2^12.
+    assert (change.p_value, alone.p_value) == (2 / 64, 2 / 4096)
+    assert change.low < alone.low < 1.0
+    # One that rose and one that fell are no change of their problem.
+    mixed = [
+        make_result({name: score("p", solved) for name, solved in zip("ab", pair, strict=True)})
+        for pair in ((0.0, 1.0), (1.0, 0.0))
+    ]
+    evened = compare_results(*mixed).greedy
+    assert evened is not None
+    assert (evened.num_gained, evened.num_lost, evened.p_value) == (1, 1, 1.0)
 
 
 def test_nothing_scored_on_both_sides_is_no_change() -> None:

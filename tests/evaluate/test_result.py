@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError
+from strop.evaluate import PartScores, Summary, dump_result
 from strop.evaluate.result import (
     PROTOCOL_FIELDS,
     PassAtK,
@@ -71,6 +73,89 @@ def test_an_edited_result_is_refused(tmp_path: Path, name: str, value: Any) -> N
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(CorruptRecord, match="is not a complete result"):
         read_result(path)
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    stored = json.loads(path.read_text())
+    change(stored)
+    path.write_text(json.dumps(stored))
+
+
+def store(path: Path, **changes: Any) -> Path:
+    sampled = make_score({"a": 0.5, "b": 0.25}, num_samples=4)
+    write_result(make_result(sampled=sampled, num_samples=4, **changes), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_an_accuracy_that_is_not_that_of_its_examples_is_refused(tmp_path: Path, kind: str) -> None:
+    """Incident: an edited file was shown as "0.0 % 95.0 % +0.0 %": the change alone knew the examples."""
+
+    def claim(stored: Any) -> None:
+        stored[kind]["accuracy"] = 0.95
+        del stored["content_digest"]
+
+    path = store(tmp_path / "r.json")
+    edit(path, claim)
+    with pytest.raises(
+        CorruptRecord, match=rf"{kind}: .*accuracy is 0\.95, and the mean of its examples is 0\.\d+\)"
+    ):
+        read_result(path)
+
+
+def test_the_accuracy_of_a_part_is_that_of_its_examples(tmp_path: Path) -> None:
+    summary = Summary(**make_score({"a": 1.0}).model_dump(exclude={"by_example"}))
+    part = PartScores(task="arithmetic", example_ids=["a"], greedy=summary, sampled=None, pass_at_k={})
+    path = store(tmp_path / "r.json", parts={"sums": part})
+    assert read_result(path).parts["sums"].greedy.accuracy == 1.0
+
+    def claim(stored: Any) -> None:
+        stored["parts"]["sums"]["greedy"]["accuracy"] = 0.5
+        del stored["content_digest"]
+
+    edit(path, claim)
+    with pytest.raises(
+        CorruptRecord, match=r"parts\.sums\.greedy: accuracy is 0\.5, and the mean .* is 1\.0"
+    ):
+        read_result(path)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("greedy", "low"),
+        ("greedy", "by_example", "a", "reward_mean"),
+        ("sampled", "reply_tokens_mean"),
+        ("greedy", "truncated_frac"),
+    ],
+)
+def test_any_other_edit_is_refused_too(tmp_path: Path, place: tuple[str, ...]) -> None:
+    def change(stored: Any) -> None:
+        *folders, last = place
+        for name in folders:
+            stored = stored[name]
+        stored[last] = 0.123
+
+    path = store(tmp_path / "r.json")
+    edit(path, lambda stored: None)
+    assert read_result(path).is_valid  # Written anew with other white space.
+    edit(path, change)
+    with pytest.raises(
+        CorruptRecord, match=r"was changed after it was written: its content_digest is another"
+    ):
+        read_result(path)
+
+
+def test_a_result_of_before_results_were_sealed_is_read(tmp_path: Path) -> None:
+    path = store(tmp_path / "r.json")
+    expected = read_result(path)
+    edit(path, lambda stored: stored.pop("content_digest"))
+    assert read_result(path) == expected
+
+
+def test_what_is_printed_is_what_is_stored(tmp_path: Path) -> None:
+    path = store(tmp_path / "r.json")
+    assert dump_result(read_result(path)) == json.loads(path.read_text())
 
 
 def test_not_a_number_is_refused(tmp_path: Path) -> None:

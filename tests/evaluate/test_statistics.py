@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 
 import numpy as np
@@ -13,65 +14,59 @@ from hypothesis import strategies as st
 
 from strop.errors import ConfigError, DataError
 from strop.evaluate.statistics import (
+    Interval,
     clustered_interval,
     paired_difference,
     pass_at_k,
     pass_at_k_interval,
     sign_test,
-    wilson_interval,
 )
 
 
-def test_wilson_by_hand() -> None:
-    # z = 1.959964, z^2 = 3.841459. 5 of 10: middle (0.5 + 0.192073) / 1.384146 = 0.5,
-    # half = 1.959964 x sqrt(0.025 + 0.00960365) / 1.384146 = 0.263404.
-    interval = wilson_interval(5, 10)
+def once(num_solved: int, num_examples: int) -> Interval:
+    """The interval of examples that were tried once each."""
+    return clustered_interval([[place < num_solved] for place in range(num_examples)])
+
+
+def test_a_share_by_hand() -> None:
+    # 5 of 10, with 1.5 at either end: 13. Middle 6.5 / 13, variance 0.25, half 1.959964 x sqrt(0.25 / 12).
+    interval = once(5, 10)
     assert interval.estimate == 0.5
-    assert (interval.low, interval.high) == pytest.approx((0.236596, 0.763404), abs=1e-5)
+    assert (interval.low, interval.high) == pytest.approx((0.217103, 0.782897), abs=1e-6)
 
 
-def test_wilson_at_the_ends_by_hand() -> None:
-    # 0 of 10: upper end z^2 / (10 + z^2) = 3.841459 / 13.841459.
-    assert wilson_interval(0, 10).low == 0.0
-    assert wilson_interval(0, 10).high == pytest.approx(0.277533, abs=1e-6)
-    assert wilson_interval(10, 10).high == 1.0
-    assert wilson_interval(10, 10).low == pytest.approx(0.722467, abs=1e-6)
+def test_none_and_all_by_hand() -> None:
+    # 0 of 100: middle 1.5 / 103 = 0.014563, variance 0.014351, half 1.959964 x sqrt(0.014351 / 102).
+    assert (once(0, 100).estimate, once(0, 100).low) == (0.0, 0.0)
+    assert once(0, 100).high == pytest.approx(0.037811, abs=1e-6)
+    assert (once(100, 100).high, once(100, 100).low) == (1.0, pytest.approx(1 - 0.037811, abs=1e-6))
 
 
 def test_no_trials_say_nothing() -> None:
-    for interval in (wilson_interval(0, 0), clustered_interval([]), clustered_interval([[], []])):
+    for interval in (clustered_interval([]), clustered_interval([[], []], ["a", "b"])):
         assert math.isnan(interval.estimate)
         assert (interval.low, interval.high) == (0.0, 1.0)
 
 
 @given(st.integers(0, 200), st.integers(1, 200))
-def test_wilson_contains_its_estimate(num_solved: int, num_trials: int) -> None:
-    interval = wilson_interval(min(num_solved, num_trials), num_trials)
+def test_a_share_is_in_its_interval(num_solved: int, num_examples: int) -> None:
+    interval = once(min(num_solved, num_examples), num_examples)
     assert 0.0 <= interval.low <= interval.estimate <= interval.high <= 1.0
     assert interval.low < interval.high
 
 
 def test_rollouts_that_repeat_each_other_add_no_certainty() -> None:
     # Every example is all or nothing, so 4 rollouts each are worth one.
-    one = wilson_interval(5, 10)
     four = clustered_interval([[True] * 4] * 5 + [[False] * 4] * 5)
-    assert four.estimate == 0.5
-    assert (four.low, four.high) == pytest.approx((one.low, one.high))
+    assert (four.estimate, four.low, four.high) == pytest.approx((0.5, once(5, 10).low, once(5, 10).high))
 
 
-def test_equal_examples_are_not_taken_for_certainty() -> None:
-    # All examples have share 1/2: their spread is 0, but ten examples remain ten trials.
+def test_independent_rollouts_add_certainty_but_not_all_of_it() -> None:
+    # All examples have share 1/2, as if nothing varied: 13 problems, of which 3 are at the ends. Variance
+    # 3 / 13 x 0.25, half 1.959964 x sqrt(0.057692 / 12).
     halves = clustered_interval([[True, False]] * 10)
-    assert (halves.low, halves.high) == pytest.approx((0.236596, 0.763404), abs=1e-5)
+    assert (halves.low, halves.high) == pytest.approx((0.364101, 0.635899), abs=1e-6)
     assert clustered_interval([[True, False, True, True]]).low > 0.0
-
-
-def test_independent_rollouts_count_fully_by_hand() -> None:
-    # Shares 1, 1/2, 1/2, 0: mean 1/2, variance (1/4 + 1/4) / 3 = 1/6, of the mean 1/24.
-    # Effective trials 0.25 x 24 = 6, between 4 examples and 8 rollouts.
-    mixed = clustered_interval([[True, True], [True, False], [False, True], [False, False]])
-    six = wilson_interval(3, 6)
-    assert (mixed.low, mixed.high) == pytest.approx((six.low, six.high))
 
 
 def test_every_example_counts_the_same() -> None:
@@ -88,7 +83,7 @@ def test_clustered_interval_covers_the_truth() -> None:
         chances_P = stream.random((40, 1))
         solved_P_G = stream.random((40, 4)) < chances_P
         interval = clustered_interval(solved_P_G.tolist())
-        naive = wilson_interval(int(solved_P_G.sum()), 160)
+        naive = once(int(solved_P_G.sum()), 160)
         num_hits += interval.low <= 0.5 <= interval.high
         num_naive_hits += naive.low <= 0.5 <= naive.high
     assert num_naive_hits / 400 < 0.88
@@ -121,11 +116,9 @@ def test_pass_at_k_keeps_its_digits_where_it_is_tiny() -> None:
 
 
 def test_an_interval_of_pass_at_k_by_hand() -> None:
-    # Two of four examples solved by every rollout: pass@2 is 1, 1, 0, 0. Examples all or nothing are
-    # worth one trial each.
+    # Two of four examples solved by every rollout: pass@2 is 1, 1, 0, 0, as of four tried once.
     interval = pass_at_k_interval([[True] * 4] * 2 + [[False] * 4] * 2, 2)
-    four = wilson_interval(2, 4)
-    assert (interval.estimate, interval.low, interval.high) == pytest.approx((0.5, four.low, four.high))
+    assert interval == once(2, 4)
 
 
 def test_an_interval_of_pass_at_k_leaves_out_examples_with_too_few_rollouts() -> None:
@@ -160,19 +153,200 @@ def test_pass_at_k_refuses_more_than_there_is(k: int) -> None:
         pass_at_k(4, 2, k)
 
 
-def test_paired_difference_is_narrower_than_two_separate_intervals() -> None:
-    # 20 examples, 2 of which turned from wrong to right: a change of 0.1.
+def test_paired_difference_by_hand() -> None:
+    # 20 examples, 2 turned right, with 1.5 pseudo examples at either end: 23. Middle 2 / 23 = 0.086957,
+    # variance (2 + 3) / 23 - 0.086957^2 = 0.209830, half 1.959964 x sqrt(0.209830 / 22) = 0.191413.
     before_P = [1.0] * 8 + [0.0] * 12
     after_P = [1.0] * 10 + [0.0] * 10
     change = paired_difference(before_P, after_P)
     assert change.estimate == pytest.approx(0.1)
-    assert 0.0 <= change.low < 0.1 < change.high < 0.3
+    assert (change.low, change.high) == pytest.approx((-0.104456, 0.278370), abs=1e-6)
+    # Two separate intervals would be 0.41 wide each.
+    assert change.high - change.low < 0.5 * 2 * 0.41
     assert paired_difference(before_P, after_P) == change
+    scaled = paired_difference([4 * x for x in before_P], [4 * x for x in after_P], full_scale=4.0)
+    assert (scaled.estimate, scaled.low, scaled.high) == pytest.approx(
+        tuple(4 * value for value in (change.estimate, change.low, change.high))
+    )
 
 
-def test_paired_difference_of_a_constant_change_has_no_width() -> None:
-    change = paired_difference([0.0, 0.5], [0.25, 0.75], num_resamples=10)
-    assert (change.estimate, change.low, change.high) == (0.25, 0.25, 0.25)
+@pytest.mark.parametrize("change", [0.0, 0.25, 1.0, -1.0])
+@pytest.mark.parametrize("num_examples", [1, 2, 100, 10_000])
+def test_a_constant_change_has_width(change: float, num_examples: int) -> None:
+    """Incident: a bootstrap of examples that all changed alike said "+0.0 % to +0.0 %"."""
+    found = paired_difference([max(-change, 0.0)] * num_examples, [max(change, 0.0)] * num_examples)
+    assert found.estimate == change
+    assert found.low <= change <= found.high
+    # As for Wilson's interval of none of n: of the order of 4 / n.
+    assert found.high - found.low > min(1.0, 3.0 / num_examples)
+
+
+UNIT = st.floats(0.0, 1.0)
+
+
+@given(st.lists(st.tuples(UNIT, UNIT, st.sampled_from("abcdef")), min_size=1, max_size=40))
+def test_a_paired_difference_holds_its_estimate(found: list[tuple[float, float, str]]) -> None:
+    before_P, after_P, problems_P = zip(*found, strict=True)
+    for interval in (
+        paired_difference(before_P, after_P),
+        paired_difference(before_P, after_P, problems_P),
+    ):
+        assert -1.0 <= interval.low <= interval.estimate <= interval.high <= 1.0
+        assert interval.low < interval.high
+
+
+def binomial(num_trials: int, chance: float) -> np.ndarray:
+    return np.array(
+        [
+            math.comb(num_trials, k) * chance**k * (1 - chance) ** (num_trials - k)
+            for k in range(num_trials + 1)
+        ]
+    )
+
+
+def cover_share(num_examples: int, chances: Iterable[float]) -> float:
+    """Return the smallest coverage of a share's interval over some chances, by enumeration."""
+    intervals = [once(k, num_examples) for k in range(num_examples + 1)]
+    low, high = (np.array([getattr(one, end) for one in intervals]) for end in ("low", "high"))
+    covered = []
+    for chance in chances:
+        holds = (low - 1e-12 <= chance) & (chance <= high + 1e-12)
+        covered.append(float(binomial(num_examples, chance)[holds].sum()))
+    return min(covered)
+
+
+def cover_difference(num_examples: int, chances: Iterable[tuple[float, float]]) -> float:
+    """Return the smallest coverage of the paired interval over chances to rise and to fall."""
+    outcomes = [(up, down) for up in range(num_examples + 1) for down in range(num_examples + 1 - up)]
+    intervals = []
+    ways = []
+    for up, down in outcomes:
+        still = num_examples - up - down
+        intervals.append(
+            paired_difference(
+                [0.0] * up + [1.0] * down + [1.0] * still, [1.0] * up + [0.0] * down + [1.0] * still
+            )
+        )
+        ways.append(math.comb(num_examples, up) * math.comb(num_examples - up, down))
+    low, high = (np.array([getattr(one, end) for one in intervals]) for end in ("low", "high"))
+    up, down = np.array(outcomes).T
+    covered = []
+    for rise, fall in chances:
+        chance = np.array(ways, dtype=float) * rise**up * fall**down
+        chance *= max(1.0 - rise - fall, 0.0) ** (num_examples - up - down)
+        holds = (low - 1e-12 <= rise - fall) & (rise - fall <= high + 1e-12)
+        covered.append(float(chance[holds].sum()))
+    return min(covered)
+
+
+EXTREMES = (0.0, 0.001, 0.01, 0.02, 0.05)
+FEW_SHARES = (*EXTREMES, 0.1, 0.25, 0.5, 0.75, *(1.0 - share for share in EXTREMES))
+MANY_SHARES = tuple(
+    np.unique([*np.linspace(0, 1, 201), *np.logspace(-4, -1, 60), *(1 - np.logspace(-4, -1, 60))])
+)
+
+
+@pytest.mark.parametrize("num_examples", [1, 5, 20, 100])
+def test_a_share_is_covered_near_the_ends_too(num_examples: int) -> None:
+    # Wilson's interval: 0.84 where one of n is a rare success.
+    assert cover_share(num_examples, (*FEW_SHARES, 0.17 / num_examples)) > 0.92
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_examples", [*range(1, 31), 40, 50, 64, 80, 100, 150, 200, 500, 1000])
+def test_a_share_is_covered_whatever_it_is(num_examples: int) -> None:
+    assert cover_share(num_examples, MANY_SHARES) > 0.92
+
+
+def pairs_of(shares: Iterable[float]) -> list[tuple[float, float]]:
+    return [pair for pair in itertools.product(shares, repeat=2) if sum(pair) <= 1.0]
+
+
+@pytest.mark.parametrize("num_examples", [2, 6, 15])
+def test_a_paired_difference_covers_the_truth_also_where_all_change_alike(num_examples: int) -> None:
+    assert cover_difference(num_examples, pairs_of(FEW_SHARES)) > 0.925
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_examples", [2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 40, 64, 100])
+def test_a_paired_difference_covers_the_truth_whatever_rises_and_falls(num_examples: int) -> None:
+    assert cover_difference(num_examples, pairs_of(MANY_SHARES[::8])) > 0.925
+
+
+def draw_shares(stream: np.random.Generator, chances_P: np.ndarray, num_rollouts: int) -> np.ndarray:
+    return stream.binomial(num_rollouts, chances_P) / num_rollouts
+
+
+@pytest.mark.parametrize("num_rollouts", [1, 8])
+@pytest.mark.parametrize("shift", [0.0, 0.1, 0.9])
+def test_a_paired_difference_of_several_rollouts_covers_the_truth(num_rollouts: int, shift: float) -> None:
+    # Chances of their own, most of them near 0 or 1; after, a share of what was missing is gained.
+    stream = np.random.default_rng(4)
+    num_hits = 0
+    for _ in range(400):
+        before_P = stream.beta(0.3, 0.3, 40)
+        after_P = before_P + shift * (1 - before_P)
+        found = paired_difference(
+            draw_shares(stream, before_P, num_rollouts).tolist(),
+            draw_shares(stream, after_P, num_rollouts).tolist(),
+        )
+        num_hits += found.low <= 0.5 * shift <= found.high
+    assert num_hits / 400 > 0.94
+
+
+def test_a_paired_difference_allows_for_what_a_sample_may_not_hold() -> None:
+    # One example in fifty falls by 0.84 where the others rise by 0.16: of a hundred samples of 50, some 36
+    # hold none that falls and have no spread at all.
+    stream = np.random.default_rng(5)
+    num_hits = 0
+    for _ in range(400):
+        changes_P = np.where(stream.random(50) < 0.02, -0.84, 0.16)
+        found = paired_difference([0.84] * 50, (0.84 + changes_P).tolist())
+        num_hits += found.low <= 0.14 <= found.high
+    assert num_hits / 400 > 0.98
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
+def test_examples_of_one_problem_count_once(chance: float) -> None:
+    # Pairs that are solved, or not solved, together. Taken for 100 problems: 0.83.
+    stream = np.random.default_rng(6)
+    problems_P = [str(number // 2) for number in range(100)]
+    hits, naive_hits, hits_of_change = 0, 0, 0
+    for _ in range(300):
+        solved_P = np.repeat(stream.random(50) < chance, 2)
+        found = clustered_interval([[bool(one)] for one in solved_P], problems_P)
+        naive = clustered_interval([[bool(one)] for one in solved_P])
+        change = paired_difference([0.0] * 100, solved_P.astype(float).tolist(), problems_P)
+        hits += found.low <= chance <= found.high
+        naive_hits += naive.low <= chance <= naive.high
+        hits_of_change += change.low <= chance <= change.high
+    assert naive_hits / 300 < 0.9
+    assert min(hits, hits_of_change) / 300 > 0.92
+
+
+def test_problems_of_one_example_each_change_nothing() -> None:
+    solved_P_G = [[True, False], [True, True], [], [False, False], [True, False]]
+    names = ["a", "b", "c", "d", "e"]
+    assert clustered_interval(solved_P_G, names) == clustered_interval(solved_P_G)
+    assert pass_at_k_interval(solved_P_G, 2, names) == pass_at_k_interval(solved_P_G, 2)
+    assert paired_difference([0.5, 0.0], [1.0, 0.0], ["a", "b"]) == paired_difference([0.5, 0.0], [1.0, 0.0])
+
+
+def test_an_estimate_is_over_examples_however_many_pose_a_problem() -> None:
+    # Two of three solved; both are of one problem.
+    found = clustered_interval([[True], [True], [False]], ["a", "a", "b"])
+    assert found.estimate == pytest.approx(2 / 3)
+    assert pass_at_k_interval([[True, False]] * 2 + [[False, False]], 1, ["a", "a", "b"]).estimate == (
+        pytest.approx(1 / 3)
+    )
+    assert paired_difference([0.0] * 3, [1.0, 1.0, 0.0], ["a", "a", "b"]).estimate == pytest.approx(2 / 3)
+
+
+def test_a_change_beyond_the_full_scale_is_refused() -> None:
+    with pytest.raises(DataError, match=r"change of 1\.5 in a score of which 1 is .*Next: give the scale"):
+        paired_difference([0.0], [1.5])
+    with pytest.raises(DataError, match=r"change of nan"):
+        paired_difference([0.0], [math.nan])
 
 
 @pytest.mark.parametrize(("before_P", "after_P"), [([], []), ([1.0], [1.0, 0.0])])

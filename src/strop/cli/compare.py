@@ -55,7 +55,7 @@ def compare(
                     f" examples solved more often, {moved.num_lost} less often, p = {moved.p_value:.2g}"
                 )
     output.give(
-        "intervals are over examples, of one seed each: what another seed would change is not in them"
+        "intervals are over problems, of one seed each: what another seed would change is not in them"
     )
     if found.differences and not vary:
         keys = ", ".join(difference.key for difference in found.differences)

@@ -269,7 +269,9 @@ def read_counts(text: str | None) -> tuple[int, ...]:
 def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool) -> None:
     """Print results: one as an object or several as a list, or all in one table."""
     if is_json:
-        values = [result.model_dump(mode="json") for result in results]
+        from strop.evaluate import dump_result
+
+        values = [dump_result(result) for result in results]
         output.give_json(values[0] if len(values) == 1 else values)
         return
     rows: list[tuple[object, ...]] = []

@@ -83,6 +83,10 @@ class LearnerRole(Protocol):
         """
         ...
 
+    async def weights_digest(self) -> str:
+        """Return the digest of the compute copies, adapters merged, as `write_weights` gives it."""
+        ...
+
     async def write_adapter(self, target: Path) -> str:
         """Write the adapters of a run that trains them in peft's form. Returns the digest of their tensors.
 
@@ -90,8 +94,11 @@ class LearnerRole(Protocol):
         """
         ...
 
-    async def export(self, target: Path, tokenizer_dir: Path) -> None:
-        """Write a Hugging Face model directory. Raises: StoreError if it is not the live policy."""
+    async def export(self, target: Path, tokenizer_dir: Path) -> str:
+        """Write a Hugging Face model directory. Returns the digest of its tensors, as `weights_digest` does.
+
+        Raises: StoreError if it is not the live policy.
+        """
         ...
 
     async def save_state(self, target: Path) -> None:

@@ -83,9 +83,13 @@ class LocalLearner:
         """Write the compute copies; in a thread, because hashing is no work for the event loop."""
         return await asyncio.to_thread(self.local.write_weights, path)
 
-    async def export(self, target: Path, tokenizer_dir: Path) -> None:
+    async def weights_digest(self) -> str:
+        """Return the digest of the compute copies; in a thread like `write_weights`."""
+        return await asyncio.to_thread(self.local.weights_digest)
+
+    async def export(self, target: Path, tokenizer_dir: Path) -> str:
         """Write a Hugging Face model directory. See `LearnerRole.export`."""
-        await self._do(partial(self.local.export, target, tokenizer_dir))
+        return await self._do(partial(self.local.export, target, tokenizer_dir))
 
     async def write_adapter(self, target: Path) -> str:
         """Write the adapters in peft's form. Returns the digest of their tensors."""

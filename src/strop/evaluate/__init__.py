@@ -28,6 +28,7 @@ from strop.evaluate.result import (
     Score,
     Summary,
     Validity,
+    dump_result,
     read_result,
     refuse_invalid,
     result_name,
@@ -42,7 +43,6 @@ from strop.evaluate.statistics import (
     pass_at_k,
     pass_at_k_interval,
     sign_test,
-    wilson_interval,
 )
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "Validity",
     "clustered_interval",
     "compare_results",
+    "dump_result",
     "evaluate_task",
     "find_baselines",
     "find_reference",
@@ -84,7 +85,6 @@ __all__ = [
     "result_name",
     "run_evaluation",
     "sign_test",
-    "wilson_interval",
     "write_order",
     "write_result",
 ]

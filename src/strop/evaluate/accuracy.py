@@ -32,6 +32,7 @@ from strop.tasks import (
     choices_of,
     limits_of,
     part_of,
+    problem_of,
     render_prompt,
     resolve_prompt_format,
     variant_of,
@@ -102,7 +103,8 @@ def plan_evaluation(
 ) -> PlannedEvaluation:
     """Check what is asked for, and fix every rollout of it.
 
-    `trained_ids` are the example ids that the run has trained on or may train on. `max_positions`:
+    `trained_ids` are the ids of the examples that the run has trained on or may train on, and the names of
+    their problems (`list_names`). `max_positions`:
     tokens that the model can look at; a prompt without room for a whole reply is not attempted, and
     not solved.
 
@@ -360,7 +362,11 @@ def refuse_trained(
     if split is Split.TRAIN:
         return
     trained = frozenset(trained_ids)
-    overlap = [example.example_id for example in examples if example.example_id in trained]
+    overlap = [
+        example.example_id
+        for example in examples
+        if example.example_id in trained or problem_of(task, example) in trained
+    ]
     if overlap:
         raise CheckRefused(
             explain_refusal(

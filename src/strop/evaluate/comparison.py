@@ -4,14 +4,16 @@ A policy may come to be right more often because it can do more, or because it h
 that the verifier reads. So three changes are given beside each other: of accuracy, of the form, and of
 accuracy where the form was right on both sides (REW-7, EVA-6). The reward's change stands beside them.
 
-Every interval is over examples, of one seed each: what another training seed would change is not in it.
+Every interval is over problems, of one seed each: what another training seed would change is not in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from strop.errors import CheckRefused, explain_refusal
 from strop.evaluate.result import PROTOCOL_FIELDS, EvalPlan, EvalResult, ExampleScore, Score, refuse_invalid
@@ -21,6 +23,7 @@ _Read = Callable[[ExampleScore], float | None]
 _SPOKEN_FIELDS = ("stop_strings", "part_reply_tokens", "first_prompt")
 _CONTEXT_CHARS = 40
 """Of long texts, what is shown before and behind the place where they part."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +45,7 @@ class Change(Interval):
     num_lost: int
     """Examples solved less often."""
     p_value: float
-    """How probable so uneven a split of gained and lost examples is if nothing changed."""
+    """How probable so uneven a split of gained and lost problems is if nothing changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +72,7 @@ class Difference:
 def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
     """Say by how much accuracy changed between two results of one protocol.
 
-    Units: differences of shares in [-1, 1], with a 95 % interval over examples: a paired bootstrap.
+    Units: differences of shares in [-1, 1], with a 95 % interval over problems (`paired_difference`).
     Raises: CheckRefused if one result is invalid, or if their protocols differ.
     """
     refuse_invalid(before)
@@ -126,37 +129,65 @@ def _refuse_other_protocol(before: EvalResult, after: EvalResult) -> None:
 def _change(before: Score | None, after: Score | None, example_ids: Collection[str]) -> Change | None:
     if before is None or after is None:
         return None
-    pairs = [(before.by_example[name], after.by_example[name]) for name in sorted(example_ids)]
+    pairs = {name: (before.by_example[name], after.by_example[name]) for name in sorted(example_ids)}
     solved = _read_both(pairs, lambda example: example.solved_frac)
-    if not solved:
+    if not solved.problems:
         return None
     in_format = _read_both(pairs, lambda example: example.in_format_solved_frac)
+    reward = _read_both(pairs, lambda example: example.reward_mean)
     accuracy = _difference(solved)
     assert accuracy is not None
-    num_gained = sum(later > earlier for earlier, later in solved)
-    num_lost = sum(later < earlier for earlier, later in solved)
     return Change(
         estimate=accuracy.estimate,
         low=accuracy.low,
         high=accuracy.high,
         format_ok=_difference(_read_both(pairs, lambda example: example.format_ok_frac)),
         in_format=_difference(in_format),
-        reward=_difference(_read_both(pairs, lambda example: example.reward_mean)),
-        num_examples=len(solved),
-        num_in_format=len(in_format),
-        num_gained=num_gained,
-        num_lost=num_lost,
-        p_value=sign_test(num_gained, num_lost),
+        reward=_difference(reward, full_scale=_find_scale(reward)),
+        num_examples=len(solved.problems),
+        num_in_format=len(in_format.problems),
+        num_gained=sum(later > earlier for earlier, later in solved.values),
+        num_lost=sum(later < earlier for earlier, later in solved.values),
+        p_value=_test_signs(solved),
     )
 
 
-def _read_both(pairs: Sequence[tuple[ExampleScore, ExampleScore]], read: _Read) -> list[tuple[float, float]]:
+class _Both(NamedTuple):
+    """A number of some examples before and after, and the problem that each of them poses."""
+
+    problems: list[str]
+    values: list[tuple[float, float]]
+
+
+def _read_both(pairs: Mapping[str, tuple[ExampleScore, ExampleScore]], read: _Read) -> _Both:
     """Return a number of each example before and after, where both sides have it."""
-    found = [(read(before), read(after)) for before, after in pairs]
-    return [(one, other) for one, other in found if one is not None and other is not None]
+    both = _Both([], [])
+    for name, (before, after) in pairs.items():
+        one, other = read(before), read(after)
+        if one is not None and other is not None:
+            both.problems.append(before.problem or name)
+            both.values.append((one, other))
+    return both
 
 
-def _difference(values: Sequence[tuple[float, float]]) -> Interval | None:
-    if not values:
+def _difference(found: _Both, full_scale: float = 1.0) -> Interval | None:
+    if not found.values:
         return None
-    return paired_difference([before for before, _ in values], [after for _, after in values])
+    before_P, after_P = zip(*found.values, strict=True)
+    return paired_difference(before_P, after_P, found.problems, full_scale=full_scale)
+
+
+def _find_scale(rewards: _Both) -> float:
+    """Return the width of the rewards that were seen, 0 and 1 among them: most are shares of full marks."""
+    seen = [0.0, 1.0, *itertools.chain.from_iterable(rewards.values)]
+    return max(seen) - min(seen)
+
+
+def _test_signs(solved: _Both) -> float:
+    """Return the p-value over problems: several examples of one are no independent changes."""
+    changes: dict[str, float] = defaultdict(float)
+    for problem, (earlier, later) in zip(solved.problems, solved.values, strict=True):
+        changes[problem] += later - earlier
+    moved = [change for change in changes.values() if abs(change) > _ROUNDING]
+    num_up = sum(change > 0.0 for change in moved)
+    return sign_test(num_up, len(moved) - num_up)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -44,6 +44,9 @@ strings and verifier; the tokenizer's digest covers chat template and terminator
 
 SUSPECT_TRUNCATED_FRAC = 0.02
 """Share of cut replies above which a score is marked: some of them might have been right."""
+_CONTENT_DIGEST = "content_digest"
+"""Key of a stored result beside its fields: a hash over all of them."""
+_ROUNDING = 1e-9
 
 
 class Validity(StrEnum):
@@ -68,6 +71,8 @@ class Record(BaseModel):
 class ExampleScore(Record):
     """The rollouts of one kind of one example."""
 
+    problem: str | None = None
+    """What all examples that pose its problem have in common; None where it is a problem of its own."""
     num_judged: int
     """Rollouts that are known to be right or wrong."""
     solved_frac: float | None
@@ -86,7 +91,7 @@ class Summary(Record):
     """Mean over examples of the solved share of their judged rollouts; None if none was judged."""
     low: float
     high: float
-    """Ends of the 95 % interval, over examples."""
+    """Ends of the 95 % interval, over problems."""
     num_samples: int
     """Rollouts per example that were asked for."""
     num_rollouts: int
@@ -116,6 +121,11 @@ class Score(Summary):
     by_example: dict[str, ExampleScore]
     """By example id."""
 
+    @model_validator(mode="after")
+    def _check_accuracy(self) -> Self:
+        _require_mean(self, self.by_example.values(), "")
+        return self
+
 
 class PassAtK(Record):
     """How probable it is that one of k sampled rollouts solves an example, over examples."""
@@ -124,7 +134,7 @@ class PassAtK(Record):
     """None where no example has k judged rollouts."""
     low: float
     high: float
-    """Ends of the 95 % interval, over examples."""
+    """Ends of the 95 % interval, over problems."""
     num_examples: int
     """Examples that are counted."""
     num_left_out: int
@@ -145,6 +155,18 @@ class PartScores(Record):
         """The scores there are, by the kind of rollouts."""
         found = {"greedy": self.greedy, "sampled": self.sampled}
         return {name: score for name, score in found.items() if score is not None}
+
+
+def _require_mean(score: Summary, examples: Iterable[ExampleScore], place: str) -> None:
+    """Refuse an accuracy that is not the mean of its examples'. Raises: ValueError with both."""
+    shares = [example.solved_frac for example in examples if example.solved_frac is not None]
+    expected = sum(shares) / len(shares) if shares else None
+    if expected is None or score.accuracy is None:
+        is_mean = score.accuracy is expected
+    else:
+        is_mean = abs(score.accuracy - expected) <= _ROUNDING
+    if not is_mean:
+        raise ValueError(f"{place}accuracy is {score.accuracy}, and the mean of its examples is {expected}")
 
 
 class EvalPlan(Record):
@@ -246,12 +268,19 @@ class EvalResult(EvalPlan):
     def _take_computed(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return {name: value for name, value in values.items() if name not in cls.model_computed_fields}
+        beside = {*cls.model_computed_fields, _CONTENT_DIGEST}
+        return {name: value for name, value in values.items() if name not in beside}
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
         if len(self.greedy.by_example) != self.num_examples:
             raise ValueError(f"{self.num_examples} examples, but the greedy score lists another number")
+        for label, part in self.parts.items():
+            for kind, score in part.scores.items():
+                by_example = self.scores[kind].by_example
+                _require_mean(
+                    score, [by_example[name] for name in part.example_ids], f"parts.{label}.{kind}: "
+                )
         return self
 
     @property
@@ -292,20 +321,34 @@ def result_name(plan: EvalPlan) -> str:
     return f"{task}{split}-step-{plan.step:06d}.json"
 
 
+def dump_result(result: EvalResult) -> dict[str, Any]:
+    """Return a result as JSON values, sealed with a hash over them."""
+    # As a file gives them back: keys of a table are texts there.
+    values: dict[str, Any] = json.loads(result.model_dump_json())
+    return {**values, _CONTENT_DIGEST: _digest_content(values)}
+
+
 def write_result(result: EvalResult, path: Path) -> None:
     """Write a result as JSON, complete or not at all.
 
     Raises: StoreError if the file cannot be written.
     """
-    text = json.dumps(result.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    text = json.dumps(dump_result(result), indent=1, ensure_ascii=False)
     write_bytes_atomically(path, (text + "\n").encode())
+
+
+def _digest_content(values: Mapping[str, Any]) -> str:
+    """Hash what stands in a file, so that fields that a later version adds leave the digest as it was."""
+    content = {name: value for name, value in values.items() if name != _CONTENT_DIGEST}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_result(path: Path) -> EvalResult:
     """Read a result.
 
     Raises: StoreError if the file cannot be read; CorruptRecord if a field is missing, unknown or of
-        the wrong type, or if the fields are not those that the protocol digest was made from.
+        the wrong type, if the file was changed since it was written, or an accuracy is not that of its
+        examples. A file of before results were sealed has no digest over all fields; the rest holds for it.
     """
     try:
         data = path.read_bytes()
@@ -319,13 +362,16 @@ def read_result(path: Path) -> EvalResult:
         ) from error
     try:
         result = EvalResult.model_validate_json(data)
-        stored = json.loads(data).get("protocol_digest")
+        values = json.loads(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise _unreadable(path, f"{where}: {first['msg']}") from error
+    stored = values.get("protocol_digest")
     if stored != result.protocol_digest:
         raise _unreadable(path, f"protocol_digest is {stored}, its fields give {result.protocol_digest}")
+    if values.get(_CONTENT_DIGEST, _digest_content(values)) != _digest_content(values):
+        raise _unreadable(path, "it was changed after it was written: its content_digest is another one")
     return result
 
 

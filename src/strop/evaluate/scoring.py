@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from strop.evaluate.result import (
 )
 from strop.evaluate.statistics import clustered_interval, pass_at_k_interval
 from strop.rollout import Failure, FailureOwner, Rollout
-from strop.tasks import Task, limits_of, part_of
+from strop.tasks import Task, limits_of, part_of, problem_of
 from strop.tasks.audit import find_audit
 from strop.tasks.failures import FailureCause, add_traces, find_causes, sum_up
 
@@ -67,6 +67,8 @@ class ExampleVerdicts:
     """The task that the example belongs to; of a mixture, that of its part."""
     part: str | None
     """Label of the part of a mixture; None: the task has no parts."""
+    problem: str | None
+    """What it has in common with all examples of its problem; None where the task does not know."""
     is_budget_cut: bool
     """Whether its replies had a smaller budget than the task's own."""
     greedy: Verdict
@@ -121,6 +123,7 @@ def give_verdicts(rollouts_G: Sequence[Rollout], task: Task, plan: EvalPlan) -> 
         example_id=example.example_id,
         task=example.task,
         part=part,
+        problem=problem_of(task, example),
         is_budget_cut=plan.budget_of(part) < limits_of(task, example).own_reply_tokens,
         greedy=greedy,
         sampled_G=tuple(sampled_G),
@@ -175,15 +178,32 @@ def _score_kinds(
     plan: EvalPlan,
     verdicts_P: Sequence[ExampleVerdicts],
     pass_at: Sequence[int],
-    score: Callable[[Sequence[tuple[str, Sequence[Verdict]]]], Summary],
+    score: Callable[[Sequence[_Kind]], Summary],
 ) -> dict[str, Any]:
     """Score the greedy and, where there are any, the sampled rollouts, and pass@k."""
-    sampled_P = [(verdicts.example_id, verdicts.sampled_G) for verdicts in verdicts_P]
+    sampled_P = [_Kind(one, one.sampled_G) for one in verdicts_P]
     return {
-        "greedy": score([(verdicts.example_id, (verdicts.greedy,)) for verdicts in verdicts_P]),
+        "greedy": score([_Kind(one, (one.greedy,)) for one in verdicts_P]),
         "sampled": None if plan.num_samples is None else score(sampled_P),
-        "pass_at_k": {k: _pass_at_k([sampled_G for _, sampled_G in sampled_P], k) for k in pass_at},
+        "pass_at_k": {k: _pass_at_k(sampled_P, k) for k in pass_at},
     }
+
+
+class _Kind(NamedTuple):
+    """The rollouts of one kind of an example."""
+
+    example: ExampleVerdicts
+    verdicts_G: Sequence[Verdict]
+
+    @property
+    def problem(self) -> str:
+        """What counts as one draw."""
+        return self.example.problem or self.example.example_id
+
+    @property
+    def solved_G(self) -> list[bool]:
+        """Of those that could be judged."""
+        return [verdict.is_solved for verdict in self.verdicts_G if verdict.is_solved is not None]
 
 
 def check_pass_at(pass_at: Sequence[int], num_samples: int | None) -> None:
@@ -202,10 +222,10 @@ def check_pass_at(pass_at: Sequence[int], num_samples: int | None) -> None:
             )
 
 
-def _pass_at_k(sampled_P_G: Sequence[Sequence[Verdict]], k: int) -> PassAtK:
-    solved_P_G = [[v.is_solved for v in verdicts_G if v.is_solved is not None] for verdicts_G in sampled_P_G]
+def _pass_at_k(kind_P: Sequence[_Kind], k: int) -> PassAtK:
+    solved_P_G = [one.solved_G for one in kind_P]
     num_examples = sum(len(solved_G) >= k for solved_G in solved_P_G)
-    interval = pass_at_k_interval(solved_P_G, k)
+    interval = pass_at_k_interval(solved_P_G, k, [one.problem for one in kind_P])
     return PassAtK(
         value=interval.estimate if num_examples else None,
         low=interval.low,
@@ -215,29 +235,27 @@ def _pass_at_k(sampled_P_G: Sequence[Sequence[Verdict]], k: int) -> PassAtK:
     )
 
 
-def _score(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Score:
+def _score(kind_P: Sequence[_Kind]) -> Score:
     """Summarise the rollouts of one kind, and each example's."""
     return Score(
-        **_summarize(examples_P).model_dump(),
-        by_example={example_id: _score_example(verdicts_G) for example_id, verdicts_G in examples_P},
+        **_summarize(kind_P).model_dump(),
+        by_example={one.example.example_id: _score_example(one) for one in kind_P},
     )
 
 
-def _summarize(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Summary:
+def _summarize(kind_P: Sequence[_Kind]) -> Summary:
     """Summarise the rollouts of one kind."""
-    verdicts = [verdict for _, verdicts_G in examples_P for verdict in verdicts_G]
+    verdicts = [verdict for one in kind_P for verdict in one.verdicts_G]
     replies = [verdict for verdict in verdicts if verdict.has_reply]
-    solved_P_G = [
-        [v.is_solved for v in verdicts_G if v.is_solved is not None] for _, verdicts_G in examples_P
-    ]
+    solved_P_G = [one.solved_G for one in kind_P]
     num_judged = sum(len(solved_G) for solved_G in solved_P_G)
-    interval = clustered_interval(solved_P_G)
+    interval = clustered_interval(solved_P_G, [one.problem for one in kind_P])
     unscored = [verdict for verdict in verdicts if verdict.is_solved is None]
     return Summary(
         accuracy=interval.estimate if num_judged else None,
         low=interval.low,
         high=interval.high,
-        num_samples=len(examples_P[0][1]),
+        num_samples=len(kind_P[0].verdicts_G),
         num_rollouts=len(verdicts),
         num_too_long=sum(verdict.is_solved is not None and not verdict.has_reply for verdict in verdicts),
         num_unscored=len(unscored),
@@ -254,10 +272,11 @@ def _summarize(examples_P: Sequence[tuple[str, Sequence[Verdict]]]) -> Summary:
     )
 
 
-def _score_example(verdicts_G: Sequence[Verdict]) -> ExampleScore:
-    judged = [verdict for verdict in verdicts_G if verdict.is_solved is not None]
+def _score_example(one: _Kind) -> ExampleScore:
+    judged = [verdict for verdict in one.verdicts_G if verdict.is_solved is not None]
     replies = [verdict for verdict in judged if verdict.has_reply]
     return ExampleScore(
+        problem=one.example.problem,
         num_judged=len(judged),
         solved_frac=_mean([bool(verdict.is_solved) for verdict in judged]),
         format_ok_frac=_mean([v.format_ok for v in replies if v.format_ok is not None]),

@@ -1,14 +1,16 @@
 """Intervals, pass@k, paired differences and their test: how sure a score is.
 
 Several rollouts of one example are not independent, because easy examples are solved again and
-again. Every interval here is therefore over examples, not over rollouts. Nothing assumes a normal
-distribution of scores near 0 or 1, where scores of trained models lie.
+again; nor are several examples of one problem. Every interval here is therefore over problems, not over
+rollouts. All are made in one way (`_interval_of_mean`): none is without width, and each covers the truth
+also near 0 and 1, where scores of trained models lie.
 
-Shapes: P = examples, G = scored rollouts of one example (ragged).
+Shapes: P = examples, C = problems (an example or more each), G = scored rollouts of one example (ragged).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from strop.errors import ConfigError, DataError, explain_refusal
 
 CONFIDENCE = 0.95
 """Coverage that every interval of this room aims at."""
-_CHUNK = 1000
+PSEUDO_PROBLEMS = 1.5
+"""Problems that an interval counts beside those that there are, at either end of what a score can be."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,56 +37,81 @@ class Interval:
     high: float
 
 
-def wilson_interval(num_solved: float, num_trials: float, confidence: float = CONFIDENCE) -> Interval:
-    """Estimate a solved share from independent trials, one rollout per example.
+def _interval_of_mean(
+    values_P: Sequence[float] | NDArray[np.float64],
+    problems_P: Sequence[str] | None,
+    ends: tuple[float, float],
+    confidence: float,
+) -> Interval:
+    """Estimate the mean of a bounded score over examples, one at least.
 
-    Both counts may be fractional (see `clustered_interval`). No trials give the interval [0, 1]
-    around an undefined estimate (NaN).
-    Units: shares in [0, 1].
-    Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927), 209-212.
+    An adjusted Wald interval: as if `PSEUDO_PROBLEMS` more had scored the least, and as many the most, that
+    a score can be (`ends`). So it has width where all scores are alike, and allows for a few problems of a
+    kind that the sample does not hold. By enumeration, at nominal 95 %, it covers a share of right answers
+    in at least 92 % of cases, for 1 to 1000 problems and every share, where Wilson's interval falls to 84 %
+    for rare ones; and a paired difference in at least 92.5 %, for 2 to 100 problems and whatever rises and
+    falls, where Tango's score interval falls to 86 %. Graded scores vary less and are covered more often.
+
+    `problems_P` names the problem that each example poses; examples of one problem are no independent
+    draws. None: each poses its own.
+    Units: those of the scores.
+    Source: A. Agresti and B. A. Coull, Am. Stat. 52 (1998), 119-126, for shares, who add 1.9 at either end;
+        D. G. Bonett and R. M. Price, J. Educ. Behav. Stat. 37 (2012), 479-488, for differences, who add 1.
+        That 1.5, with one degree of freedom less, keeps both at few problems too, is our enumeration
+        (tests/evaluate/test_statistics.py). Over problems of several examples the mean is a ratio, with the
+        variance of W. G. Cochran, Sampling Techniques (1977), section 9A.1.
     """
-    if num_trials <= 0:
-        return Interval(estimate=math.nan, low=0.0, high=1.0)
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    share = num_solved / num_trials
-    shrink = 1 + z * z / num_trials
-    middle = (share + z * z / (2 * num_trials)) / shrink
-    half = z * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials**2)) / shrink
-    # The ends are exact where nothing or everything was solved; rounding would leave a residue.
-    low = 0.0 if num_solved <= 0 else max(0.0, middle - half)
-    high = 1.0 if num_solved >= num_trials else min(1.0, middle + half)
-    return Interval(estimate=share, low=low, high=high)
+    totals_C, sizes_C = _sum_up(values_P, problems_P)
+    low, high = ends
+    mean_size = float(sizes_C.mean())
+    num_problems = len(sizes_C) + 2 * PSEUDO_PROBLEMS
+    middle = (float(totals_C.sum()) / mean_size + PSEUDO_PROBLEMS * (low + high)) / num_problems
+    squares = float(np.sum((totals_C - middle * sizes_C) ** 2)) / mean_size**2
+    squares += PSEUDO_PROBLEMS * ((low - middle) ** 2 + (high - middle) ** 2)
+    deviation = math.sqrt(squares / num_problems / (num_problems - 1))
+    half = NormalDist().inv_cdf(0.5 + confidence / 2) * deviation
+    return Interval(
+        estimate=float(np.mean(values_P)), low=max(low, middle - half), high=min(high, middle + half)
+    )
 
 
-def clustered_interval(solved_P_G: Sequence[Sequence[bool]], confidence: float = CONFIDENCE) -> Interval:
-    """Estimate the solved share of examples that were tried several times each.
+def _sum_up(
+    values_P: Sequence[float] | NDArray[np.float64], problems_P: Sequence[str] | None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the sum of the values of each problem and the number of its examples, (C,) and (C,)."""
+    if problems_P is None:
+        return np.asarray(values_P, dtype=np.float64), np.ones(len(values_P))
+    places = {name: place for place, name in enumerate(dict.fromkeys(problems_P))}
+    places_P = [places[name] for name in problems_P]
+    totals_C: NDArray[np.float64] = np.bincount(places_P, weights=values_P).astype(np.float64)
+    return totals_C, np.bincount(places_P).astype(np.float64)
 
-    Shapes: ragged P, G in. Examples without any rollout take no part.
+
+def clustered_interval(
+    solved_P_G: Sequence[Sequence[bool]],
+    problems_P: Sequence[str] | None = None,
+    confidence: float = CONFIDENCE,
+) -> Interval:
+    """Estimate the solved share of examples that were tried once or several times each.
+
+    Shapes: ragged P, G in. Examples without any rollout take no part; none at all give the interval
+    [0, 1] around an undefined estimate (NaN).
     Units: shares in [0, 1]; every example counts the same, however often it was tried.
     """
-    shares_P = [sum(solved_G) / len(solved_G) for solved_G in solved_P_G if solved_G]
-    return _interval_of_shares(shares_P, sum(len(solved_G) for solved_G in solved_P_G), confidence)
+    shares_P = [sum(solved_G) / len(solved_G) if solved_G else None for solved_G in solved_P_G]
+    return _interval_of_shares(shares_P, problems_P, confidence)
 
 
-def _interval_of_shares(shares_P: Sequence[float], num_trials: int, confidence: float) -> Interval:
-    """Estimate the mean of one share per example, made from so many trials in all.
-
-    The number of trials that enters the Wilson interval is the effective one: how many independent
-    trials would estimate the mean as well, given how much examples differ. It lies between the
-    number of examples and the number of trials.
-    Source: effective sample size after Korn and Graubard, Survey Methodology 24 (1998), 193-201;
-        with Wilson's interval as studied by Franco et al., J. Surv. Stat. Methodol. 7 (2019), 334.
-    """
-    num_examples = len(shares_P)
-    if num_examples == 0:
-        return wilson_interval(0, 0, confidence)
-    share = float(np.mean(shares_P))
-    variance_of_mean = float(np.var(shares_P, ddof=1)) / num_examples if num_examples > 1 else 0.0
-    # No difference between examples says nothing about trials: then the examples are the trials.
-    num_effective = float(num_examples)
-    if variance_of_mean > 0.0:
-        num_effective = max(num_effective, min(num_trials, share * (1 - share) / variance_of_mean))
-    return wilson_interval(share * num_effective, num_effective, confidence)
+def _interval_of_shares(
+    shares_P: Sequence[float | None], problems_P: Sequence[str] | None, confidence: float
+) -> Interval:
+    """Estimate the mean of the shares that there are."""
+    is_known = [share is not None for share in shares_P]
+    known_P = [share for share in shares_P if share is not None]
+    if not known_P:
+        return Interval(estimate=math.nan, low=0.0, high=1.0)
+    names_P = None if problems_P is None else list(itertools.compress(problems_P, is_known))
+    return _interval_of_mean(known_P, names_P, (0.0, 1.0), confidence)
 
 
 def pass_at_k(num_rollouts: int, num_solved: int, k: int) -> float:
@@ -106,17 +135,20 @@ def pass_at_k(num_rollouts: int, num_solved: int, k: int) -> float:
 
 
 def pass_at_k_interval(
-    solved_P_G: Sequence[Sequence[bool]], k: int, confidence: float = CONFIDENCE
+    solved_P_G: Sequence[Sequence[bool]],
+    k: int,
+    problems_P: Sequence[str] | None = None,
+    confidence: float = CONFIDENCE,
 ) -> Interval:
     """Estimate pass@k over examples that were tried k times or more.
 
     Shapes: ragged P, G in. Examples with fewer than k rollouts take no part; the caller counts them.
-    Units: probabilities. The interval is over examples. Of G rollouts, G // k disjoint sets of k are
-    independent trials, so no more than that count.
+    Units: probabilities.
     """
-    tried_P_G = [solved_G for solved_G in solved_P_G if len(solved_G) >= k]
-    estimates_P = [pass_at_k(len(solved_G), sum(solved_G), k) for solved_G in tried_P_G]
-    return _interval_of_shares(estimates_P, sum(len(solved_G) // k for solved_G in tried_P_G), confidence)
+    estimates_P = [
+        pass_at_k(len(solved_G), sum(solved_G), k) if len(solved_G) >= k else None for solved_G in solved_P_G
+    ]
+    return _interval_of_shares(estimates_P, problems_P, confidence)
 
 
 def sign_test(num_up: int, num_down: int) -> float:
@@ -137,18 +169,17 @@ def sign_test(num_up: int, num_down: int) -> float:
 def paired_difference(
     before_P: Sequence[float],
     after_P: Sequence[float],
+    problems_P: Sequence[str] | None = None,
     *,
+    full_scale: float = 1.0,
     confidence: float = CONFIDENCE,
-    num_resamples: int = 10_000,
-    seed: int = 0,
 ) -> Interval:
     """Estimate by how much the mean score of the same examples has changed.
 
-    Shapes: P and P, in the same order of examples.
-    Units: those of the scores. A percentile bootstrap over examples, with a fixed seed so that a
-        report can be made again; it has width 0 if every example changed by the same amount.
-    Raises: DataError if there is no example or the two differ in length.
-    Source: B. Efron, Ann. Statist. 7 (1979), 1-26.
+    `full_scale`: the largest change that there can be, of one example.
+    Shapes: P, P and P, in the same order of examples.
+    Units: those of the scores; the ends are within [-full_scale, full_scale].
+    Raises: DataError if there is no example, the sides differ in length, or a change is above `full_scale`.
     """
     if len(before_P) != len(after_P) or not before_P:
         raise DataError(
@@ -159,12 +190,14 @@ def paired_difference(
             )
         )
     change_P: NDArray[np.float64] = np.asarray(after_P, dtype=np.float64) - np.asarray(before_P)
-    stream = np.random.default_rng(seed)
-    means: list[NDArray[np.float64]] = []
-    for start in range(0, num_resamples, _CHUNK):
-        num_rows = min(_CHUNK, num_resamples - start)
-        drawn = stream.integers(0, len(change_P), size=(num_rows, len(change_P)))
-        means.append(change_P[drawn].mean(axis=1))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return Interval(estimate=float(np.mean(change_P)), low=float(low), high=float(high))
+    largest = float(np.abs(change_P).max())
+    # Written so that a NaN is refused too.
+    if not largest <= full_scale * (1.0 + _ROUNDING):
+        raise DataError(
+            explain_refusal(
+                f"a change of {largest:g} in a score of which {full_scale:g} is the full scale",
+                allowed="changes within the full scale",
+                next_step="give the scale that the scores have",
+            )
+        )
+    return _interval_of_mean(change_P, problems_P, (-full_scale, full_scale), confidence)

@@ -12,7 +12,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,19 +22,22 @@ from pydantic import ValidationError
 
 from strop.engine import Completion, GenerationRequest
 from strop.environments import RolloutPlan, SingleTurn, run_rollout
-from strop.errors import ConfigError, explain_refusal
+from strop.errors import ConfigError, DataError, explain_refusal
 from strop.hardware import describe_machine, read_calibration
 from strop.hardware.number_format import compute_device, settle_format
 from strop.launch.locate import find_checkpoint
 from strop.launch.training import set_threads
+from strop.record import RunDir
+from strop.record.run_dir import WEIGHTS_FACT
 from strop.rollout import Message, Rollout, Sampling, Split
 from strop.spec import RunSpec, SamplingSpec, load_spec
 from strop.spec.display import dotted
 from strop.spec.overrides import parse_override
 from strop.spec.schema import NULL_WORD
 from strop.store import follow_store, get_model, verify_directory
-from strop.tasks import Task, build_task, limits_of, render_prompt, task_builder
+from strop.tasks import Task, build_task, limits_of, problem_of, render_prompt, task_builder
 from strop.tasks.judging import Judge, open_judge
+from strop.tasks.traits import list_names
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -89,11 +92,12 @@ def open_model(name: str) -> OpenedModel:
         return OpenedModel(
             path=handle.path, digest=handle.digest, step=0, run_path=None, notice=handle.notice
         )
-    verify_directory(checkpoint.path, can_trust_mtime=True)
+    manifest = verify_directory(checkpoint.path, can_trust_mtime=True)
     handle = get_model(str(checkpoint.model_path))
     return OpenedModel(
         path=handle.path,
-        digest=handle.digest,
+        # As the run's own evaluations name it; checkpoints of before that have the digest of their files.
+        digest=str(manifest.facts.get(WEIGHTS_FACT, handle.digest)),
         step=checkpoint.step,
         run_path=checkpoint.run_path,
         notice=handle.notice,
@@ -244,13 +248,31 @@ def _read_sampling(fixed: Sequence[str], words: Sequence[str]) -> Sampling:
 
 
 def read_trained_ids(run_path: Path | None) -> frozenset[str]:
-    """Return the ids that a run may have trained on; empty without a run."""
+    """Return the ids that a run may have trained on, and the problems of these; empty without a run.
+
+    Of a run that began with another version of its task, whose splits may have been others, also those that
+    its rollouts show.
+    """
     if run_path is None:
         return frozenset()
     spec = load_spec(run_path / "spec.toml").spec
     with follow_store(spec.store):
-        examples = build_task(spec.task).examples(Split.TRAIN)
-    return frozenset(example.example_id for example in examples)
+        task = build_task(spec.task)
+        known = list_names(task, task.examples(Split.TRAIN))
+        run = RunDir.open(run_path)
+        if run.state.facts.get("task_version") == task.version:
+            return known
+    # Here, because pyarrow is heavy.
+    from strop.record.rollouts import read_examples
+
+    names = set(known)
+    for path in run.rollouts_files():
+        for example in read_examples(path):
+            names.add(example.example_id)
+            # A task that does not know the example any more cannot name its problem either.
+            with suppress(DataError):
+                names.add(problem_of(task, example) or example.example_id)
+    return frozenset(names)
 
 
 def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[Rollout]:

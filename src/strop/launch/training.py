@@ -58,7 +58,7 @@ from strop.store import ModelHandle, follow_store, get_model
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge, open_judge
-from strop.tasks.traits import require_written
+from strop.tasks.traits import list_names, require_written
 from strop.train.observer import EvalSummary, Observer
 from strop.train.sft_source import read_demonstrations
 
@@ -427,8 +427,9 @@ class Evaluation:
             task=self.task,
             tokenizer=roles.tokenizer,
             settings=settings,
-            model_digest=self.model_digest if step == 0 else f"{self.model_digest}+{step}",
-            trained_ids={example.example_id for example in self.task.examples(Split.TRAIN)},
+            # What `strop eval` calls the model before, and the checkpoint of this step.
+            model_digest=self.model_digest if step == 0 else await roles.learner.weights_digest(),
+            trained_ids=list_names(self.task, self.task.examples(Split.TRAIN)),
             max_positions=roles.learner.shape.max_positions,
         )
         result = await run_evaluation(

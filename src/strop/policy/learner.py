@@ -215,6 +215,11 @@ class Learner:
         copies = self._collect_copies()
         return run_on_first(self._ranks, lambda: publish_tensors(merged_tensors(model, copies), path))
 
+    def weights_digest(self) -> str:
+        """Return the digest of the compute copies, adapters merged, as `write_weights` gives it."""
+        copies, model = self._collect_copies(), self.model
+        return run_on_first(self._ranks, lambda: tensors_digest(merged_tensors(model, copies).items()))
+
     def write_adapter(self, target: Path) -> str:
         """Write the adapters in peft's form into a directory. Returns the digest of its tensors.
 
@@ -226,18 +231,21 @@ class Learner:
         run_on_first(self._ranks, lambda: write_adapter(adapters, spec, target))
         return run_on_first(self._ranks, lambda: tensors_digest(adapters.items()))
 
-    def export(self, target: Path, tokenizer_dir: Path) -> None:
+    def export(self, target: Path, tokenizer_dir: Path) -> str:
         """Write a Hugging Face model directory, adapters merged and, in `adapter/`, in peft's form.
+
+        Returns the digest of its tensors, that of `weights_digest`.
 
         Raises: StoreError, on every rank, if it is not the live policy.
         """
         copies, model = self._collect_copies(), self.model
-        run_on_first(
+        digest = run_on_first(
             self._ranks,
             lambda: export_tensors(model.module, merged_tensors(model, copies), tokenizer_dir, target),
         )
         if model.adapters is not None:
             self.write_adapter(target / "adapter")
+        return digest
 
     def _collect_copies(self) -> dict[str, torch.Tensor]:
         """Return the whole model in the type computed with, on the first rank only."""

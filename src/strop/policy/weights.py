@@ -86,8 +86,8 @@ def load_published(model: LanguageModel, source: Path | str, *, expected_digest:
             parameter.copy_(tensors[name])
 
 
-def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> None:
-    """Write a Hugging Face model directory of given weights for a transformers module.
+def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> str:
+    """Write a Hugging Face model directory of given weights for a transformers module. Returns their digest.
 
     The exported tensors are the compute copies. The files are read back and compared, so that an
     export which is not the live policy, or ends elsewhere, never counts as one.
@@ -108,6 +108,7 @@ def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir:
                 next_step="check the disk; the previous checkpoint is intact",
             )
         )
+    return tensors_digest(live.items())
 
 
 def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> str | None:

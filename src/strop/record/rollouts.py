@@ -85,6 +85,9 @@ SCHEMA = pa.schema(
 )
 
 
+_EXAMPLE_COLUMNS = ("task", "example_id", "fields", "answer")
+
+
 def write_rollouts(
     path: Path, rollouts: Sequence[Rollout], *, facts: Mapping[str, str] | None = None
 ) -> None:
@@ -120,6 +123,19 @@ def read_rollouts(path: Path) -> list[Rollout]:
     try:
         rows = _open_sealed(data).read().to_pylist(maps_as_pydicts="strict")
         return [_from_row(row) for row in rows]
+    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
+        raise _no_rollouts(path, error) from error
+
+
+def read_examples(path: Path) -> list[Example]:
+    """Read which examples the rollouts answer, each once; nothing else is decoded.
+
+    Raises: like `read_rollouts`.
+    """
+    data = _read_bytes(path)
+    try:
+        rows = _open_sealed(data).read(columns=list(_EXAMPLE_COLUMNS)).to_pylist()
+        return [_to_example(row) for row in {row["example_id"]: row for row in rows}.values()]
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         raise _no_rollouts(path, error) from error
 
@@ -251,20 +267,23 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         metrics=row["metrics"],
         failure=failure and Failure(**{**failure, "owner": FailureOwner(failure["owner"])}),
     )
-    example = Example(
-        task=row["task"],
-        example_id=row["example_id"],
-        fields=json.loads(row["fields"]),
-        answer=row["answer"],
-    )
     return Rollout(
-        example=example,
+        example=_to_example(row),
         step=row["step"],
         sample_index=row["sample_index"],
         turns=tuple(_turn_from_row(turn) for turn in row["turns"]),
         outcome=outcome,
         sampling=Sampling(temperature=row["temperature"], top_p=row["top_p"], top_k=row["top_k"]),
         seconds=row["seconds"],
+    )
+
+
+def _to_example(row: dict[str, Any]) -> Example:
+    return Example(
+        task=row["task"],
+        example_id=row["example_id"],
+        fields=json.loads(row["fields"]),
+        answer=row["answer"],
     )
 
 

@@ -26,14 +26,19 @@ class ArithmeticSpec(TaskSection):
         default=100,
         ge=1,
         le=10**7,
-        description="Pairs kept out of training for evaluation. Which ones is fixed by their content, not"
-        " by the run's seed.",
+        description="Pairs kept out of training for evaluation, in both orders of their numbers. Which ones"
+        " is fixed by their content, not by the run's seed.",
     )
 
     @property
     def num_pairs(self) -> int:
         """All ordered pairs of numbers under each operator, training and held-out together."""
         return (self.max_value - self.min_value + 1) ** 2 * len(self.operators)
+
+    @property
+    def num_train(self) -> int:
+        """Pairs to train on. Of an odd number held out, the last one's mirror is in neither split."""
+        return self.num_pairs - self.num_held_out - self.num_held_out % 2
 
     @model_validator(mode="after")
     def _check_range(self) -> ArithmeticSpec:
@@ -44,7 +49,7 @@ class ArithmeticSpec(TaskSection):
                 allowed="a smallest summand that is at most the largest one",
                 next_step="swap the two values",
             )
-        if self.num_held_out >= self.num_pairs:
+        if self.num_train < 1:
             raise SpecConflict(
                 {
                     "task.num_held_out": self.num_held_out,
@@ -52,7 +57,8 @@ class ArithmeticSpec(TaskSection):
                     "task.max_value": self.max_value,
                 },
                 "no pair is left to train on",
-                allowed=f"fewer held-out pairs than the {self.num_pairs} that the range has",
+                allowed=f"at most {(self.num_pairs - 1) // 2 * 2} held-out pairs of the {self.num_pairs} that"
+                " the range has; both orders of two numbers are held out, or neither is",
                 next_step="lower task.num_held_out or raise task.max_value",
             )
         return self

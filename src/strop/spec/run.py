@@ -28,7 +28,6 @@ from strop.spec.sampling import SamplingSpec
 from strop.spec.sft import SftSpec
 from strop.spec.store import StoreSpec
 from strop.spec.task import (
-    ArithmeticSpec,
     RowsSpec,
     TaskSpec,
     UserTaskSpec,
@@ -289,8 +288,6 @@ class RunSpec(Section):
 
 def num_train_examples(task: TaskSpec) -> int | None:
     """Return how many examples a task trains on, or None where only its data can tell."""
-    if isinstance(task, ArithmeticSpec):
-        return task.num_pairs - task.num_held_out
     return task.num_train
 
 

@@ -121,7 +121,8 @@ class AtomicDirectory:
         self.path = path
         self.manifest: Manifest | None = None
         """Set once the directory is published."""
-        self._facts = dict(facts or {})
+        self.facts = dict(facts or {})
+        """What the manifest says beside the files; may be added to until the directory is published."""
         self._replace = replace
         self._partial_path = partial_path_of(path)
 
@@ -154,7 +155,7 @@ class AtomicDirectory:
         """Publish, or clean up after an error."""
         try:
             if error is None:
-                self.manifest = seal_directory(self._partial_path, facts=self._facts)
+                self.manifest = seal_directory(self._partial_path, facts=self.facts)
                 publish_directory(self._partial_path, self.path, replace=self._replace)
                 fsync_directory(self.path.parent)
         except OSError as failure:

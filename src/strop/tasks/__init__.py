@@ -10,7 +10,15 @@ from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
 from strop.tasks.registry import TASK_SUMMARIES, build_task, build_warm_task, task_builder
 from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
-from strop.tasks.traits import Ordered, choices_of, describe_counts, limits_of, part_of, variant_of
+from strop.tasks.traits import (
+    Ordered,
+    choices_of,
+    describe_counts,
+    limits_of,
+    part_of,
+    problem_of,
+    variant_of,
+)
 
 __all__ = [
     "TASK_SUMMARIES",
@@ -26,6 +34,7 @@ __all__ = [
     "describe_findings",
     "limits_of",
     "part_of",
+    "problem_of",
     "render_prompt",
     "resolve_prompt_format",
     "self_test",

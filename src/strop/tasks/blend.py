@@ -29,6 +29,7 @@ from strop.tasks.traits import (
     counts_of,
     judge_digests_of,
     limits_of,
+    problem_of,
     program_form_of,
     variant_of,
 )
@@ -140,6 +141,10 @@ class Blend:
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the limits that the example has in its own task, with marks and time of all parts."""
         return self._blend_limits(limits_of(self._data.task, example))
+
+    def problem_of(self, example: Example) -> str | None:
+        """Return the problem that the part with the data counts the example to."""
+        return problem_of(self._data.task, example)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as its own task does."""

@@ -25,6 +25,7 @@ from strop.tasks.traits import (
     counts_of,
     judge_digests_of,
     limits_of,
+    problem_of,
     program_form_of,
     verify_quick,
 )
@@ -109,6 +110,10 @@ class Mixture:
         Raises: DataError if it belongs to none.
         """
         return self._owning_part(example).label
+
+    def problem_of(self, example: Example) -> str | None:
+        """Return the problem that the part counts the example to."""
+        return problem_of(self._owner(example), example)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as its part does."""

@@ -6,7 +6,7 @@ tasks without; a task that is made of others passes on what they have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -160,6 +160,31 @@ class Parted(Protocol):
     def part_of(self, example: Example) -> str | None:
         """Return the label of the part that an example belongs to."""
         ...
+
+
+@runtime_checkable
+class Equivalent(Protocol):
+    """What a task has beside, if it knows which of its examples pose one problem, as 3 + 5 and 5 + 3 do.
+
+    All of them belong in one split, and count once where it is asked how sure a score is.
+    """
+
+    def problem_of(self, example: Example) -> str | None:
+        """Return a name for the problem, the same for all that pose it; None where nobody knows."""
+        ...
+
+
+def problem_of(task: Task, example: Example) -> str | None:
+    """Return what all examples that pose one problem have in common; None where the task does not know."""
+    # As in `choices_of`.
+    found: str | None = task.problem_of(example) if hasattr(task, "problem_of") else None
+    return found
+
+
+def list_names(task: Task, examples: Iterable[Example]) -> frozenset[str]:
+    """Return the ids of some examples, and the names of the problems that they pose."""
+    names = {name for example in examples for name in (example.example_id, problem_of(task, example))}
+    return frozenset(name for name in names if name is not None)
 
 
 def part_of(task: Task, example: Example) -> str | None:

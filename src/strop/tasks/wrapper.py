@@ -14,6 +14,7 @@ from strop.tasks.traits import (
     judge_digests_of,
     limits_of,
     part_of,
+    problem_of,
     program_form_of,
     prompt_fields_of,
     variant_of,
@@ -60,6 +61,10 @@ class TaskWrapper:
     def part_of(self, example: Example) -> str | None:
         """Return the part that the task counts the example to."""
         return part_of(self._task, example)
+
+    def problem_of(self, example: Example) -> str | None:
+        """Return the problem that the task counts the example to."""
+        return problem_of(self._task, example)
 
     def prompt_fields(self, example: Example) -> Mapping[str, Any]:
         """Return what the task's prompts may name of the example."""

@@ -22,7 +22,7 @@ from strop.record import EventKind
 from strop.record.fence import require_unfenced
 from strop.record.parts import require_same_parts
 from strop.record.rollouts import read_rollouts, write_rollouts
-from strop.record.run_dir import RunDir, step_of
+from strop.record.run_dir import WEIGHTS_FACT, RunDir, step_of
 from strop.rollout import Group
 from strop.store.atomic import AtomicDirectory, is_complete, verify_directory
 
@@ -66,10 +66,11 @@ async def save_checkpoint(
     require_unfenced(run_dir.path)
     run_dir.sync()
     target = run_dir.checkpoint_path(state.step)
-    with AtomicDirectory(target, facts=asdict(state), replace=True) as partial:
+    directory = AtomicDirectory(target, facts=asdict(state), replace=True)
+    with directory as partial:
         for part in ("model", "state"):
             (partial / part).mkdir()
-        await learner.export(partial / "model", tokenizer_dir)
+        directory.facts[WEIGHTS_FACT] = await learner.export(partial / "model", tokenizer_dir)
         await learner.save_state(partial / "state")
         (partial / "state" / "trainer.json").write_text(json.dumps(asdict(state)))
         if waiting:

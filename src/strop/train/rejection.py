@@ -23,8 +23,10 @@ from strop.record import RunDir
 from strop.record.shards import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.sft import SftSpec
+from strop.tasks import problem_of
 from strop.tasks.prompt import render_prompt
 from strop.tokenizer import Tokenizer
+from strop.tasks.traits import list_names
 from strop.train.demonstrations import Candidate, Demonstration, Demonstrations, Framing, Sieve, require_some
 
 _ENDS = frozenset({FinishReason.EOS, FinishReason.STOP_STRING})
@@ -135,8 +137,14 @@ def find_rollouts_files(folder: Path) -> list[Path]:
 
 def refuse_held_out(setting: str, source: str, chosen: Sequence[Rollout], framing: Framing) -> None:
     """Refuse replies to problems that this run will be measured on: an evaluation may be of any split."""
-    held_out = {example.example_id for example in framing.task.examples(Split.HELD_OUT)}
-    known = sorted({one.example.example_id for one in chosen} & held_out)
+    task = framing.task
+    held_out = list_names(task, task.examples(Split.HELD_OUT))
+    asked = {one.example.example_id: one.example for one in chosen}
+    known = sorted(
+        example_id
+        for example_id, example in asked.items()
+        if example_id in held_out or (example.task == task.name and problem_of(task, example) in held_out)
+    )
     if known:
         raise DataError(
             explain_refusal(

@@ -8,6 +8,7 @@ from strop.errors import DataError
 from strop.rollout import Split, make_example
 from strop.spec import DummySpec
 from strop.tasks import build_task
+from strop.tasks.traits import problem_of
 from tests.fixtures.judging import run_self_test
 
 
@@ -21,6 +22,11 @@ def test_one_question_many_times() -> None:
     assert task.verify(examples[0], "31/36 over 31/36 is 1.").is_correct
     assert not task.verify(examples[0], "31/36").is_correct
     assert run_self_test(task, examples) == []
+
+
+def test_all_examples_are_one_problem_that_is_trained_on() -> None:
+    task = build_task(DummySpec(name="dummy", num_train=3, num_held_out=2))
+    assert {problem_of(task, example) for split in Split for example in task.examples(split)} == {"dummy"}
 
 
 def test_a_foreign_example_is_refused() -> None:

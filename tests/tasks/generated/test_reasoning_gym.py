@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Split, make_example
 from strop.spec import ReasoningGymSpec
 from strop.tasks import Task, build_task
-from strop.tasks.generated.gym_draws import HASH_SEEDED
+from strop.tasks.generated.gym_draws import HASH_SEEDED, problem_key
 from tests.fixtures.judging import run_self_test
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
@@ -40,6 +41,26 @@ def test_splits_share_no_question() -> None:
     held_out, train = task.examples(Split.HELD_OUT), task.examples(Split.TRAIN)
     assert (len(held_out), len(train)) == (50, 120)
     assert len({example.fields["question"] for example in [*held_out, *train]}) == 170
+
+
+def test_problems_that_differ_in_order_are_in_one_split() -> None:
+    task = rg("lcm", num_train=120, num_held_out=40, max_numbers=2, min_value=1, max_value=20)
+    held_out, train = (
+        [sorted(map(int, re.findall(r"\d+", example.fields["question"]))) for example in task.examples(split)]
+        for split in reversed(Split)
+    )
+    assert (len(held_out), len(train)) == (40, 120)
+    assert not [numbers for numbers in held_out if numbers in train]
+    # Some question of two stands in both orders, so that there was something to keep together.
+    mirrored = [numbers for numbers in train if train.count(numbers) > 1]
+    assert mirrored
+
+
+def test_other_order_with_another_answer_is_another_problem() -> None:
+    assert problem_key("What is 3 + 4?", "7") == problem_key("what is 4+3", "7")
+    assert problem_key("What is 3 - 4?", "-1") != problem_key("What is 4 - 3?", "1")
+    # Where no answer is stored, order may be all that there is.
+    assert problem_key("Sort 3 4", None) != problem_key("Sort 4 3", None)
 
 
 def test_verify_and_self_test() -> None:

@@ -13,6 +13,7 @@ from strop.rollout import Split, make_example
 from strop.spec import ReverseTextSpec
 from strop.tasks import build_task
 from strop.tasks.generated.reverse_text import WORDS, subsequence_ratio
+from strop.tasks.traits import problem_of
 from tests.fixtures.judging import run_self_test
 
 TASK = build_task(ReverseTextSpec(name="reverse-text"))
@@ -72,6 +73,24 @@ def test_splits_are_disjoint_and_stable() -> None:
     assert len({example.fields["text"] for example in [*held_out, *train]}) == 600
     larger = build_task(ReverseTextSpec(name="reverse-text", num_train=700))
     assert larger.examples(Split.HELD_OUT) == held_out
+
+
+def test_the_same_words_in_another_order_are_in_one_split() -> None:
+    # 153 words in pairs: of 2000 texts many have the words of another one.
+    task = build_task(ReverseTextSpec(name="reverse-text", min_words=2, max_words=2, num_train=2000))
+    held_out, train = (
+        [example.fields["text"] for example in task.examples(split)] for split in reversed(Split)
+    )
+    assert (len(held_out), len(train)) == (100, 2000)
+    assert not {tuple(sorted(text.split())) for text in held_out} & {
+        tuple(sorted(text.split())) for text in train
+    }
+    one, other = (make_example("reverse-text", {"text": text}, None) for text in ("fox ink", "ink fox"))
+    assert problem_of(task, one) == problem_of(task, other)
+
+
+def test_no_text_is_another_one_written_backwards() -> None:
+    assert not {word[::-1] for word in WORDS} & set(WORDS)
 
 
 def test_no_word_reads_the_same_backwards() -> None:

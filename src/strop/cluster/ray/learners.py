@@ -161,9 +161,13 @@ class LearnerRank(RayRole):
         """Write the adapters; return the digest."""
         return self._learner.write_adapter(target)
 
-    def export(self, target: Path, tokenizer_dir: Path) -> None:
-        """Write a Hugging Face model directory."""
-        self._learner.export(target, tokenizer_dir)
+    def weights_digest(self) -> str:
+        """Return the digest of the compute copies."""
+        return self._learner.weights_digest()
+
+    def export(self, target: Path, tokenizer_dir: Path) -> str:
+        """Write a Hugging Face model directory; return the digest of its tensors."""
+        return self._learner.export(target, tokenizer_dir)
 
     def save_state(self, target: Path) -> None:
         """Write masters, moments and counters."""
@@ -288,9 +292,17 @@ class RayLearner:
         digests: list[str] = await self._gather([rank.write_adapter.remote(target) for rank in self._ranks])
         return digests[0]
 
-    async def export(self, target: Path, tokenizer_dir: Path) -> None:
+    async def weights_digest(self) -> str:
+        """Return the digest of the compute copies. See `LearnerRole.weights_digest`."""
+        digests: list[str] = await self._gather([rank.weights_digest.remote() for rank in self._ranks])
+        return digests[0]
+
+    async def export(self, target: Path, tokenizer_dir: Path) -> str:
         """Write a Hugging Face model directory. See `LearnerRole.export`."""
-        await self._gather([rank.export.remote(target, tokenizer_dir) for rank in self._ranks])
+        digests: list[str] = await self._gather(
+            [rank.export.remote(target, tokenizer_dir) for rank in self._ranks]
+        )
+        return digests[0]
 
     async def save_state(self, target: Path) -> None:
         """Write masters, moments and counters. See `LearnerRole.save_state`."""

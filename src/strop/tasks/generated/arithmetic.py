@@ -1,7 +1,8 @@
 """Sums, differences and products of two whole numbers: the canary that every machine can train on.
 
-All ordered pairs of a range under each operator, so 3 + 5 and 5 + 3 are two examples and may stand on
-different sides of the split. A pair is made when it is looked at; a range of any size costs no memory.
+All ordered pairs of a range under each operator. The same two numbers in both orders, 3 + 5 and 5 + 3, are
+two examples of one problem, which is held out or trained on. A pair is made when it is looked at; a range of
+any size costs no memory.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _PROMPT = "What is {a} {op} {b}?"
 _BASE_PROMPT = f"{_PROMPT}\nA:"
 _BASE_STOP_STRINGS = ("\n",)
 _VERIFIER = "last-number-2"
+_SPLITS = "by-problem-1"
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
     {"+": operator.add, "-": operator.sub, "*": operator.mul}
 )
@@ -49,14 +51,23 @@ class Arithmetic:
             chance=_echo_chance(spec),
         )
         self.limits = fit_limits(limits, spec)
-        self.version = hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, spec)
+        self.version = hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, spec, _SPLITS)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the pairs of a split; which ones is fixed by the range, not by a run's seed."""
-        num_held_out = self._spec.num_held_out
+        """Return the pairs of a split; which ones is fixed by the range, not by a run's seed.
+
+        The first of them pose different problems.
+        """
+        spec = self._spec
+        num_problems = (spec.num_held_out + 1) // 2
         if split is Split.HELD_OUT:
-            return _Sums(self._spec, range(num_held_out))
-        return _Sums(self._spec, range(num_held_out, self._spec.num_pairs))
+            return _Sums(spec, range(num_problems), range(spec.num_held_out))
+        return _Sums(spec, range(num_problems, spec.num_pairs // 2), range(spec.num_train))
+
+    def problem_of(self, example: Example) -> str:
+        """Return the numbers with the smaller one first: both orders are one problem."""
+        low, high = sorted((example.fields["a"], example.fields["b"]))
+        return f"{low} {example.fields.get('op', '+')} {high}"
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Ask for the result in one sentence."""
@@ -103,14 +114,16 @@ def _echo_chance(spec: ArithmeticSpec) -> float:
 
 
 class _Sums(Sequence[Example]):
-    """The sums at some ranks of the shuffled range, made on demand."""
+    """The pairs of some problems, made on demand: one of each problem, and then the other of each."""
 
-    def __init__(self, spec: ArithmeticSpec, ranks: range) -> None:
+    def __init__(self, spec: ArithmeticSpec, ranks: range, places: range) -> None:
+        """`ranks`: of the problems in the shuffled range. `places`: of what is taken of their pairs."""
         self._spec = spec
         self._ranks = ranks
+        self._places = places
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self._places)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -118,18 +131,45 @@ class _Sums(Sequence[Example]):
     def __getitem__(self, index: slice) -> _Sums: ...
     def __getitem__(self, index: int | slice) -> Example | _Sums:
         if isinstance(index, slice):
-            return _Sums(self._spec, self._ranks[index])
-        num_values = self._spec.max_value - self._spec.min_value + 1
-        kind, pair = divmod(_shuffled(self._ranks[index], self._spec.num_pairs), num_values**2)
-        first, second = divmod(pair, num_values)
-        op = self._spec.operators[kind]
-        a, b = self._spec.min_value + first, self._spec.min_value + second
-        # A sum is named by its numbers alone, as it always was: ids in stored files stay what they are.
-        fields = {"a": a, "b": b} if op == "+" else {"a": a, "op": op, "b": b}
-        return make_example("arithmetic", fields, str(_OPERATORS[op](a, b)))
+            return _Sums(self._spec, self._ranks, self._places[index])
+        spec, place = self._spec, self._places[index]
+        if place == 2 * len(self._ranks):
+            # Of an odd number of pairs one has no other beside it.
+            return _make(spec.operators[-1], spec.max_value, spec.max_value)
+        is_other, position = divmod(place, len(self._ranks))
+        rank = self._ranks[position]
+        pair = _pairs_of(_shuffled(rank, spec.num_pairs // 2), spec)
+        # The rank says nothing of the numbers, so neither does which of the two comes first.
+        return _make(*pair[(rank + is_other) % 2])
 
     def __iter__(self) -> Iterator[Example]:
         return (self[index] for index in range(len(self)))
+
+
+def _pairs_of(number: int, spec: ArithmeticSpec) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
+    """Return both pairs of a problem, each with its operator.
+
+    First come those of two different numbers, in both orders. Then the pairs of equal numbers, which have no
+    other order: two of these are taken together, so that every problem has two pairs.
+    """
+    num_values, low = spec.max_value - spec.min_value + 1, spec.min_value
+    num_unequal = num_values * (num_values - 1) // 2
+    if number < num_unequal * len(spec.operators):
+        kind, place = divmod(number, num_unequal)
+        larger = (1 + math.isqrt(1 + 8 * place)) // 2
+        smaller = place - larger * (larger - 1) // 2
+        op, a, b = spec.operators[kind], low + smaller, low + larger
+        return (op, a, b), (op, b, a)
+    first = 2 * (number - num_unequal * len(spec.operators))
+    (one, place), (other, next_place) = divmod(first, num_values), divmod(first + 1, num_values)
+    a, b = low + place, low + next_place
+    return (spec.operators[one], a, a), (spec.operators[other], b, b)
+
+
+def _make(op: str, a: int, b: int) -> Example:
+    # A sum is named by its numbers alone, as it always was: ids in stored files stay what they are.
+    fields = {"a": a, "b": b} if op == "+" else {"a": a, "op": op, "b": b}
+    return make_example("arithmetic", fields, str(_OPERATORS[op](a, b)))
 
 
 def _shuffled(rank: int, size: int) -> int:

@@ -49,6 +49,10 @@ class Dummy:
             make_example(self.name, {"number": number, "question": _QUESTION}, _ANSWER) for number in numbers
         )
 
+    def problem_of(self, example: Example) -> str:
+        """Return one name for all: a held-out score is of what is trained on, which the gate says."""
+        return self.name
+
     def render(self, example: Example) -> tuple[Message, ...]:
         """Ask the question."""
         question = example.fields["question"]

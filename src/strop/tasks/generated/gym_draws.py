@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from strop.errors import DataError, StoreError, explain_refusal
+from strop.tasks.overlap import normal_text
 
 Entry = Mapping[str, Any]
 """One problem as the package gives it: `question`, `answer` and `metadata`."""
@@ -40,7 +41,7 @@ _DRAWS_PER_EXAMPLE = 8
 _DRAW_LIMIT_S = 3600.0
 """A problem of knight_swap takes a second."""
 _PROGRAM = "from strop.tasks.generated.gym_draws import main; main()"
-_FORM = 1
+_FORM = 2
 """Of the cached file; another number makes old files unread."""
 
 
@@ -52,8 +53,15 @@ class DrawRequest:
     settings: Mapping[str, Any]
     """The data set's own, without seed and size."""
     seed: int
-    num_wanted: int
-    """Different questions."""
+    num_held_out: int
+    """The first different questions."""
+    num_train: int
+    """Those after them that pose none of their problems (`problem_key`)."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Different questions in all."""
+        return self.num_held_out + self.num_train
 
     @property
     def size(self) -> int:
@@ -93,13 +101,34 @@ def draw_entries(dataset: Any, request: DrawRequest) -> list[Entry]:
 
 def _draw_here(dataset: Any, request: DrawRequest) -> list[Entry]:
     entries: dict[str, Entry] = {}
+    held_out: set[str] = set()
     for index in range(len(dataset)):
         with private_random_state(f"{request.dataset}/{request.seed}/{index}"):
             entry = dataset[index]
-        entries.setdefault(str(entry["question"]), entry)
+        question, answer = read_entry(entry)
+        if len(entries) < request.num_held_out:
+            held_out.add(problem_key(question, answer))
+        elif problem_key(question, answer) in held_out:
+            continue
+        entries.setdefault(question, entry)
         if len(entries) == request.num_wanted:
             break
     return list(entries.values())
+
+
+def read_entry(entry: Entry) -> tuple[str, str | None]:
+    """Return question and answer as texts; None: the data set stores no answer."""
+    return str(entry["question"]), None if entry["answer"] is None else str(entry["answer"])
+
+
+def problem_key(question: str, answer: str | None) -> str:
+    """Return what problems have in common that differ in order alone, such as 3 + 4 and 4 + 3.
+
+    The words, numbers and signs of the question in order of the alphabet, with the answer; where none is
+    stored, in their own order.
+    """
+    words = normal_text(question).split()
+    return " ".join(words) if answer is None else " ".join([*sorted(words), "\n", answer])
 
 
 def _cache_path(request: DrawRequest) -> Path:

@@ -12,6 +12,7 @@ rollout without a score, never a 0.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -29,6 +30,8 @@ from strop.tasks.generated.gym_draws import (
     create_dataset,
     draw_entries,
     private_random_state,
+    problem_key,
+    read_entry,
 )
 from strop.tasks.prompt import pose
 from strop.tasks.thinking import judged_text
@@ -40,6 +43,7 @@ _BASE_STOP_STRINGS = ("</answer>",)
 _VERIFIER = "answer-tag-2"
 # An opening tag is enough: a reply may be ended by the closing one, which is then not in the text.
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_SPLITS = "by-problem-1"
 _DRAWN_ASIDE = "/hash-seed-0"
 """Marks data sets whose problems were others in every process, before they were drawn aside."""
 _VERIFY_LIMIT_S = 5.0
@@ -87,10 +91,10 @@ class ReasoningGym:
         release = package_version("reasoning-gym") + (
             _DRAWN_ASIDE if self._spec.dataset in HASH_SEEDED else ""
         )
-        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release)
+        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release + _SPLITS)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split; no question stands in both, or twice in one.
+        """Return the problems of a split; no question stands in both, also in another order, or twice in one.
 
         Raises: ConfigError if the package, the data set or one of its settings does not exist;
             DataError if the data set has too few different questions.
@@ -98,6 +102,11 @@ class ReasoningGym:
         examples = tuple(example for example, _ in self._problems.values())
         num_held_out = self._spec.num_held_out
         return examples[:num_held_out] if split is Split.HELD_OUT else examples[num_held_out:]
+
+    def problem_of(self, example: Example) -> str:
+        """Return a name for all that differ in order alone (`problem_key`)."""
+        key = problem_key(example.fields["question"], example.answer)
+        return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the question and say where the answer belongs."""
@@ -150,7 +159,8 @@ class ReasoningGym:
             dataset=spec.dataset,
             settings=spec.config,
             seed=spec.data_seed,
-            num_wanted=spec.num_train + spec.num_held_out,
+            num_held_out=spec.num_held_out,
+            num_train=spec.num_train,
         )
 
     @cached_property
@@ -175,8 +185,8 @@ class ReasoningGym:
         spec, request = self._spec, self._request
         problems: dict[str, tuple[Example, Entry]] = {}
         for entry in draw_entries(self._dataset, request):
-            answer = None if entry["answer"] is None else str(entry["answer"])
-            fields = {"dataset": spec.dataset, "question": str(entry["question"])}
+            question, answer = read_entry(entry)
+            fields = {"dataset": spec.dataset, "question": question}
             example = make_example(self.name, fields, answer)
             problems[example.example_id] = example, entry
         if len(problems) == request.num_wanted:

@@ -16,6 +16,7 @@ from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "Write this text backwards, letter by letter: {text}"
 _VERIFIER = "common-subsequence-2"
+_SPLITS = "by-problem-1"
 _MAX_WORD_CHARS = 8
 _MAX_PREAMBLE_TOKENS = 32
 _CHANCE = 0.3
@@ -53,15 +54,19 @@ class ReverseText:
         self._spec = spec
         own_limit = _MAX_PREAMBLE_TOKENS + (_MAX_WORD_CHARS + 1) * spec.max_words
         self.limits = fit_limits(TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE), spec)
-        self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec)
+        self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec, _SPLITS)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the texts of a split; held-out texts stay the same when `num_train` changes.
 
         Raises: ConfigError if the word counts allow too few different texts.
         """
-        num_held_out = self._spec.num_held_out
-        return self._texts[:num_held_out] if split is Split.HELD_OUT else self._texts[num_held_out:]
+        texts, num_held_out = self._texts, self._spec.num_held_out
+        return texts[:num_held_out] if split is Split.HELD_OUT else texts[num_held_out:]
+
+    def problem_of(self, example: Example) -> str:
+        """Return the words in order of the alphabet: another order of them asks for the same letters."""
+        return _sort_words(example.fields["text"])
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Give the text and say what to do with it."""
@@ -85,13 +90,20 @@ class ReverseText:
 
     @cached_property
     def _texts(self) -> tuple[Example, ...]:
+        """Different texts, held-out ones first; none of the others has the words of one of those."""
         spec = self._spec
         wanted = spec.num_held_out + spec.num_train
         stream = random.Random(f"reverse-text/{spec.min_words}/{spec.max_words}")
         texts: dict[str, None] = {}
+        held_out: set[str] = set()
         for _ in range(_DRAWS_PER_EXAMPLE * wanted):
             num_words = stream.randint(spec.min_words, spec.max_words)
-            texts[" ".join(stream.choice(WORDS) for _ in range(num_words))] = None
+            text = " ".join(stream.choice(WORDS) for _ in range(num_words))
+            if len(texts) < spec.num_held_out:
+                held_out.add(_sort_words(text))
+            elif _sort_words(text) in held_out:
+                continue
+            texts[text] = None
             if len(texts) == wanted:
                 return tuple(make_example(self.name, {"text": text}, text[::-1]) for text in texts)
         raise ConfigError(
@@ -102,6 +114,10 @@ class ReverseText:
                 next_step="raise task.max_words, or lower task.num_train",
             )
         )
+
+
+def _sort_words(text: str) -> str:
+    return " ".join(sorted(text.split()))
 
 
 def subsequence_ratio(reply: str, gold: str) -> float:

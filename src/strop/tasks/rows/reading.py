@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Split
+from strop.tasks.overlap import normal_text
 from strop.tasks.rows.layout import DataLayout, Row, read_split_rows
 
 _MAX_SHOWN = 3
@@ -67,8 +68,9 @@ class RowReading:
     """What keeps rows together where the data has no split of its own: rows of one key are held out, or
     none of them is. None: the whole row."""
     drops_shared: bool = False
-    """Whether a training question that is held out too is left out and counted, rather than refused:
-    for published data whose makers did not keep their splits apart."""
+    """Whether a training question that is held out too, perhaps with other signs and letters (`normal_text`),
+    is left out and counted, rather than refused: for published data whose makers did not keep their splits
+    apart."""
 
 
 def read_examples(
@@ -82,10 +84,13 @@ def read_examples(
     left_out: Counter[str] = Counter()
     held_out = _distinct(reading, _kept(reading, rows.held_out, Split.HELD_OUT, left_out))
     train = _distinct(reading, _kept(reading, rows.train, Split.TRAIN, left_out))
-    shared = sorted(train.keys() & held_out.keys())
     if reading.drops_shared:
-        left_out.update({"held out too": len(shared)} if shared else {})
-        train = {question: example for question, example in train.items() if question not in held_out}
+        asked = set(map(normal_text, held_out))
+        kept = {
+            question: example for question, example in train.items() if normal_text(question) not in asked
+        }
+        left_out.update({"held out too": len(train) - len(kept)} if len(kept) < len(train) else {})
+        train = kept
     train, held_out = _first(train, num_train), _first(held_out, num_held_out)
     shared = sorted(train.keys() & held_out.keys())
     if shared:

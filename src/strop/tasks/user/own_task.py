@@ -84,6 +84,11 @@ class OwnTask:
         thinking = Thinking(self._spec.thinking)
         return (*before, PosedMessage(role=last.role, content=last.content, thinking=thinking))
 
+    def problem_of(self, example: Example) -> str | None:
+        """Return what the class calls the problem; None where it has no such method."""
+        named: str | None = self._made.get(example.example_id, {}).get("problem")
+        return None if named is None else f"{self.name} {named}"
+
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the right replies that the class knows; without such a method, none."""
         return tuple(self._made[example.example_id]["gold"])

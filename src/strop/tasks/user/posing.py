@@ -85,11 +85,16 @@ def _pose_one(task: Any, ref: CodeRef, made: Any) -> dict[str, Any]:
     if callable(getattr(task, "gold_replies", None)):
         with blaming(ref, f"say a right reply to {dict(example.fields)!r:.80}"):
             gold = [str(reply) for reply in task.gold_replies(example)]
+    problem = None
+    if callable(getattr(task, "problem_of", None)):
+        with blaming(ref, f"name the problem of {dict(example.fields)!r:.80}"):
+            problem = str(task.problem_of(example))
     return {
         "fields": dict(example.fields),
         "answer": example.answer,
         "messages": _to_messages(asked, ref),
         "gold": gold,
+        "problem": problem,
     }
 
 

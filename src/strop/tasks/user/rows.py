@@ -23,6 +23,7 @@ from strop.tasks.code.extraction import extract_python, used_names
 from strop.tasks.code.outcome import SPARE_VERIFY_S, WALL_S, judged_outcome, no_code_outcome
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from strop.tasks.contract import TaskLimits
+from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import PosedMessage, Thinking, pose
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.reading import RowReading, SplitExamples
@@ -55,6 +56,7 @@ class Rows(RowTask):
             to_example=self._reader.to_example,
             question=lambda example: json.dumps(example.fields["prompt"]),
             why_left_out=self._reader.why_left_out,
+            split_key=self._reader.split_key,
         )
         is_sandboxed = _SANDBOXED in spec.reward
         user_s = spec.reward_limit_s if self._functions else 0.0
@@ -201,6 +203,13 @@ class _Reader:
     def why_left_out(self, row: Row, split: Split) -> str | None:
         self._require_columns(row)
         return "without an answer" if self._compares and self._answer_of(row) is None else None
+
+    def split_key(self, row: Row) -> str:
+        """Return what a row asks, evened out: rows that ask the same are held out together."""
+        self._require_columns(row)
+        asked = self._prompt_of(row)
+        texts = [asked] if isinstance(asked, str) else [one["content"] for one in asked]
+        return "\n".join(map(normal_text, texts))
 
     def to_example(self, row: Row) -> Example:
         asked, answer = self._prompt_of(row), self._answer_of(row)

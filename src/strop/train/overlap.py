@@ -1,0 +1,155 @@
+"""The gate's check `overlap`: what a run is measured on must not be what it learns from.
+
+An example is known again by its id; by its problem, where the task can name it (`problem_of`); by its words;
+and by most of its words (`tasks.overlap`). A task that names problems is believed: questions of one form look
+alike, and only their maker knows which are the same. What is looked at is bounded: of very many examples
+evenly spread ones, which the check then says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from strop.rollout import Example, Split
+from strop.tasks import Task, problem_of, render_prompt
+from strop.tasks.overlap import find_overlap, normal_text
+from strop.train.gate_input import GateCheck, GateInput
+
+MAX_SIMILAR_FRAC = 0.01
+"""Share of the held-out examples that may have nearly the words of something learned: published data sets
+have some, and they cannot move a score by more than a point."""
+_MAX_EXAMPLES = 250_000
+"""Looked at of a split. A hundred thousand prompts of a hundred words take some ten seconds."""
+_MAX_MADE = 20_000
+"""Of examples that are made one by one when they are looked at."""
+_SHOWN_CHARS = 100
+_SAME = ("as they are", "as the same problem", "in the same words")
+_SIMILAR = "in nearly the same words"
+_Learned = TypeVar("_Learned")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """What a held-out example is among the things that are learned from."""
+
+    how: str
+    """One of `_SAME`, or `_SIMILAR`."""
+    learned: str
+    """What is asked there."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Search:
+    """Compares held-out examples with what is learned from, source by source; the first match counts."""
+
+    task: Task
+    held_out: Sequence[Example]
+    matches: dict[int, Match] = field(default_factory=dict)
+    """By index of the held-out example."""
+
+    def by_name(self, trained: Sequence[Example]) -> None:
+        """Compare ids and names of problems."""
+        names: dict[str, Example] = {}
+        for example in trained:
+            names.setdefault(example.example_id, example)
+            names.setdefault(problem_of(self.task, example) or example.example_id, example)
+        for index, example in enumerate(self.held_out):
+            name = problem_of(self.task, example) or example.example_id
+            for how, known in zip(_SAME, (names.get(example.example_id), names.get(name)), strict=False):
+                if known is not None:
+                    self._note(index, how, ask(self.task, known))
+
+    def by_problem(self, problems: Sequence[str]) -> None:
+        """Compare the texts of an example with those that name the problems of demonstrations."""
+        named = {normal_text(problem): problem for problem in problems}
+        for index, example in enumerate(self.held_out):
+            texts = [value for value in example.fields.values() if isinstance(value, str)]
+            for text in map(normal_text, [ask(self.task, example), *texts] if named else ()):
+                if text in named:
+                    self._note(index, _SAME[2], named[text])
+
+    def by_text(
+        self, texts: Sequence[str], learned: Sequence[_Learned], text_of: Callable[[_Learned], str]
+    ) -> None:
+        """Compare texts, one of each held-out example, with what is learned."""
+        if not learned:
+            return
+        found = find_overlap(texts, learned, text_of)
+        for index, place in found.equal.items():
+            self._note(index, _SAME[2], text_of(learned[place]))
+        for index, place in found.similar.items():
+            if problem_of(self.task, self.held_out[index]) is None:
+                self._note(index, _SIMILAR, text_of(learned[place]))
+
+    def _note(self, index: int, how: str, learned: str) -> None:
+        self.matches.setdefault(index, Match(how=how, learned=learned))
+
+
+def check_overlap(gate: GateInput) -> GateCheck:
+    """Refuse a run that is evaluated on what it learns from, word for word or nearly."""
+    held_out, notes = _choose(gate.task.examples(Split.HELD_OUT), "held-out")
+    matches = find_matches(gate, held_out, notes)
+    counts = Counter(match.how for match in matches.values())
+    num_similar = counts.pop(_SIMILAR, 0)
+    is_passed = not counts and num_similar <= MAX_SIMILAR_FRAC * len(held_out)
+    detail = f"none of {len(held_out)} held-out examples is learned from"
+    notice = None
+    if matches:
+        shown = [f"{counts[how]} {how}" for how in _SAME if counts[how]]
+        shown += [f"{num_similar} {_SIMILAR}"] if num_similar else []
+        index = min(matches, key=lambda index: (matches[index].how == _SIMILAR, index))
+        first, learned = held_out[index], matches[index].learned
+        detail = (
+            f"{len(matches)} of {len(held_out)} held-out examples are learned from: {', '.join(shown)}; the"
+            f" first is {first.example_id}, {_clip(ask(gate.task, first))!r}, there {_clip(learned)!r}"
+        )
+        notice = f"{detail}: the score may be memory in part" if is_passed else None
+    if not is_passed:
+        detail += "; remove them from one of the two: their score would measure memory"
+    return GateCheck(name="overlap", is_passed=is_passed, detail="; ".join([detail, *notes]), notice=notice)
+
+
+def find_matches(gate: GateInput, held_out: Sequence[Example], notes: list[str]) -> Mapping[int, Match]:
+    """Return the held-out examples that are learned from, by index. What is left out is added to `notes`."""
+    task, search = gate.task, _Search(task=gate.task, held_out=held_out)
+    if gate.spec.train.has_rl:
+        trained, more = _choose(task.examples(Split.TRAIN), "training")
+        notes += more
+        search.by_name(trained)
+        # What the task can name, `by_name` has compared.
+        unnamed = [example for example in trained if problem_of(task, example) is None]
+        search.by_text([ask(task, example) for example in held_out], unnamed, partial(ask, task))
+    demonstrations, preferences = gate.demonstrations, gate.preferences
+    prompts = [one.asked_ids for one in demonstrations.members] if demonstrations is not None else []
+    prompts += [pair.prompt_ids for pair in preferences.members] if preferences is not None else []
+    if demonstrations is not None:
+        search.by_problem(sorted(demonstrations.problems))
+    if prompts:
+        tokenizer, prompt_format = gate.roles.tokenizer, gate.spec.model.prompt_format
+        rendered = [render_prompt(tokenizer, task.render(example), prompt_format)[1] for example in held_out]
+        search.by_text(list(map(tokenizer.decode, rendered)), prompts, tokenizer.decode)
+    return search.matches
+
+
+def ask(task: Task, example: Example) -> str:
+    """Return what a model is asked, without the marks of a chat."""
+    return "\n".join(message.content for message in task.render(example))
+
+
+def _choose(examples: Sequence[Example], what: str) -> tuple[Sequence[Example], list[str]]:
+    """Return the examples that are looked at, and what to say if these are not all."""
+    limit = _MAX_EXAMPLES if isinstance(examples, tuple | list) else _MAX_MADE
+    stride = max(1, math.ceil(len(examples) / limit))
+    chosen = list(examples[::stride])
+    return chosen, [] if stride == 1 else [
+        f"of {len(examples)} {what} examples every {stride}th was compared"
+    ]
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

@@ -1,0 +1,181 @@
+"""Texts that are the same, or nearly: found whatever their form, and not where only the form is the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.tasks.overlap import MAX_SHARERS, MIN_PIECES, PIECE_WORDS, Overlap, find_overlap, normal_text
+
+STORY = (
+    "A farmer keeps 12 brown hens in the barn behind her house, and every hen lays 3 eggs in a week; after a"
+    " month she drives to the market in town, where a dozen eggs costs 4 coins. How much does she earn there?"
+)
+
+
+def overlap(held_out: Sequence[str], learned: Sequence[str]) -> Overlap:
+    return find_overlap(held_out, learned, str)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is 3 + 4?", "what is  3+4 ?"),
+        ("What is 3 \u2212 4?", "What is 3 - 4?"),
+        ("The \u201cred\u201d fox's den.", "the red foxs den"),
+        ("\uff37\uff48\uff41\uff54 is \uff13?", "what is 3"),
+        ("caf\u00e9 No\u00ebl", "cafe\u0301 noe\u0308l"),
+        ("STRASSE", "stra\u00dfe"),
+        ("{1,2, 3}", "{1, 2, 3}"),
+        ("Line\none\t", "line one"),
+    ],
+)
+def test_form_is_evened_out(one: str, other: str) -> None:
+    assert normal_text(one) == normal_text(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is 3 + 4?", "What is 3 - 4?"),
+        ("What is 3 * 4?", "What is 3 + 4?"),
+        ("Round 3.5", "Round 3 5"),
+        ("At 3:45", "At 3 45"),
+        ("2^3", "2*3"),
+        ("5!", "5"),
+        ("3 4", "34"),
+        ("f(x) < 1", "f(x) > 1"),
+    ],
+)
+def test_what_carries_meaning_stays(one: str, other: str) -> None:
+    assert normal_text(one) != normal_text(other)
+
+
+@given(st.text())
+def test_evening_out_twice_changes_nothing_more(text: str) -> None:
+    once = normal_text(text)
+    assert normal_text(once) == once
+
+
+def test_a_text_of_marks_alone_stays_what_it_is() -> None:
+    assert normal_text(" ?! ") == "!"
+    assert (normal_text(" ?? "), normal_text("")) == ("??", "")
+
+
+def test_equal_texts_are_found_by_their_first_place() -> None:
+    found = overlap(["b", "What?", "what"], ["a", "WHAT", "what?"])
+    assert (found.equal, found.similar) == ({1: 1, 2: 1}, {})
+
+
+def edit(text: str, *places: int) -> str:
+    words = text.split()
+    return " ".join("other" if place in places else word for place, word in enumerate(words))
+
+
+def others(number: int) -> list[str]:
+    draw = random.Random(number)
+    return [" ".join(name(draw.randrange(5000)) for _ in range(40)) for _ in range(number)]
+
+
+def name(number: int) -> str:
+    """A word without a digit: digits make it a number."""
+    return "w" + "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+@pytest.mark.parametrize("learned", [edit(STORY, 8), f"Once more. {STORY} Tell me.", edit(STORY, 0, 1, 38)])
+def test_a_text_with_few_words_changed_or_added_is_similar(learned: str) -> None:
+    found = overlap([*others(3), STORY], [*others(30), learned])
+    assert (found.equal, found.similar) == ({}, {3: 30})
+
+
+def test_the_text_that_has_most_is_named() -> None:
+    found = overlap([STORY], [*others(30), edit(STORY, 5), edit(STORY, 0), edit(STORY, 12)])
+    assert found.similar == {0: 31}
+
+
+def test_many_words_changed_are_another_text() -> None:
+    assert overlap([STORY], [*others(30), edit(STORY, 5, 15, 25, 35)]).similar == {}
+
+
+def test_other_numbers_are_another_problem() -> None:
+    assert overlap([STORY], [*others(30), STORY.replace("12", "15")]).similar == {}
+    # More numbers around the same ones are no difference.
+    assert overlap([STORY], [*others(30), f"7. {STORY}"]).similar == {0: 30}
+
+
+def test_a_short_text_is_compared_as_a_whole_only() -> None:
+    words = [name(number) for number in range(PIECE_WORDS + MIN_PIECES - 1)]
+    for num_words, is_found in ((len(words), True), (len(words) - 1, False)):
+        text = " ".join(words[:num_words])
+        assert (overlap([text], [*others(30), f"{text} and on"]).similar == {0: 30}) is is_found
+
+
+def test_wording_that_many_texts_share_says_nothing() -> None:
+    rule = " ".join(f"rule-{name(number)}" for number in range(100))
+    texts = [f"{rule} {other}" for other in others(MAX_SHARERS + 2)]
+    assert overlap(texts[:1], texts[1:]).similar == {}
+    # Of few texts, half of them.
+    assert overlap(texts[:1], texts[1:4]).similar == {}
+    assert overlap(texts[:1], [texts[1], *others(10)]).similar == {0: 0}
+
+
+def test_a_closed_world_of_problems_is_no_overlap() -> None:
+    draw = random.Random(1)
+    form = (
+        "Tom has {} red apples in his basket and {} green ones at home, and he buys {} more of them from the"
+        " old man at the corner before {} of his friends come. How many apples has he got in the end?"
+    )
+    asked = list({form.format(*(draw.randint(1, 9) for _ in range(4))) for _ in range(600)})
+    found = overlap(asked[:100], asked[100:])
+    assert (found.equal, found.similar) == ({}, {})
+
+
+def test_pieces_do_not_reach_from_one_text_into_the_next() -> None:
+    words = STORY.split()
+    halves = [" ".join(words[:7]), " ".join(words[7:14]), " ".join(words[14:21]), " ".join(words[21:])]
+    assert overlap([" ".join(words[:28])], [*others(30), *halves]).similar == {}
+
+
+def test_nothing_has_nothing_in_common() -> None:
+    for held_out, learned in (([], ["a"]), (["a"], []), ([], []), ([""], ["b"])):
+        found = overlap(held_out, learned)
+        assert (found.equal, found.similar) == ({}, {})
+
+
+def test_pieces_are_found_across_the_chunks_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.tasks.overlap._CHUNK", 7)
+    learned = [*others(30), edit(STORY, 5), *others(12)]
+    held_out = [STORY, learned[3].upper(), *others(4)[2:3]]
+    whole = find_overlap(held_out, learned, str)
+    assert (whole.equal[1], whole.similar) == (3, {0: 30})
+
+
+@pytest.mark.slow
+def test_the_answer_is_that_of_counting_one_by_one() -> None:
+    draw = random.Random(2)
+    vocabulary = list(map(name, range(12)))
+    base = [" ".join(draw.choices(vocabulary, k=40)) for _ in range(20)]
+
+    def vary(text: str) -> str:
+        words = text.split()
+        for _ in range(draw.randrange(4)):
+            words[draw.randrange(len(words))] = draw.choice(vocabulary)
+        return " ".join(words)
+
+    learned = [vary(draw.choice(base)) for _ in range(60)]
+    held_out = [vary(draw.choice(base)) for _ in range(60)]
+    pieces = [{tuple(text.split()[i : i + 8]) for i in range(33)} for text in (*held_out, *learned)]
+    asked, known = pieces[:60], pieces[60:]
+    found = overlap(held_out, learned)
+    for index, own in enumerate(asked):
+        kept = {piece for piece in own if sum(piece in one for one in known) <= MAX_SHARERS}
+        best = max((len(kept & one) for one in known), default=0)
+        is_similar = len(kept) >= MIN_PIECES and best >= 0.7 * len(kept)
+        if index not in found.equal:
+            assert (index in found.similar) is is_similar
+            if is_similar:
+                assert len(kept & known[found.similar[index]]) == best
