@@ -156,8 +156,8 @@ def test_eva_4_an_engine_that_does_not_repeat_the_baseline_is_refused(tiny_model
     """Incident: evaluation at TP 8 gave 10 % where 28 % was right, and nobody knows why."""
     task = SaysTheSame(record_replies(tiny_model_dir))
     baseline = evaluate(tiny_model_dir, native_engine(tiny_model_dir), task)
-    # Wilson's interval of 12 of 12: 1 / (1 + 3.841 / 12) = 75.8 %.
-    assert (baseline.greedy.accuracy, round(baseline.greedy.low, 3)) == (1.0, 0.758)
+    # 12 of 12, with 1.5 at either end: middle 0.9, half 1.959964 x sqrt(0.09 / 14) = 0.157.
+    assert (baseline.greedy.accuracy, round(baseline.greedy.low, 3)) == (1.0, 0.743)
     tokenizer = Tokenizer.load(tiny_model_dir)
     canary = plan_canary(baseline, task=task, tokenizer=tokenizer, model_digest="m")
     measured = asyncio.run(require_baseline(canary, native_engine(tiny_model_dir), tokenizer))
@@ -165,7 +165,7 @@ def test_eva_4_an_engine_that_does_not_repeat_the_baseline_is_refused(tiny_model
     with pytest.raises(
         CheckRefused,
         match=r"baseline_canary: greedy accuracy of spell is \d\.\d% on 12 examples, where 100\.0% is"
-        r" expected\. Allowed: 75\.8% to 100\.0%",
+        r" expected\. Allowed: 74\.3% to 100\.0%",
     ) as caught:
         asyncio.run(require_baseline(canary, perturbed_engine(tiny_model_dir, 30.0), tokenizer))
     assert caught.value.exit_code == 76
@@ -199,11 +199,14 @@ def test_eva_4_the_command_stores_nothing_behind_a_dead_canary(
     assert sung.code == 0, sung.err
     assert "the canary came out: greedy accuracy of arithmetic is 0.0%, within 0.0% to" in sung.err
     result = read_result(path)
-    better = result.greedy.model_copy(update={"accuracy": 0.9, "low": 0.8, "high": 0.95})
+    solved = {
+        name: one.model_copy(update={"solved_frac": 1.0}) for name, one in result.greedy.by_example.items()
+    }
+    better = result.greedy.model_copy(update={"accuracy": 1.0, "low": 0.8, "by_example": solved})
     write_result(result.model_copy(update={"greedy": better}), path)
     dead = run(*words, "--canary", path, "--out", "bad")
     assert (dead.code, dead.out) == (76, "")
-    assert "baseline_canary: greedy accuracy of arithmetic is 0.0% on 8 examples, where 90.0%" in dead.err
+    assert "baseline_canary: greedy accuracy of arithmetic is 0.0% on 8 examples, where 100.0%" in dead.err
     assert [kept.name for kept in (folder / "bad").rglob("*") if kept.suffix in (".json", ".parquet")] == []
     again = run(*words, "--canary", "absent.json", "--out", "bad")
     assert again.code == 1

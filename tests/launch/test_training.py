@@ -6,17 +6,25 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from strop.errors import CheckRefused, ConfigError, Interrupted, RunStopped
+from strop.evaluate.accuracy import refuse_trained
 from strop.kernels import KernelStatus
+from strop.launch.inference import open_model, read_trained_ids
 from strop.launch.training import TrainOutcome, set_threads, train_here
+from strop.policy.language_model import LanguageModel
+from strop.policy.weights import weights_digest
 from strop.record import EventKind, RunDir, list_runs
+from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.rollout import Example, Outcome, Split
 from strop.spec import load_spec
 from strop.store import get_model
+from strop.tasks import build_task, problem_of
 from strop.tasks.generated.reverse_text import ReverseText
 from tests.fixtures.tiny_run import Notes
 
@@ -50,6 +58,7 @@ class Here:
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
         self.folder = folder
+        self.model = str(model_dir)
         self.run_file = folder / "run.toml"
         self.run_file.write_text(RUN_FILE.format(model=model_dir))
         self.notes: Notes = Notes()
@@ -112,6 +121,54 @@ def test_held_out_accuracy_is_measured_before_and_after(here: Here) -> None:
         "reverse-text-step-000000.json",
         "reverse-text-step-000002.json",
     ]
+
+
+@pytest.mark.parametrize("words", [(), ("lora.rank=2",)], ids=["whole", "adapters"])
+def test_an_evaluation_names_the_weights_that_answered(here: Here, words: tuple[str, ...]) -> None:
+    """Incident: within a run they carried the digest of the start and a step, whatever the weights were."""
+    outcome, same = here.train(*words), here.train(*words, is_new=True)
+    faster = here.train("optimizer.lr=1e-3", *words)
+    assert outcome.before is not None
+    assert same.after is not None
+    assert faster.before is not None
+    assert outcome.before.model_digest == faster.before.model_digest == get_model(here.model).digest
+    digests = [one.after.model_digest for one in (outcome, same, faster) if one.after is not None]
+    assert digests[0] == digests[1] != digests[2]
+    # As `strop eval` calls the checkpoint, and as its tensors are.
+    checkpoint = outcome.run_path / "checkpoints" / "step-000002"
+    model = LanguageModel.load(checkpoint / "model", dtype=torch.float32)
+    assert digests[0] == open_model(str(outcome.run_path)).digest == weights_digest(model)
+    assert open_model(str(outcome.run_path / "checkpoints" / "step-000001")).digest not in digests
+
+
+def test_a_checkpoint_that_does_not_name_its_weights_is_named_by_its_files(here: Here) -> None:
+    checkpoint = here.train().run_path / "checkpoints" / "step-000002"
+    manifest = json.loads((checkpoint / "COMPLETE").read_text())
+    del manifest["facts"]["weights_digest"]
+    (checkpoint / "COMPLETE").write_text(json.dumps(manifest))
+    assert open_model(str(checkpoint)).digest == get_model(str(checkpoint / "model")).digest
+
+
+def test_what_a_run_trained_on_is_known_although_its_task_has_changed(here: Here) -> None:
+    """Incident: splits that changed with a version made held-out what older runs had trained on."""
+    path = here.train().run_path
+    task = build_task(load_spec(path / "spec.toml").spec.task)
+    trained, held_out = (task.examples(split) for split in Split)
+    known = read_trained_ids(path)
+    assert known == {name for one in trained for name in (one.example_id, problem_of(task, one))}
+    (rollout, *_) = read_rollouts(path / "rollouts" / "step-000001.parquet")
+    write_rollouts(path / "rollouts" / "step-000001.parquet", [replace(rollout, example=held_out[0])])
+    # The task is as it was, so its splits are.
+    assert read_trained_ids(path) == known
+    state = json.loads((path / "run.json").read_text())
+    state["facts"]["task_version"] = "before"
+    (path / "run.json").write_text(json.dumps(state))
+    found = read_trained_ids(path)
+    assert found == known | {held_out[0].example_id, problem_of(task, held_out[0])}
+    with pytest.raises(
+        CheckRefused, match=r"1 of 3 examples of task reverse-text called held_out were trained"
+    ):
+        refuse_trained(task, Split.HELD_OUT, held_out, found)
 
 
 class Broken(Exception):

@@ -193,7 +193,7 @@ def play_rank(models: dict[str, Path], kept: Path, target: Path) -> Scene:
         (target / part).mkdir(parents=True, exist_ok=True)
     learner.save_state(target / "state")
     scene["digest"] = learner.write_weights(target / "weights.safetensors")
-    learner.export(target / "export", models["tied"])
+    scene["named"] = {learner.export(target / "export", models["tied"]), learner.weights_digest()}
     own_dir = target / f"seen by {rank}"
     own_dir.mkdir()
     scene["apart"] = learner.write_weights(own_dir / "weights.safetensors")
@@ -414,6 +414,7 @@ def test_one_directory_and_one_file_hold_the_whole_model(
     digests = {scene["digest"] for scene in played[num_ranks]}
     assert digests == {weights_digest(exported), weights_digest(restored.model)}
     (digest,) = digests
+    assert [scene["named"] for scene in played[num_ranks]] == [digests] * num_ranks
     # Where a rank does not see the first one's file, that one writes all of it.
     assert {scene["apart"] for scene in played[num_ranks]} == digests
     assert [path.parent.name for path in target.glob("seen*/*")] == ["seen by 0"]

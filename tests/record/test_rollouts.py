@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import CorruptRecord, DataError, StoreError
-from strop.record.rollouts import read_facts, read_rollouts, write_rollouts
+from strop.record.rollouts import read_examples, read_facts, read_rollouts, write_rollouts
 from strop.rollout import (
     Example,
     Failure,
@@ -142,6 +142,15 @@ def test_reading_gives_back_what_was_written(given_rollouts: list[Rollout]) -> N
     assert [comparable(rollout) for rollout in found] == [comparable(rollout) for rollout in given_rollouts]
 
 
+def test_the_examples_of_rollouts_are_read_alone(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    other = make_example("arithmetic", {"a": 3, "b": 4}, None)
+    write_rollouts(path, [make_rollout(), make_rollout(), replace(make_rollout(), example=other)])
+    assert read_examples(path) == [make_rollout().example, other]
+    write_rollouts(path, [])
+    assert read_examples(path) == []
+
+
 def test_a_query_needs_no_strop(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     write_rollouts(path, [make_rollout(), make_rollout(parts={"correct": None})])
@@ -184,7 +193,7 @@ def test_no_flipped_byte_goes_unnoticed(tmp_path: Path) -> None:
     written = path.read_bytes()
     for place in range(len(written)):
         path.write_bytes(written[:place] + bytes([written[place] ^ 0xFF]) + written[place + 1 :])
-        for read in (read_rollouts, read_facts):
+        for read in (read_rollouts, read_facts, read_examples):
             with pytest.raises(CorruptRecord, match=r"does not hold rollouts \(its bytes|carries no digest"):
                 read(path)
 

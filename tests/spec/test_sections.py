@@ -134,7 +134,7 @@ def test_the_pairs_of_a_range_by_hand() -> None:
         ({"task": {"name": "arithmetic", "num_held_out": 400}}, "no pair is left"),
         ({"task": {"name": "reverse-text", "min_words": 5, "max_words": 4}}, "no length is left"),
         ({"task": {"name": "reverse-text", "num_train": 7}}, "7 examples to train on"),
-        ({"task": {"name": "arithmetic", "num_held_out": 393}}, "7 examples to train on"),
+        ({"task": {"name": "arithmetic", "num_held_out": 394}}, "6 examples to train on"),
         ({"eval": {"num_examples": 101}}, "fewer examples are held out"),
         ({"optimizer": {"warmup_steps": 40}}, "before the learning rate is reached"),
         ({"train": {"terms": "sft"}}, "there is nothing to imitate"),

@@ -172,8 +172,8 @@ def test_answers_are_compared_as_asked(
 ) -> None:
     task = task_of(
         tmp_path,
-        [{"prompt": "?", "completion": right, "gold": gold}],
-        [{"prompt": "??", "completion": right, "gold": gold}],
+        [{"prompt": "One?", "completion": right, "gold": gold}],
+        [{"prompt": "Other?", "completion": right, "gold": gold}],
         answer=answer,
     )
     (example,) = task.examples(Split.TRAIN)

@@ -28,7 +28,7 @@ from strop.train.gate_input import GateCheck, GateInput
 from tests.fixtures.places import line_of
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 
-CHECKS = ["prompt", "weights", "verifier", "audit", "schedule", "room", "terminator", "parity"]
+CHECKS = ["prompt", "weights", "verifier", "audit", "schedule", "overlap", "room", "terminator", "parity"]
 
 
 def refuse(
@@ -118,7 +118,11 @@ def test_accepting_one_check_accepts_no_other(tmp_path: Path, tiny_model_dir: Pa
     task = Overlapping()
     error = refuse(tmp_path, tiny_model_dir, task=task)
     assert "weights:" not in str(error)
-    assert "schedule: 12 examples are both trained on and held out" in str(error)
+    assert_matches(
+        r"overlap: 12 of 12 held-out examples are learned from: 12 as they are; the first is \w{16}, '#0',"
+        r" there '#0'; remove them",
+        error,
+    )
 
 
 class Overlapping(SpellTask):
@@ -300,7 +304,7 @@ def test_every_cause_is_shown_at_once(tmp_path: Path, tiny_model_dir: Path) -> N
 
     error = refuse(tmp_path, tiny_model_dir, task=Broken(), spec=tiny_spec(train={"accept": None}))
     causes = [name for name in CHECKS if f"{name}: " in str(error)]
-    assert causes == ["weights", "verifier", "audit", "schedule"]
+    assert causes == ["weights", "verifier", "audit", "overlap"]
 
 
 class HalfWithoutGold(SpellTask):

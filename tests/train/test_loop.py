@@ -93,6 +93,7 @@ def test_a_healthy_run_records_every_step_and_raises_no_alarm(tmp_path: Path, ti
         "verifier",
         "audit",
         "schedule",
+        "overlap",
         "room",
         "terminator",
         "parity",

@@ -22,11 +22,14 @@ from strop.rollout import (
     Sampling,
     Split,
     Turn,
+    make_example,
 )
+from strop.spec import ArithmeticSpec
 from strop.spec.sft import SftSpec
+from strop.tasks import build_task
 from strop.tasks.prompt import render_prompt
 from strop.train.demonstrations import Demonstrations, Framing
-from strop.train.rejection import read_run_demonstrations
+from strop.train.rejection import read_run_demonstrations, refuse_held_out
 from strop.train.sft_source import find_source
 from tests.fixtures.demonstrations import make_framing, spell
 from tests.fixtures.tiny_run import SpellTask, new_run
@@ -123,6 +126,20 @@ def test_replies_to_what_the_run_holds_out_are_refused(tmp_path: Path, framing: 
     path = write_run(tmp_path, [seen, roll(framing, 1, "B", 1.0)])
     with pytest.raises(DataError, match=f"are held out here, the first is {held_out.example_id}"):
         choose(path, framing)
+
+
+def test_replies_to_a_form_of_what_the_run_holds_out_are_refused(tmp_path: Path) -> None:
+    sums = build_task(ArithmeticSpec())
+    framing = make_framing(tiny_tokenizer(tmp_path / "model"), sums)
+    (held_out,) = sums.examples(Split.HELD_OUT)[:1]
+    a, b = held_out.fields["a"], held_out.fields["b"]
+    mirrored = make_example("arithmetic", {"a": b, "b": a}, held_out.answer)
+    told = replace(roll(framing, 0, "A", 1.0), example=mirrored)
+    with pytest.raises(DataError, match=f"are held out here, the first is {mirrored.example_id}"):
+        refuse_held_out("sft.source", "run", [told], framing)
+    # An example of another task may have any fields.
+    other = replace(told, example=make_example("spell", {}, None))
+    refuse_held_out("sft.source", "run", [other], framing)
 
 
 def test_exactly_the_rollouts_that_earned_enough_are_taken(tmp_path: Path, framing: Framing) -> None:

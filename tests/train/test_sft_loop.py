@@ -79,6 +79,7 @@ def test_a_run_of_demonstrations_learns_them(tmp_path: Path, tiny_model_dir: Pat
             "verifier",
             "audit",
             "schedule",
+            "overlap",
             "room",
             "demonstrations",
             "terminator",
@@ -216,8 +217,10 @@ def test_fewer_demonstrations_than_a_step_takes_are_refused(tmp_path: Path, tiny
         # The held-out example 12, word for word.
         {"prompt": f"#{NUM_TRAIN}", "completion": GOLD},
         {"prompt": f"#{NUM_TRAIN}", "completion": GOLD, "train_on": "all"},
+        # With other marks.
+        {"prompt": f" #{NUM_TRAIN}.", "completion": GOLD},
         # Asked otherwise, and named.
-        {"prompt": "Spell.", "completion": GOLD, "problem": " held  out "},
+        {"prompt": "Spell.", "completion": GOLD, "problem": " Held  Out. "},
     ],
 )
 def test_what_is_evaluated_on_is_not_imitated(
@@ -231,14 +234,18 @@ def test_what_is_evaluated_on_is_not_imitated(
 
     made = compose(tmp_path, tiny_model_dir, "sft", rows=[*gold_rows(), leak])
     made.task = Named()
-    with pytest.raises(CheckRefused, match=r"demonstrations: \d+ of the held-out examples are imitated"):
+    num_asked = 12 if "problem" in leak else 1
+    with pytest.raises(
+        CheckRefused,
+        match=rf"overlap: {num_asked} of 12 held-out examples are learned from: {num_asked} in the same",
+    ):
         made.run()
     # Accepted by name and reason, it is trained.
     spec = made.spec.model_copy(
         update={
             "train": made.spec.train.model_copy(
                 update={
-                    "accept": "weights: a test; audit: a test; demonstrations: a test of memory",
+                    "accept": "weights: a test; audit: a test; overlap: a test of memory",
                     "steps": 1,
                 }
             )

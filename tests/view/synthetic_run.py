@@ -14,8 +14,8 @@ from strop.evaluate import (
     ExampleScore,
     Score,
     Validity,
+    clustered_interval,
     result_name,
-    wilson_interval,
     write_result,
 )
 from strop.record import Event, EventKind, RunDir
@@ -107,7 +107,7 @@ def make_example_score(solved_frac: float) -> ExampleScore:
 
 def make_result(step: int, *, num_solved: int, validity: Validity = Validity.VALID) -> EvalResult:
     """Return a greedy evaluation in which the first `num_solved` examples are solved."""
-    interval = wilson_interval(num_solved, NUM_EXAMPLES)
+    interval = clustered_interval([[index < num_solved] for index in range(NUM_EXAMPLES)])
     greedy = Score(
         accuracy=num_solved / NUM_EXAMPLES,
         low=interval.low,

@@ -37,8 +37,14 @@ class ArithmeticSpec(TaskSection):
 
     @property
     def num_train(self) -> int:
-        """Pairs to train on. Of an odd number held out, the last one's mirror is in neither split."""
-        return self.num_pairs - self.num_held_out - self.num_held_out % 2
+        """Pairs to train on. Where an odd number of an even one is held out, the last mirror is in no split."""
+        is_odd_of_even = self.num_held_out % 2 == 1 and self.num_pairs % 2 == 0
+        return self.num_pairs - self.num_held_out - is_odd_of_even
+
+    @property
+    def num_held_out_problems(self) -> int:
+        """Problems of two pairs that are held out. Of an odd number of all pairs one is a problem alone."""
+        return (self.num_held_out + (1 - self.num_pairs % 2)) // 2
 
     @model_validator(mode="after")
     def _check_range(self) -> ArithmeticSpec:

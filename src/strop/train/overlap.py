@@ -8,7 +8,6 @@ evenly spread ones, which the check then says.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,17 +73,23 @@ class _Search:
                     self._note(index, _SAME[2], named[text])
 
     def by_text(
-        self, texts: Sequence[str], learned: Sequence[_Learned], text_of: Callable[[_Learned], str]
+        self, texts: Mapping[int, str], learned: Sequence[_Learned], text_of: Callable[[_Learned], str]
     ) -> None:
-        """Compare texts, one of each held-out example, with what is learned."""
-        if not learned:
+        """Compare texts of held-out examples, by their indices, with what is learned."""
+        if not texts or not learned:
             return
-        found = find_overlap(texts, learned, text_of)
-        for index, place in found.equal.items():
-            self._note(index, _SAME[2], text_of(learned[place]))
-        for index, place in found.similar.items():
-            if problem_of(self.task, self.held_out[index]) is None:
-                self._note(index, _SIMILAR, text_of(learned[place]))
+        indices = list(texts)
+        found = find_overlap(list(texts.values()), learned, text_of)
+        for row, place in found.equal.items():
+            self._note(indices[row], _SAME[2], text_of(learned[place]))
+        for row, place in found.similar.items():
+            # Of a form that the task knows, nearly the same words are another problem.
+            if not self.is_named(self.held_out[indices[row]]):
+                self._note(indices[row], _SIMILAR, text_of(learned[place]))
+
+    def is_named(self, example: Example) -> bool:
+        """Whether the task can say what problem an example poses."""
+        return problem_of(self.task, example) is not None
 
     def _note(self, index: int, how: str, learned: str) -> None:
         self.matches.setdefault(index, Match(how=how, learned=learned))
@@ -121,9 +126,12 @@ def find_matches(gate: GateInput, held_out: Sequence[Example], notes: list[str])
         trained, more = _choose(task.examples(Split.TRAIN), "training")
         notes += more
         search.by_name(trained)
-        # What the task can name, `by_name` has compared.
-        unnamed = [example for example in trained if problem_of(task, example) is None]
-        search.by_text([ask(task, example) for example in held_out], unnamed, partial(ask, task))
+        # Two examples that the task can name are compared by then.
+        asked = {index: ask(task, example) for index, example in enumerate(held_out)}
+        named = {index: text for index, text in asked.items() if search.is_named(held_out[index])}
+        unnamed = {index: text for index, text in asked.items() if index not in named}
+        search.by_text(unnamed, trained, partial(ask, task))
+        search.by_text(named, [one for one in trained if not search.is_named(one)], partial(ask, task))
     demonstrations, preferences = gate.demonstrations, gate.preferences
     prompts = [one.asked_ids for one in demonstrations.members] if demonstrations is not None else []
     prompts += [pair.prompt_ids for pair in preferences.members] if preferences is not None else []
@@ -132,7 +140,7 @@ def find_matches(gate: GateInput, held_out: Sequence[Example], notes: list[str])
     if prompts:
         tokenizer, prompt_format = gate.roles.tokenizer, gate.spec.model.prompt_format
         rendered = [render_prompt(tokenizer, task.render(example), prompt_format)[1] for example in held_out]
-        search.by_text(list(map(tokenizer.decode, rendered)), prompts, tokenizer.decode)
+        search.by_text(dict(enumerate(map(tokenizer.decode, rendered))), prompts, tokenizer.decode)
     return search.matches
 
 
@@ -144,11 +152,11 @@ def ask(task: Task, example: Example) -> str:
 def _choose(examples: Sequence[Example], what: str) -> tuple[Sequence[Example], list[str]]:
     """Return the examples that are looked at, and what to say if these are not all."""
     limit = _MAX_EXAMPLES if isinstance(examples, tuple | list) else _MAX_MADE
-    stride = max(1, math.ceil(len(examples) / limit))
+    stride = max(1, -(-len(examples) // limit))
     chosen = list(examples[::stride])
-    return chosen, [] if stride == 1 else [
-        f"of {len(examples)} {what} examples every {stride}th was compared"
-    ]
+    if stride == 1:
+        return chosen, []
+    return chosen, [f"of {len(examples)} {what} examples one in {stride} was compared"]
 
 
 def _clip(text: str) -> str:

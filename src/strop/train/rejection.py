@@ -25,8 +25,8 @@ from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.sft import SftSpec
 from strop.tasks import problem_of
 from strop.tasks.prompt import render_prompt
-from strop.tokenizer import Tokenizer
 from strop.tasks.traits import list_names
+from strop.tokenizer import Tokenizer
 from strop.train.demonstrations import Candidate, Demonstration, Demonstrations, Framing, Sieve, require_some
 
 _ENDS = frozenset({FinishReason.EOS, FinishReason.STOP_STRING})

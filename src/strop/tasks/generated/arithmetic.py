@@ -59,7 +59,7 @@ class Arithmetic:
         The first of them pose different problems.
         """
         spec = self._spec
-        num_problems = (spec.num_held_out + 1) // 2
+        num_problems = spec.num_held_out_problems
         if split is Split.HELD_OUT:
             return _Sums(spec, range(num_problems), range(spec.num_held_out))
         return _Sums(spec, range(num_problems, spec.num_pairs // 2), range(spec.num_train))
