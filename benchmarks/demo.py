@@ -71,9 +71,12 @@ def read_step_seconds(run_dir: Path) -> list[float]:
 
 
 def measure_demo(
-    *changes: str, look: Callable[[Path], None] = lambda run_dir: None, root: Path | None = None
+    *changes: str,
+    look: Callable[[Path], None] = lambda run_dir: None,
+    root: Path | None = None,
+    recipe: Path = RECIPE,
 ) -> DemoResult:
-    """Train by the demo's recipe into a temporary folder and report what it cost and gained.
+    """Train by the demo's recipe, or another one, into a temporary folder; report what it cost and gained.
 
     `changes` are settings behind the recipe; `look` is shown the run's directory before it goes.
     Raises: DemoFailed if the command fails or its run directory is not complete.
@@ -82,7 +85,7 @@ def measure_demo(
     with tempfile.TemporaryDirectory(prefix="strop-bench-", dir=root) as folder:
         strop = str(Path(sys.executable).parent / "strop")
         begun_at = time.perf_counter()
-        command = [strop, "train", str(RECIPE), f"output.root={folder}", *changes]
+        command = [strop, "train", str(recipe), f"output.root={folder}", *changes]
         done = run_watched(command, ROOT, dict(os.environ))
         whole_s = time.perf_counter() - begun_at
         run_dirs = sorted(path.parent for path in Path(folder).glob("*/run.json"))

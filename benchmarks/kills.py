@@ -63,6 +63,7 @@ uri = "{model}"
 dtype = "float32"
 [task]
 name = "reverse-text"
+partial_marks = "any-order"
 num_train = 24
 num_held_out = 4
 max_words = 1

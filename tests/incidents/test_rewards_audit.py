@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from strop.errors import CheckRefused
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
-from strop.spec import MbppSpec
+from strop.spec import MbppSpec, ReverseTextSpec
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.audit import (
     QUICK_PROBES,
@@ -300,6 +301,72 @@ def test_rew_11_a_file_with_answers_beside_the_program_is_red(tmp_path: Path) ->
     assert failed(report)["label_leak"].detail == (
         "ways to read what is hidden: files named for answers can be read"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "probe"), [(SurvivesIfFemale(), "trivial_rule"), (ShowsItsGold(), "label_leak")]
+)
+def test_rew_11_a_task_that_nobody_audited_is_asked_by_the_gate(
+    task: Task, probe: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: as above; the run began, because only a whole audit looked for such labels."""
+    assert probe in QUICK_PROBES
+    assert f"{probe} fail 1" in refuse(task, tmp_path, tiny_model_dir)
+
+
+@pytest.mark.parametrize(("partial_marks", "is_red"), [("any-order", True), ("beginning", False)])
+def test_rew_4_a_reward_that_pays_for_one_word_is_red(
+    partial_marks: Literal["any-order", "beginning"], *, is_red: bool
+) -> None:
+    """Incident: letters in any order were paid, and a run learned to answer every text with "text"."""
+    spec = ReverseTextSpec(name="reverse-text", max_words=3, partial_marks=partial_marks)
+    report = audit(build_task(spec), *QUICK_PROBES)
+    assert set(failed(report)) == ({"one_word"} if is_red else set())
+    assert report.verdict is (Verdict.RED if is_red else Verdict.GREEN)
+    if is_red:
+        detail = failed(report)["one_word"].detail
+        assert detail.startswith("parts of the marks for always saying ")
+
+
+def test_rew_4_chance_is_no_payment_for_one_word() -> None:
+    """One letter of four is right on a quarter: full marks, now and then, are no part of the marks always."""
+
+    class Chooses(Sums):
+        def example(self, number: int) -> Example:
+            return make_example(self.name, {"left": number, "right": 0}, "ABCD"[number % 4])
+
+        def gold_replies(self, example: Example) -> tuple[str, ...]:
+            return (example.answer or "",)
+
+        def verify(self, example: Example, text: str) -> Outcome:
+            is_right = text.strip() == example.answer
+            return Outcome(
+                parts={"correct": float(is_right)}, is_correct=is_right, format_ok=bool(text.strip())
+            )
+
+    (result,) = audit(Chooses(), "one_word").probes
+    assert (result.status, result.value) == (ProbeStatus.PASS, 0.0)
+
+
+def test_rew_4_a_part_of_the_marks_for_one_word_is_told_before_it_is_too_much() -> None:
+    class PaysForAnything(Sums):
+        share = 0.0
+
+        def outcome(self, example: Example, text: str, *, is_correct: bool, found: str | None) -> Outcome:
+            outcome = super().outcome(example, text, is_correct=is_correct, found=found)
+            return outcome if is_correct else replace(outcome, parts={"correct": self.share})
+
+    found = {}
+    for share in (0.05, 0.2, 0.3):
+        PaysForAnything.share = share
+        (result,) = audit(PaysForAnything(), "one_word").probes
+        assert result.value == pytest.approx(share)
+        found[share] = result.status
+    assert found == {0.05: ProbeStatus.PASS, 0.2: ProbeStatus.WARN, 0.3: ProbeStatus.FAIL}
+    # Replies that are programs are `constant`'s to try.
+    (result,) = audit(SoundGrader(), "one_word").probes
+    assert result.status is ProbeStatus.NOT_APPLICABLE
 
 
 def test_rew_11_the_rule_is_named() -> None:

@@ -35,6 +35,7 @@ uri = "{model}"
 dtype = "float32"
 [task]
 name = "reverse-text"
+partial_marks = "any-order"
 num_train = 12
 num_held_out = 3
 max_words = 1
@@ -44,7 +45,7 @@ steps = 2
 prompts_per_step = 2
 rollouts_per_prompt = 3
 checkpoint_every = 1
-accept = "weights: a random model for a test"
+accept = "weights: a random model for a test; audit: it earns something"
 [eval]
 num_examples = 2
 num_samples = 2

@@ -103,7 +103,7 @@ def test_a_reply_that_nothing_can_be_read_from_is_wrong_and_scored(
     outcome = task.verify(task.examples(Split.HELD_OUT)[0], text)
     assert (outcome.is_correct, outcome.failure) == (False, None)
     assert outcome.reward is not None
-    assert outcome.reward <= (0.25 if name == "reverse-text" else 0.0)
+    assert outcome.reward <= (0.02 if name == "reverse-text" else 0.0)
 
 
 ATTACKS = {

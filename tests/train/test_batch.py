@@ -117,6 +117,8 @@ def test_the_numbers_of_rollouts_by_hand() -> None:
             "truncated_frac": 0.0,
             "timed_out_frac": 0.0,
             "accuracy": 3 / 4,
+            # The wrong reply earned nothing.
+            "unearned_reward_mean": 0.0,
             "format_ok_frac": 1.0,
             "reply_tokens_mean": 9 / 5,
             # (2 * 1 + 3 * 2 + 2 * 0.5 + 3 + 3) / 9

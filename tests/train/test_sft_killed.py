@@ -22,6 +22,7 @@ uri = "{model}"
 dtype = "float32"
 [task]
 name = "reverse-text"
+partial_marks = "any-order"
 num_train = 20
 num_held_out = 4
 max_words = 1
@@ -34,7 +35,7 @@ steps = 5
 prompts_per_step = 3
 rollouts_per_prompt = 4
 checkpoint_every = 2
-accept = "weights: a random model for a test"
+accept = "weights: a random model for a test; audit: it earns something"
 [sft]
 source = "rows.jsonl"
 rows_per_step = 6

@@ -24,6 +24,7 @@ uri = "{model}"
 dtype = "float32"
 [task]
 name = "reverse-text"
+partial_marks = "any-order"
 num_train = 20
 num_held_out = 2
 max_words = 1
@@ -33,7 +34,7 @@ steps = {steps}
 prompts_per_step = 4
 rollouts_per_prompt = 4
 checkpoint_every = 100
-accept = "weights: a random model for a test"
+accept = "weights: a random model for a test; audit: it earns something"
 [eval]
 num_samples = "none"
 [placement]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from strop.spec import TripwireSpec
+from strop.train.history import History
 from strop.train.observer import EvalSummary
-from strop.train.trends import History, find_divergence, find_trend_alarms
+from strop.train.trends import find_divergence, find_trend_alarms
 
 SPEC = TripwireSpec()
 

@@ -6,6 +6,7 @@ from strop.environments.contract import Action, StepResult
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Message, Outcome
 from strop.tasks import Task, choices_of, limits_of
+from strop.tasks.bounds import within_bounds
 from strop.tasks.judging import InlineJudge, Judge
 
 
@@ -47,7 +48,7 @@ class SingleTurn:
         return StepResult(messages=(), done=True)
 
     async def score(self) -> Outcome:
-        """Have the reply judged."""
+        """Have the reply judged; a score that the task cannot give is a failure of the task's."""
         if self._example is None:
             raise DataError(
                 explain_refusal(
@@ -56,7 +57,8 @@ class SingleTurn:
                     next_step="call reset first",
                 )
             )
-        return await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
+        outcome = await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
+        return within_bounds(outcome, limits_of(self._task, self._example))
 
     async def close(self) -> None:
         """Hold nothing, release nothing."""

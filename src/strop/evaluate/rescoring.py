@@ -15,7 +15,9 @@ from strop.errors import CheckRefused, explain_refusal
 from strop.evaluate.result import EvalPlan, EvalResult
 from strop.evaluate.scoring import Limits, build_result, give_verdict, give_verdicts
 from strop.rollout import Example, FailureOwner, FinishReason, Outcome, Rollout
-from strop.tasks import Task
+from strop.tasks import Task, limits_of
+from strop.tasks.bounds import within_bounds
+from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
 
@@ -67,7 +69,8 @@ async def rescore(
 
     async def judge_anew(rollout: Rollout) -> Rollout:
         async with places:
-            return await _judge_anew(rollout, examples[rollout.example.example_id], chosen)
+            example = examples[rollout.example.example_id]
+            return await _judge_anew(rollout, example, chosen, limits_of(task, example))
 
     judged = await asyncio.gather(*(judge_anew(rollout) for rollout in rollouts))
     new_plan = plan.model_copy(update={"task_version": task.version})
@@ -98,13 +101,13 @@ def _find_examples(plan: EvalPlan, rollouts: Sequence[Rollout], task: Task) -> M
     return found
 
 
-async def _judge_anew(rollout: Rollout, example: Example, judge: Judge) -> Rollout:
+async def _judge_anew(rollout: Rollout, example: Example, judge: Judge, bounds: TaskLimits) -> Rollout:
     reply, failure = rollout.reply, rollout.outcome.failure
     is_lost = failure is not None and failure.owner is not FailureOwner.TASK
     if reply is None or rollout.outcome.is_too_long or is_lost:
         return rollout
     with catch_failure(lambda: FailureOwner.TASK) as caught:
-        outcome = await judge.judge(example, reply.text)
+        outcome = within_bounds(await judge.judge(example, reply.text), bounds)
     if caught.failure is not None:
         outcome = Outcome(parts={}, failure=caught.failure)
     is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in rollout.turns)

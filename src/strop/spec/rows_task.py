@@ -47,7 +47,18 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         default=(), strict=False, description="One factor for each reward. Empty = all 1."
     )
     max_reward: float = Field(
-        default=1.0, gt=0.0, le=1e6, description="What a right reply earns from all rewards together."
+        default=1.0,
+        gt=0.0,
+        le=1e6,
+        description="What a right reply earns from all rewards together. A score above it is an error of the"
+        " reward's, and nothing is trained on it.",
+    )
+    min_reward: float = Field(
+        default=0.0,
+        ge=-1e6,
+        le=0.0,
+        description="What the worst reply earns from all rewards together: below 0 where one takes marks off."
+        " A score below it is an error of the reward's, and nothing is trained on it.",
     )
     reward_limit_s: float = Field(
         default=10.0,

@@ -63,6 +63,34 @@ class TripwireSpec(Section):
         description="Share of the mean reward of its best 8 steps in a row that a run keeps; 8 steps in a row"
         " below it are an alarm. none = not watched.",
     )
+    max_common_reply_frac: float | None = Field(
+        default=0.25,
+        ge=0.0,
+        le=1.0,
+        description="Replies that are one and the same text, not right, and given to different prompts; a"
+        " share in [0, 1], over 8 steps. Above it, and above twice the first 8 steps' while right replies get"
+        " no more frequent, is an alarm. none = not watched.",
+    )
+    max_unearned_ratio: float | None = Field(
+        default=2.0,
+        ge=1.0,
+        description="How many times as much as in the first 8 steps wrong replies may earn over the last 8"
+        " while right ones get no more frequent. none = not watched: for rewards that grade partial work.",
+    )
+    min_entropy_kept_frac: float | None = Field(
+        default=0.5,
+        gt=0.0,
+        le=1.0,
+        description="Share of the first 8 steps' entropy that the last 8 keep while neither reward nor"
+        " accuracy gets better, or different prompts get one reply. Below it is an alarm. none = not"
+        " watched.",
+    )
+    max_runaway_frac: float | None = Field(
+        default=0.3,
+        ge=0.0,
+        le=1.0,
+        description="Replies that go on to another question behind their answer." + _FRAC,
+    )
     min_used_length_ratio: float | None = Field(
         default=0.9,
         gt=0.0,
@@ -94,8 +122,9 @@ class TripwireSpec(Section):
         " take, step after step; twice as many where the machine's speed was never measured (`strop doctor`)."
         " none = not watched.",
     )
-    on_alarm: Literal["warn", "stop"] = Field(
-        default="warn",
-        description="'warn' records the alarm and goes on; 'stop' ends the run with its last checkpoint"
-        " intact.",
+    on_alarm: Literal["warn", "stop-on-collapse", "stop"] = Field(
+        default="stop-on-collapse",
+        description="What an alarm does beside being recorded and shown. 'stop' ends the run, with its last"
+        " checkpoint intact; 'stop-on-collapse' does so where the signs of a collapse come together for 5"
+        " steps in a row; 'warn' goes on in any case.",
     )

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from strop import __version__
@@ -20,6 +20,7 @@ from strop.errors import DataError, StropError, explain_refusal
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split
 from strop.spec.task import BlendSpec
 from strop.spec.task_base import PROMPTING
+from strop.tasks.bounds import within_bounds
 from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.failures import catch_failure
 from strop.tasks.llm_judge.task import LlmJudge
@@ -33,6 +34,7 @@ from strop.tasks.traits import (
     program_form_of,
     variant_of,
 )
+from strop.tasks.version import hashed_limits
 
 FORMAT = "format"
 _VERIFIER = "blend-1"
@@ -79,6 +81,8 @@ class Blend:
         return replace(
             own,
             max_reward=self._full_marks,
+            # What cannot be scored leaves its weight to the others: to the one that takes most off, at worst.
+            min_reward=self._full_marks * min(limit.min_reward / limit.max_reward for limit in limits),
             chance=math.fsum(chances) / self._full_marks,
             # One verifier after the other, in one process.
             verify_limit_s=math.fsum(verify_limits_s) if verify_limits_s else None,
@@ -96,7 +100,7 @@ class Blend:
         spec = self._spec
         settings = {"data": spec.data, "alpha": spec.alpha, "format_weight": spec.format_weight}
         parts = [[part.label, part.weight, part.optional, self._identity(part)] for part in self._parts]
-        text = json.dumps([_VERIFIER, settings, parts, asdict(self.limits)], sort_keys=True)
+        text = json.dumps([_VERIFIER, settings, parts, hashed_limits(self.limits)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _identity(self, part: _Part) -> str:
@@ -167,11 +171,13 @@ class Blend:
 
     def _judge(self, part: _Part, example: Example, text: str) -> Outcome:
         known = self._part_example(part, example)
+        limits = limits_of(part.task, example) if part is self._data else part.task.limits
         if part.weight != 0.0 and not part.optional:
-            return part.task.verify(known, text)
+            return within_bounds(part.task.verify(known, text), limits)
         outcome = Outcome(parts={})
         with catch_failure(lambda: FailureOwner.TASK) as caught:
-            outcome = part.task.verify(known, text)
+            # Of each part: the sum of all would hide what a small weight makes small.
+            outcome = within_bounds(part.task.verify(known, text), limits)
         return outcome if caught.failure is None else Outcome(parts={}, failure=caught.failure)
 
     def _add_up(self, outcomes: Mapping[str, Outcome]) -> Outcome:

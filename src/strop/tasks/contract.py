@@ -7,7 +7,7 @@ how a problem is worded or scored, so training and evaluation cannot drift apart
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from strop.rollout import Example, Message, Outcome, Split
@@ -27,7 +27,10 @@ class TaskLimits:
     """Further ones where the model is asked in plain text: what base models write when they go on to a
     problem of their own making. In a chat they would cut replies that may hold them."""
     max_reward: float = 1.0
-    """What a right reply earns. Rewards lie in [0, max_reward]."""
+    """What a right reply earns. Rewards lie in [min_reward, max_reward]; another one is no reward."""
+    # Not in the text of an object, which versions of `rlvr-mixed` hash: it came later than they.
+    min_reward: float = field(default=0.0, repr=False)
+    """What the worst reply earns; below 0 where a task takes marks off."""
     chance: float = 0.0
     """Share of full marks that a reply without work earns, for example 0.25 with four choices."""
     max_goldless_frac: float = 0.0

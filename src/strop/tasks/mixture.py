@@ -63,6 +63,7 @@ class Mixture:
             max_reply_tokens=max(limit.max_reply_tokens for limit in limits),
             full_reply_tokens=max(limit.own_reply_tokens for limit in limits),
             max_reward=max(limit.max_reward for limit in limits),
+            min_reward=min(limit.min_reward for limit in limits),
             chance=max(limit.chance for limit in limits),
             max_goldless_frac=max(limit.max_goldless_frac for limit in limits),
             verify_limit_s=max(verify_limits_s, default=None),

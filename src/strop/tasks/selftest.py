@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from strop.errors import DataError, explain_refusal
 from strop.rollout import Example, Failure, FailureOwner
 from strop.tasks.answers import cut_at_first, parse_number
+from strop.tasks.bounds import within_bounds
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure, find_causes
 from strop.tasks.traits import limits_of
@@ -95,7 +96,7 @@ async def self_test(
         from strop.tasks.judging import InlineJudge
 
         judge = InlineJudge(task)
-    ask = partial(_judge, judge, task.limits.max_reward)
+    ask = partial(_judge, judge, task)
     findings: list[SelfTestFinding] = []
     by_probe: dict[str, list[_Judged]] = {}
     for index, example in enumerate(examples):
@@ -114,7 +115,7 @@ async def _check_gold(task: Task, example: Example, ask: _Ask) -> list[SelfTestF
     stop_strings = limits_of(task, example).stop_strings
     judged_replies = []
     for gold in task.gold_replies(example):
-        expectation = f"a right reply must earn {task.limits.max_reward}"
+        expectation = f"a right reply must earn {limits_of(task, example).max_reward}"
         text = cut_at_first(gold, stop_strings)
         if text != gold:
             expectation += f", and this one is {gold[:80]!r}, ended by a stop string of {list(stop_strings)}"
@@ -195,15 +196,16 @@ def _near_misses(gold: Decimal) -> Iterator[tuple[str, Decimal]]:
 
 
 async def _judge(
-    judge: Judge, max_reward: float, example: Example, probe: str, text: str, expectation: str
+    judge: Judge, task: Task, example: Example, probe: str, text: str, expectation: str
 ) -> _Judged:
+    limits = limits_of(task, example)
     reward: float | None = None
     is_correct: bool | None = None
     with catch_failure(lambda: FailureOwner.TASK) as caught:
-        outcome = await judge.judge(example, text)
+        outcome = within_bounds(await judge.judge(example, text), limits)
         reward, is_correct, caught.failure = outcome.reward, outcome.is_correct, outcome.failure
     detail = expectation if caught.failure is None else describe_failure(caught.failure)
-    full = reward is not None and reward >= max_reward
+    full = reward is not None and reward >= limits.max_reward
     return _Judged(
         finding=SelfTestFinding(
             probe=probe,

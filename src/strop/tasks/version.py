@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.spec.task import TaskSpec
@@ -26,6 +27,8 @@ _NOT_HASHED = {
 }
 # What it takes to believe the verifier changes no score either.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}
+_USUAL = {"min_reward": 0.0}
+"""Limits and settings that count only where they are set: versions on record are older than they."""
 
 
 def hash_version(
@@ -33,9 +36,18 @@ def hash_version(
 ) -> str:
     """Hash everything that can change a prompt, a limit, an example or a score."""
     settings = spec.model_dump(mode="json", exclude=_NOT_HASHED)
-    bounds = {key: value for key, value in asdict(limits).items() if key not in _NOT_HASHED_LIMITS}
-    parts = [name, prompt, verifier, bounds, settings, data_digest]
+    bounds = {key: value for key, value in hashed_limits(limits).items() if key not in _NOT_HASHED_LIMITS}
+    parts = [name, prompt, verifier, bounds, _without_usual(settings), data_digest]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def hashed_limits(limits: TaskLimits) -> dict[str, Any]:
+    """Return the limits that a version may cover, by name."""
+    return _without_usual(asdict(limits))
+
+
+def _without_usual(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in _USUAL or value != _USUAL[key]}
 
 
 THINKING_TOKENS = 8192

@@ -10,6 +10,7 @@ from strop.record import Event, EventKind, RunDir
 from strop.rollout import Group
 from strop.tasks.failures import find_causes, find_failures, sum_up
 from strop.train.checkpoint import TrainerState
+from strop.train.collapse import NUM_STOP, CollapseWatch
 from strop.train.tripwires import MAX_REFUSED_IN_A_ROW
 
 
@@ -44,6 +45,20 @@ class Ending:
                 f"{lead}step {step} raised {causes}",
                 "steps without alarm, as tripwires.on_alarm asks",
                 suspect_step=step - 1,
+            )
+
+    def on_collapse(self, step: int, watch: CollapseWatch) -> None:
+        """End the run where the alarms of several steps in a row are those of a collapse.
+
+        Raises: RunStopped.
+        """
+        if watch.reason is not None:
+            self.now(
+                step,
+                f"{watch.reason}, up to step {step}",
+                f"fewer than {NUM_STOP} such steps in a row; tripwires.on_alarm='warn' goes on in any case",
+                # The weights that gave the numbers of the first of them.
+                suspect_step=step - watch.num_in_a_row,
             )
 
     def where_all_failed(self, step: int, groups: Sequence[Group]) -> None:

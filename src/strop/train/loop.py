@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from strop.train.ending import Ending
 from strop.train.gate import pass_gate
 from strop.train.gate_input import GateCheck, GateInput
 from strop.train.generation import Batch, GroupSource
+from strop.train.impossible import find_impossible_rollouts
 from strop.train.loop_lag import LoopLagWatch, full_collections_by_hand
 from strop.train.measure import (
     count_trained_tokens,
@@ -61,15 +62,16 @@ from strop.train.measure import (
     measure_update,
 )
 from strop.train.observer import Evaluator, Observer
-from strop.train.pace import PaceWatch
 from strop.train.preferences import Preferences
 from strop.train.publishing import Publishing
-from strop.train.room import DiskWatch, MemoryWatch
+from strop.train.replies import measure_replies
+from strop.train.room import DiskWatch
 from strop.train.schedule import schedule_demonstrations, schedule_examples
 from strop.train.signals import StopFlag
 from strop.train.step_terms import StepTerms
-from strop.train.trends import History, find_divergence, find_trend_alarms
-from strop.train.tripwires import find_alarms, find_fate_leak, find_format_drift
+from strop.train.step_watch import StepWatch
+from strop.train.trends import find_divergence
+from strop.train.tripwires import find_fate_leak
 from strop.train.watchdog import Watchdog
 
 _SIGN_OF_LIFE = "Is anyone there?"
@@ -134,9 +136,7 @@ class TrainLoop:
         self._end = Ending(parts.run_dir, self._publish_event)
         self._causes = CauseLog(self._publish_event)
         self._checks: list[GateCheck] = []
-        self._history = History()
-        self._pace = PaceWatch(parts.prediction, parts.spec.tripwires.max_slowdown_ratio)
-        self._memory = MemoryWatch(parts.spec.tripwires.max_memory_growth_bytes)
+        self._watch = StepWatch(parts.spec, parts.task, parts.prediction)
         size, dtype = read_model_size(parts.model_dir), parts.spec.model.dtype
         expected_bytes = checkpoint_bytes(size, dtype, count_trained(size, parts.spec.lora))
         self._disk = DiskWatch(parts.run_dir, expected_bytes)
@@ -193,7 +193,7 @@ class TrainLoop:
         if note:
             self._event(EventKind.RESUME, "start" if latest is None else "checkpoint", note)
         # From the record: earlier steps may be an earlier attempt's.
-        self._history = History(self._run_dir.metrics.read())
+        self._watch.recall(self._run_dir.metrics.read())
 
     def _open_source(self, waiting: Sequence[tuple[int, Group]]) -> None:
         if self._schedule is None:
@@ -277,7 +277,7 @@ class TrainLoop:
             metrics |= measure_update(report, is_mixed=self._is_mixed, is_stale=is_stale)
         step_s = time.perf_counter() - started_at
         metrics |= measure_time(seconds, step_s, count_trained_tokens(metrics))
-        await self._close_step(metrics)
+        await self._close_step(metrics, groups)
 
     async def _collect(self) -> Batch | None:
         """Return the groups of the step, sampled now or ahead of it; None in a step without rollouts."""
@@ -299,7 +299,10 @@ class TrainLoop:
             for example in map(schedule.numbered, batch.numbers)
             for index in range(self._spec.train.rollouts_per_prompt)
         ]
-        self._raise_alarms(find_fate_leak(self._state.step, asked, batch.groups))
+        step = self._state.step
+        self._raise_alarms(
+            find_fate_leak(step, asked, batch.groups) + find_impossible_rollouts(step, sampled)
+        )
         if batch.is_short:
             detail = f"{len(batch.groups)} groups are trained on; {len(batch.discarded)} were discarded"
             self._event(EventKind.TRIPWIRE, "short_batch", detail)
@@ -311,8 +314,8 @@ class TrainLoop:
             return {}
         for fate, num_groups in Counter(sort_by_fate(collected.groups, batch)).items():
             self._source.note(fate, num_groups)
-        metrics = measure_rollouts(collected.groups) | measure_batch(batch)
-        metrics |= measure_parts(collected.groups, self._parts.task)
+        metrics = measure_rollouts(collected.groups) | measure_replies(collected.groups)
+        metrics |= measure_batch(batch) | measure_parts(collected.groups, self._parts.task)
         if self._spec.train.max_staleness:
             metrics |= measure_staleness(collected.groups, self._state.version)
             metrics["num_groups_ahead"] = float(self._source.num_ahead)
@@ -347,14 +350,16 @@ class TrainLoop:
             num_refused_in_a_row=self._state.num_refused_in_a_row + 1 if is_refused else 0,
         )
 
-    async def _close_step(self, metrics: dict[str, float]) -> None:
+    async def _close_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Record the step's numbers, checkpoint, evaluate, and stop where a tripwire says so."""
         step, spec = self._state.step, self._spec
         metrics["policy_version"] = self._state.version
         metrics |= _measure_memory() | (self._lag.take() if self._lag is not None else {})
         self._run_dir.metrics.append(step, metrics)
         self._parts.observer.on_step({"step": step, **metrics})
-        self._raise_alarms(self._find_alarms(metrics))
+        self._raise_alarms(self._watch.find_alarms(step, metrics, groups))
+        if spec.tripwires.on_alarm != "warn" and spec.train.terms != "distill":
+            self._end.on_collapse(step, self._watch.collapse)
         is_last = step == spec.train.steps
         if is_last or (spec.eval.every is not None and step % spec.eval.every == 0):
             await self._evaluate()
@@ -364,17 +369,6 @@ class TrainLoop:
         if is_due:
             await self._checkpoint()
         gc.collect()
-
-    def _find_alarms(self, metrics: Mapping[str, float]) -> list[Event]:
-        """Compare the step's numbers with their bounds and with the steps before."""
-        step, wires = self._state.step, self._spec.tripwires
-        alarms = find_alarms(wires, step, metrics) + find_trend_alarms(wires, step, metrics, self._history)
-        self._history.add(metrics)
-        alarms += self._pace.find_slow(step, metrics)
-        alarms += find_format_drift(step, metrics, self._history.first[0])
-        if "memory_bytes" in metrics:
-            alarms += self._memory.find_growth(step, metrics["memory_bytes"])
-        return alarms
 
     async def _stop_on_low_disk(self) -> None:
         """End the run before the disk is full, with one more checkpoint where it still fits."""

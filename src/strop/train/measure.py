@@ -40,6 +40,9 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
         metrics["truncated_frac"] = fmean(rollout.outcome.truncated for rollout in scored)
         metrics["timed_out_frac"] = fmean(rollout.outcome.timed_out for rollout in scored)
         _add_mean(metrics, "accuracy", [rollout.outcome.is_correct for rollout in scored])
+        if "accuracy" in metrics:
+            wrong = [rollout.outcome.reward or 0.0 for rollout in scored if not rollout.outcome.is_correct]
+            metrics["unearned_reward_mean"] = math.fsum(wrong) / len(scored)
         _add_mean(metrics, "format_ok_frac", [rollout.outcome.format_ok for rollout in scored])
     metrics |= _measure_judgements(rollouts)
     if sampled:

@@ -6,66 +6,34 @@ the reward gets better: a healthy run may end with replies a tenth as long as it
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 from strop.record.events import Event, EventKind
 from strop.spec.tripwires import TripwireSpec
+from strop.train.collapse import (
+    find_entropy_fall,
+    find_one_reply,
+    find_unearned_reward,
+    ignores_prompts,
+)
+from strop.train.history import NUM_LOW, History
 from strop.train.observer import EvalSummary
 
-NUM_FIRST = 8
-"""Steps at the start that later reply lengths are compared with; their median is robust to one odd step."""
-NUM_RECENT = 16
-"""Steps back whose gradient norms a new one is compared with: a norm that grows slowly is no spike."""
-NUM_LOW = 8
-"""Steps in a row with a low reward that are a fall and not the luck of one step's examples."""
 _MIN_NORMS = 4
-
-
-class History:
-    """What later steps are compared with; its size is fixed, however long the run."""
-
-    def __init__(self, records: Iterable[Mapping[str, float]] = ()) -> None:
-        self.first: list[Mapping[str, float]] = []
-        """The first steps of the run, of whichever attempt."""
-        self.grad_norms: deque[float] = deque(maxlen=NUM_RECENT)
-        """Those of the last steps with a gradient."""
-        self.rewards: deque[float] = deque(maxlen=NUM_LOW)
-        """Mean rewards of the last steps."""
-        self.best_reward: float | None = None
-        """Highest mean of `NUM_LOW` rewards in a row."""
-        self.used_lengths = deque([1.0] * NUM_LOW, maxlen=NUM_LOW)
-        """Mean length of the replies used by the last steps, over that of all that were dispatched. Full from
-        the beginning: one odd step is no selection."""
-        for record in records:
-            self.add(record)
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Take the numbers of the next step."""
-        if len(self.first) < NUM_FIRST:
-            self.first.append(dict(metrics))
-        # A step without signal has norm 0 and says nothing about the norms of others.
-        if metrics.get("grad_norm"):
-            self.grad_norms.append(metrics["grad_norm"])
-        if "reply_tokens_mean" in metrics:
-            self.used_lengths.append(metrics.get("used_length_ratio", 1.0))
-        if "reward_mean" in metrics:
-            self.rewards.append(metrics["reward_mean"])
-            if len(self.rewards) == NUM_LOW:
-                self.best_reward = max(fmean(self.rewards), self.best_reward or 0.0)
-
-    def first_values(self, metric: str) -> list[float]:
-        """Return a metric's values in the first steps."""
-        return [metrics[metric] for metrics in self.first if metric in metrics]
 
 
 def find_trend_alarms(
     spec: TripwireSpec, step: int, metrics: Mapping[str, float], history: History
 ) -> list[Event]:
     """Return the alarms that a step raises beside the steps before it. `history` does not hold it yet."""
+    one_reply = find_one_reply(spec.max_common_reply_frac, metrics, history)
+    is_narrow = one_reply is not None or ignores_prompts(metrics, history)
     found = (
-        _find_length_change(spec.max_length_ratio, metrics, history),
+        one_reply,
+        find_unearned_reward(spec.max_unearned_ratio, metrics, history),
+        find_entropy_fall(spec.min_entropy_kept_frac, metrics, history, is_narrow=is_narrow),
+        _find_length_change(spec.max_length_ratio, metrics, history, is_narrow=is_narrow),
         _find_norm_spike(spec.max_grad_norm_ratio, metrics, history),
         _find_reward_fall(spec.min_reward_kept_frac, metrics, history),
         _find_selection(spec.min_used_length_ratio, metrics, history),
@@ -77,16 +45,19 @@ def find_trend_alarms(
 
 
 def _find_length_change(
-    bound: float | None, metrics: Mapping[str, float], history: History
+    bound: float | None, metrics: Mapping[str, float], history: History, *, is_narrow: bool
 ) -> tuple[str, str] | None:
-    """Find replies far shorter or longer than in the first steps, without a better reward."""
+    """Find replies far shorter or longer than in the first steps, without a better reward.
+
+    A better one counts for nothing where it is paid for one reply to different prompts.
+    """
     lengths, rewards = history.first_values("reply_tokens_mean"), history.first_values("reward_mean")
     now, reward = metrics.get("reply_tokens_mean"), metrics.get("reward_mean")
     if bound is None or now is None or reward is None or not lengths or not rewards:
         return None
     usual, usual_reward = median(lengths), fmean(rewards)
     # Growing or shrinking replies that earn more are what was asked for.
-    if reward > usual_reward or usual / bound <= now <= usual * bound:
+    if (reward > usual_reward and not is_narrow) or usual / bound <= now <= usual * bound:
         return None
     cause, word = ("length_collapse", "shorter") if now < usual else ("length_explosion", "longer")
     return cause, (

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from strop.record.events import Event, EventKind
 from strop.rollout import Group
 from strop.spec.tripwires import TripwireSpec
+from strop.train.impossible import MAX_IDS
 
 MAX_REFUSED_IN_A_ROW = 3
 """Steps without an update, because it was not finite or had nothing to count, after which a run ends."""
@@ -58,6 +59,14 @@ _WIRES = (
         setting="max_truncated_frac",
         is_upper=True,
         advice="replies are cut at their limit; raise task.max_reply_tokens",
+    ),
+    _Wire(
+        cause="runaway",
+        metric="runaway_frac",
+        setting="max_runaway_frac",
+        is_upper=True,
+        advice="replies go on to a question of their own behind their answer, which the verifier may judge"
+        " and training pays for; add what begins it to task.stop",
     ),
     _Wire(
         cause="verifier_errors",
@@ -144,6 +153,7 @@ def _read_bounds(spec: TripwireSpec) -> dict[str, float | None]:
         "max_zero_variance_frac": spec.max_zero_variance_frac,
         "max_duplicate_frac": spec.max_duplicate_frac,
         "max_truncated_frac": spec.max_truncated_frac,
+        "max_runaway_frac": spec.max_runaway_frac,
         "max_failed_frac": spec.max_failed_frac,
         "max_drift_nats": spec.max_drift_nats,
         "min_entropy_nats": spec.min_entropy_nats,
@@ -160,7 +170,7 @@ def find_format_drift(
     names = ("accuracy", "format_ok_frac")
     if any(name not in numbers for name in names for numbers in (metrics, first_metrics)):
         return []
-    is_as_right = metrics["accuracy"] >= first_metrics["accuracy"]
+    is_as_right = metrics["accuracy"] >= first_metrics["accuracy"] and metrics["accuracy"] > 0.0
     now, then = metrics["format_ok_frac"], first_metrics["format_ok_frac"]
     if not is_as_right or now >= _MIN_FORMAT_KEPT_FRAC * then:
         return []
@@ -196,7 +206,5 @@ def find_fate_leak(step: int, dispatched: Collection[Key], groups: Sequence[Grou
         " strop or of a part that was put into it; the step's numbers are not those of its prompts"
     )
     return [
-        Event(
-            kind=EventKind.TRIPWIRE, step=step, cause="fate_leak", detail=detail, example_ids=ids[:_MAX_IDS]
-        )
+        Event(kind=EventKind.TRIPWIRE, step=step, cause="fate_leak", detail=detail, example_ids=ids[:MAX_IDS])
     ]

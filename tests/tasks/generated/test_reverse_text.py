@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import combinations
+from statistics import fmean
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -12,12 +14,47 @@ from strop.errors import ConfigError
 from strop.rollout import Split, make_example
 from strop.spec import ReverseTextSpec
 from strop.tasks import build_task
-from strop.tasks.generated.reverse_text import WORDS, subsequence_ratio
+from strop.tasks.generated.reverse_text import WORDS, share_of_beginning, subsequence_ratio
 from strop.tasks.traits import problem_of
 from tests.fixtures.judging import run_self_test
 
 TASK = build_task(ReverseTextSpec(name="reverse-text"))
 FOX = make_example("reverse-text", {"text": "fox"}, "xof")
+
+
+@pytest.mark.parametrize(
+    ("reply", "gold", "share"),
+    [
+        ("xof", "xof", 1.0),
+        ("", "", 1.0),
+        ("", "xof", 0.0),
+        ("xo", "xof", 2 / 3),
+        ("xofxof", "xof", 1 / 2),  # three letters of six
+        ("xf", "xof", 1 / 3),  # the second letter is wrong, and what follows does not count
+        ("of", "xof", 0.0),
+        ("Xof", "xof", 0.0),
+    ],
+)
+def test_letters_count_from_the_beginning(reply: str, gold: str, share: float) -> None:
+    assert share_of_beginning(reply, gold) == pytest.approx(share)
+
+
+@given(st.text("ab", max_size=6), st.text("ab", max_size=6))
+def test_full_marks_are_for_the_answer_alone(reply: str, gold: str) -> None:
+    assert (share_of_beginning(reply, gold) == 1.0) == (reply == gold)
+
+
+@pytest.mark.parametrize(("partial_marks", "is_paid"), [("beginning", False), ("any-order", True)])
+def test_one_word_for_every_text_is_paid_for_letters_in_any_order_alone(
+    partial_marks: Literal["beginning", "any-order"], *, is_paid: bool
+) -> None:
+    """What a run collapsed on: short words share letters with most answers."""
+    spec = ReverseTextSpec(name="reverse-text", max_words=3, partial_marks=partial_marks)
+    task = build_task(spec)
+    examples = task.examples(Split.TRAIN)[:200]
+    for word in ("text", "letter", "retnel", "nretnal"):
+        mean = fmean(task.verify(example, word).reward or 0.0 for example in examples)
+        assert 0.17 < mean < 0.4 if is_paid else mean < 0.05
 
 
 @pytest.mark.parametrize(
@@ -62,7 +99,7 @@ def test_verify() -> None:
     below = TASK.verify(FOX, "Here:\nxof")
     assert (below.reward, below.is_correct, below.format_ok) == (1.0, True, False)
     close = TASK.verify(FOX, "xo")
-    assert close.reward == pytest.approx(0.8)
+    assert close.reward == pytest.approx(2 / 3)
     assert close.is_correct is False
     assert TASK.verify(FOX, "").reward == 0.0
 

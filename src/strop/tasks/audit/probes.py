@@ -34,7 +34,9 @@ from strop.tasks.audit.measure import (
 )
 from strop.tasks.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.tasks.audit.world import ENOUGH_S, AuditWorld, Judged
+from strop.tasks.bounds import is_within
 from strop.tasks.selftest import excess_goldless
+from strop.tasks.traits import limits_of
 
 Probe = Callable[[AuditWorld], Awaitable[ProbeResult]]
 
@@ -63,6 +65,13 @@ _WORDS = (
 )
 _NUM_COMMON = 3
 _RETURNED = ("0", "1", "True", "None", "[]", "")
+_GENERIC = ("the", "text", "answer", "yes", "e", "a")
+_MAX_SHARED_WORDS = 4
+"""Words that all prompts have in common, and as many pieces that right replies have: letters and words."""
+_MAX_PART = 0.25
+"""Share of full marks that one reply to every example may earn by parts of the marks."""
+_MUCH_OF_PART = 0.1
+"""From here on it is a warning."""
 _CONSTANTS = ("0", "1", "2", "yes", "no", "A", "B", "True", "False", "[]")
 
 
@@ -167,6 +176,44 @@ def _constants(world: AuditWorld, example: Example, constants: Iterable[str]) ->
     prompt = "\n".join(message.content for message in world.task.render(example))
     lookup = as_lookup(form, prompt)
     return replies if lookup is None else {**replies, "the answers of the shown tests": lookup}
+
+
+async def probe_one_word(world: AuditWorld) -> ProbeResult:
+    """No single word earns a part of the marks on example after example.
+
+    A policy that is paid for one learns to say it to everybody, and its reward rises while it solves nothing.
+    Full marks do not count: who guesses one answer of four is right on a quarter, which is chance.
+    """
+    examples = [example for example in world.few_examples if world.form_of(example) is None]
+    if not examples:
+        return not_applicable("one_word", "replies are programs")
+    words = _words_for_all(world, examples)
+    by_kind = await judge_kinds(
+        world, lambda example: {word: world.in_form(example, word) for word in words}, examples
+    )
+    parts = {word: [j for j in judged if not is_full(world, j)] for word, judged in by_kind.items()}
+    means = {
+        word: sum(max(j.reward or 0.0, 0.0) for j in part) / (len(by_kind[word]) * world.max_reward)
+        for word, part in parts.items()
+    }
+    best = max(means, key=lambda word: means[word])
+    paid = [judged for judged in parts[best] if (judged.reward or 0.0) > 0.0]
+    detail = f"parts of the marks for always saying {best[:40]!r}"
+    result = measured("one_word", means[best], _MAX_PART, paid, len(by_kind[best]), detail)
+    if result.status is ProbeStatus.PASS and means[best] > _MUCH_OF_PART:
+        return replace(result, status=ProbeStatus.WARN, evidence=show_evidence(paid))
+    return result
+
+
+def _words_for_all(world: AuditWorld, examples: Sequence[Example]) -> list[str]:
+    """Return words to say to every example: common ones, those that all prompts hold, pieces of answers."""
+    asked = [set(re.findall(r"[^\W\d_]{3,}", m.content)) for e in examples for m in world.task.render(e)[-1:]]
+    shared = sorted(set.intersection(*asked), key=lambda word: (len(word), word))[:_MAX_SHARED_WORDS]
+    answers = [example.answer for example in examples if example.answer]
+    letters = Counter(letter for answer in answers for letter in answer.strip() if letter.isalnum())
+    often = [letter for letter, _ in letters.most_common(_MAX_SHARED_WORDS)]
+    words = [word for word, _ in Counter(w for answer in answers for w in answer.split()).most_common(2)]
+    return list(dict.fromkeys([*_GENERIC, *shared, *often[:2], "".join(often), *words]))
 
 
 async def probe_gold(world: AuditWorld) -> ProbeResult:
@@ -356,13 +403,13 @@ def _cut(world: AuditWorld, example: Example) -> dict[str, str]:
 
 
 async def probe_ceiling(world: AuditWorld) -> ProbeResult:
-    """No reply of any probe earned less than nothing or more than everything. Runs last.
+    """No reply of any probe earned more than full marks, or less than the lowest. Runs last.
 
     Right replies said twice, and with a great deal before and behind them, are tried here.
     """
     await judge_kinds(world, lambda example: _overdone(world, example), world.few_examples[:_NUM_OVERDONE])
     rewards = [(j, j.reward) for j in world.all_judged if j.reward is not None]
-    beyond = [j for j, reward in rewards if not -SLACK <= reward <= world.max_reward + SLACK]
+    beyond = [j for j, reward in rewards if not is_within(reward, limits_of(world.task, j.example))]
     value = max((reward for _, reward in rewards), default=0.0)
     return measured(
         "ceiling", float(len(beyond)), 0.0, beyond, len(rewards), f"scores out of bounds; highest {value:g}"

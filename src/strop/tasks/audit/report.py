@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised with every change of what a report holds or of what probes ask, so that older ones are made anew."""
 _MAX_WARNINGS = 2
 _MILD = frozenset({"constant", "cost", "judge_length"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 
 from strop.errors import ConfigError, explain_refusal
 from strop.rollout import Example, Message, Outcome, Split, make_example
@@ -15,12 +16,12 @@ from strop.tasks.thinking import judged_text
 from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "Write this text backwards, letter by letter: {text}"
-_VERIFIER = "common-subsequence-2"
+_VERIFIER = "common-beginning-3"
 _SPLITS = "by-problem-1"
 _MAX_WORD_CHARS = 8
 _MAX_PREAMBLE_TOKENS = 32
-_CHANCE = 0.3
-"""Texts without any sense share some letters in order with the answer."""
+_CHANCE = {"beginning": 0.02, "any-order": 0.3}
+"""Texts without any sense begin with the right letter now and then, and share some in order with any text."""
 _DRAWS_PER_EXAMPLE = 50
 
 # No word reads the same both ways, so copying is never right.
@@ -41,11 +42,12 @@ WORDS = tuple(_WORD_LIST.split())
 
 
 class ReverseText:
-    """Reward: 2 L / (reply + gold), L their longest common subsequence, lengths in characters.
+    """Reward: letters that are right from the beginning, by the length of the longer of reply and answer.
 
     Right only if equal. Judged is the last line that is not blank, without outer white space.
-    `format_ok`: the reply is one line. A copy of the text earns about 0.4, which is the floor of
-    this reward, not a sign of learning.
+    `format_ok`: the reply is one line. A letter counts only behind right ones, so next to nothing is earned
+    without reading the text. With `task.partial_marks = "any-order"` words that say nothing are paid (a third
+    of full marks for the best that were tried), and a policy learns to say one of them to everybody.
     """
 
     name = "reverse-text"
@@ -53,7 +55,9 @@ class ReverseText:
     def __init__(self, spec: ReverseTextSpec) -> None:
         self._spec = spec
         own_limit = _MAX_PREAMBLE_TOKENS + (_MAX_WORD_CHARS + 1) * spec.max_words
-        self.limits = fit_limits(TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE), spec)
+        limits = TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE[spec.partial_marks])
+        self._grade = share_of_beginning if spec.partial_marks == "beginning" else subsequence_ratio
+        self.limits = fit_limits(limits, spec)
         self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec, _SPLITS)
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -78,7 +82,7 @@ class ReverseText:
         reply = lines[-1] if lines else ""
         gold = example.fields["text"][::-1]
         return Outcome(
-            parts={"similarity": subsequence_ratio(reply, gold)},
+            parts={"similarity": self._grade(reply, gold)},
             is_correct=reply == gold,
             format_ok=len(lines) == 1,
         )
@@ -118,6 +122,16 @@ class ReverseText:
 
 def _sort_words(text: str) -> str:
     return " ".join(sorted(text.split()))
+
+
+def share_of_beginning(reply: str, gold: str) -> float:
+    """Return how much of a text is right from its beginning: common letters there by the longer length.
+
+    1 if and only if the two are equal; two empty texts are.
+    """
+    pairs = zip(reply, gold, strict=False)
+    num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return num_right / max(len(reply), len(gold)) if reply or gold else 1.0
 
 
 def subsequence_ratio(reply: str, gold: str) -> float:

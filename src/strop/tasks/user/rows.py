@@ -65,6 +65,7 @@ class Rows(RowTask):
             # The rows are the user's, and so is what a full solution needs.
             max_reply_tokens=spec.max_reply_tokens or _MAX_REPLY_TOKENS,
             max_reward=spec.max_reward,
+            min_reward=spec.min_reward,
             max_goldless_frac=1.0,
             verify_limit_s=(user_s + sandbox_s) or None,
             verify_keeps_time=is_sandboxed and not self._functions,

@@ -1,0 +1,97 @@
+"""What the numbers of a step are compared with: the first steps of the run, and the last ones.
+
+Its size is fixed, however long the run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import hypot
+from statistics import fmean, stdev
+
+NUM_FIRST = 8
+"""Steps at the start that later ones are compared with; their median is robust to one odd step."""
+NUM_RECENT = 16
+"""Steps back whose gradient norms a new one is compared with: a norm that grows slowly is no spike."""
+NUM_LOW = 8
+"""Steps in a row that are a trend and not the luck of one step's examples."""
+_MIN_STEPS = 6
+"""Steps of a window that must have a metric."""
+_NUM_ERRORS = 3.0
+"""Standard errors beyond which a difference between two windows is no chance."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """How a metric moved between the first steps and the last ones, by the means of both."""
+
+    then: float
+    now: float
+    error: float
+    """Standard error of the difference, from how far the single steps lie from their means."""
+
+    @property
+    def is_rise(self) -> bool:
+        """Whether it rose by more than chance explains."""
+        return self.now - self.then > _NUM_ERRORS * self.error
+
+    @property
+    def is_fall(self) -> bool:
+        """Whether it fell by more than chance explains."""
+        return self.then - self.now > _NUM_ERRORS * self.error
+
+
+class History:
+    """The steps that later ones are compared with."""
+
+    def __init__(self, records: Iterable[Mapping[str, float]] = ()) -> None:
+        self.first: list[Mapping[str, float]] = []
+        """The first steps of the run, of whichever attempt."""
+        self.last: deque[Mapping[str, float]] = deque(maxlen=NUM_LOW - 1)
+        """The last steps, none of which is a first one: with the step that is looked at, `NUM_LOW`."""
+        self.grad_norms: deque[float] = deque(maxlen=NUM_RECENT)
+        """Those of the last steps with a gradient."""
+        self.rewards: deque[float] = deque(maxlen=NUM_LOW)
+        """Mean rewards of the last steps."""
+        self.best_reward: float | None = None
+        """Highest mean of `NUM_LOW` rewards in a row."""
+        self.used_lengths = deque([1.0] * NUM_LOW, maxlen=NUM_LOW)
+        """Mean length of the replies used by the last steps, over that of all that were dispatched. Full from
+        the beginning: one odd step is no selection."""
+        for record in records:
+            self.add(record)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Take the numbers of the next step."""
+        if len(self.first) < NUM_FIRST:
+            self.first.append(dict(metrics))
+        else:
+            self.last.append(dict(metrics))
+        # A step without signal has norm 0 and says nothing about the norms of others.
+        if metrics.get("grad_norm"):
+            self.grad_norms.append(metrics["grad_norm"])
+        if "reply_tokens_mean" in metrics:
+            self.used_lengths.append(metrics.get("used_length_ratio", 1.0))
+        if "reward_mean" in metrics:
+            self.rewards.append(metrics["reward_mean"])
+            if len(self.rewards) == NUM_LOW:
+                self.best_reward = max(fmean(self.rewards), self.best_reward or 0.0)
+
+    def first_values(self, metric: str) -> list[float]:
+        """Return a metric's values in the first steps."""
+        return [metrics[metric] for metrics in self.first if metric in metrics]
+
+    def compare(self, metric: str, metrics: Mapping[str, float]) -> Change | None:
+        """Compare the last `NUM_LOW` steps, that of `metrics` among them, with the first `NUM_FIRST`.
+
+        None until there are as many, and where more than two steps of either lack the metric.
+        """
+        first = self.first_values(metric)
+        last = [step[metric] for step in (*self.last, metrics) if metric in step]
+        is_early = len(self.last) < NUM_LOW - 1
+        if is_early or metric not in metrics or min(len(first), len(last)) < _MIN_STEPS:
+            return None
+        error = hypot(stdev(first) / len(first) ** 0.5, stdev(last) / len(last) ** 0.5)
+        return Change(then=fmean(first), now=fmean(last), error=error)
