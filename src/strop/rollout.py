@@ -238,7 +238,7 @@ class Rollout:
 
     example: Example
     step: int
-    """Optimizer steps completed when the attempt was asked for; evaluation uses the same count."""
+    """Steps completed when the attempt was asked for; evaluation uses the same count."""
     sample_index: int
     """Position inside its group, from 0."""
     turns: tuple[Turn, ...]

@@ -15,8 +15,12 @@ from strop.algorithm.advantages import (
     find_scored,
     leave_one_out,
     standardize,
+    whiten,
 )
 from strop.errors import DataError
+
+RELATIVE = {name: one.compare for name, one in ADVANTAGES.items() if one.is_relative}
+"""Those of which a group without difference has none."""
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,7 @@ from strop.errors import DataError
     ],
 )
 def test_one_winner_of_four(name: str, expected_G: list[float]) -> None:
-    assert compare_members(ADVANTAGES[name], [1, 0, 0, 0]) == pytest.approx(expected_G, abs=1e-6)
+    assert compare_members(ADVANTAGES[name].compare, [1, 0, 0, 0]) == pytest.approx(expected_G, abs=1e-6)
 
 
 @pytest.mark.parametrize("missing", [None, float("nan"), float("inf")])
@@ -56,7 +60,7 @@ def test_a_group_with_nothing_to_compare_gets_zeros(rewards_G: list[float | None
     assert compare_members(leave_one_out, rewards_G).tolist() == [0.0] * len(rewards_G)
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES.values(), ids=list(ADVANTAGES))
+@pytest.mark.parametrize("advantage", RELATIVE.values(), ids=list(RELATIVE))
 def test_eight_equal_rewards_leave_no_residue(advantage: AdvantageFn) -> None:
     # 0.9 has no exact binary form, so eight of them need not average to it: the residue over a
     # spread of the same size reaches the order of a real advantage.
@@ -68,7 +72,7 @@ def test_eight_equal_rewards_leave_no_residue(advantage: AdvantageFn) -> None:
 @settings(deadline=None)
 @given(reward=st.floats(-1e6, 1e6), num_members=st.integers(2, 40))
 def test_equal_rewards_are_literal_zero_for_every_estimator(reward: float, num_members: int) -> None:
-    for advantage in ADVANTAGES.values():
+    for advantage in RELATIVE.values():
         assert not compare_members(advantage, [reward] * num_members).any()
 
 
@@ -93,4 +97,26 @@ def test_a_shift_of_all_rewards_changes_nothing(rewards_G: list[int], shift: int
 
 def test_max_rl_refuses_a_negative_reward() -> None:
     with pytest.raises(DataError, match=r"reward -1\.0 under the advantage max_rl\. Allowed: .* Next: "):
-        compare_members(ADVANTAGES["max_rl"], [1, -1])
+        compare_members(ADVANTAGES["max_rl"].compare, [1, -1])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 9)), min_size=2, max_size=20),
+)
+def test_whitened_tokens_have_mean_0_and_spread_1(rows: list[tuple[float, int]]) -> None:
+    values_N, counts_N = np.array([value for value, _ in rows]), np.array([count for _, count in rows])
+    tokens = np.repeat(whiten(values_N, counts_N), counts_N)
+    if np.std(np.repeat(values_N, counts_N)) < 1e-4:
+        # Divided by the floor: differences that are as good as none are not blown up.
+        assert np.abs(tokens).max() <= 1.0 + 1e-9 or np.ptp(values_N) > 1e-4
+        return
+    assert tokens.mean() == pytest.approx(0.0, abs=1e-9)
+    assert tokens.std() == pytest.approx(1.0, abs=1e-9)
+
+
+def test_equal_values_are_whitened_to_literal_zeros() -> None:
+    assert whiten(np.full(7, 0.9), np.arange(7)).tolist() == [0.0] * 7
+    # What stands nowhere has no say.
+    assert whiten(np.array([0.9, 0.9, 5.0]), np.array([1, 2, 0])).tolist() == [0.0] * 3
+    assert whiten(np.zeros(0)).tolist() == []

@@ -5,20 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from strop.algorithm import ALGORITHMS, Aggregation, build_algorithm
-from strop.algorithm.advantages import center, leave_one_out, standardize
+from strop.algorithm.advantages import ADVANTAGES, center, keep_reward, leave_one_out, standardize
 from strop.algorithm.catalog import DAPO
 from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION
-from strop.algorithm.losses import CISPO, CLIPPED, DPPO, IPO_MASK
+from strop.algorithm.idle import find_idle_settings
+from strop.algorithm.losses import CISPO, CLIPPED, DPPO, IPO_MASK, SAPO, soft_gated
+from strop.errors import ConfigError
 from strop.policy.objective import ScoredTokens
-from strop.spec.algorithm import AlgorithmSpec
+from strop.spec.algorithm import AdvantageName, AlgorithmSpec
 from strop.spec.reference import ReferenceSpec
+from strop.spec.train import TrainSpec
+from tests.fixtures.tiny_run import tiny_spec
 
 LOGP_N = torch.tensor([-0.8, -2.5, -0.9], dtype=torch.float64)
 PROXIMAL_N = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
@@ -36,9 +40,14 @@ def test_every_entry_is_what_its_name_promises() -> None:
         "rloo": (leave_one_out, CLIPPED, Aggregation.TOKEN_MEAN, 0.2, 0.2),
         "gspo": (standardize, CLIPPED, Aggregation.SEQ_MEAN, 3e-4, 4e-4),
         "cispo": (standardize, CISPO, Aggregation.TOKEN_MEAN, 1.0, 4.0),
+        "sapo": (standardize, SAPO, Aggregation.SEQ_MEAN, 1.0, 1.0),
         "dppo": (center, DPPO, Aggregation.TOKEN_MEAN, 0.2, 0.2),
         "ipo_mask": (center, IPO_MASK, Aggregation.TOKEN_MEAN, 0.1, 0.1),
+        "reinforce_pp": (keep_reward, CLIPPED, Aggregation.TOKEN_MEAN, 0.2, 0.2),
+        "reinforce_pp_baseline": (center, CLIPPED, Aggregation.TOKEN_MEAN, 0.2, 0.2),
     }
+    whitened = {name: a.is_relative for name, a in ALGORITHMS.items() if a.over_batch == "whiten"}
+    assert whitened == {"reinforce_pp": False, "reinforce_pp_baseline": True}
     assert [name for name, a in ALGORITHMS.items() if a.has_sequence_ratio] == ["gspo"]
     assert (DAPO.zero_variance, DAPO.filter_on, DAPO.overlong) == ("resample", "task", "shape")
 
@@ -47,6 +56,7 @@ def test_the_spec_admits_the_names_of_the_catalog() -> None:
     names, _own = get_args(AlgorithmSpec.model_fields["name"].annotation)
     assert set(get_args(names)) == set(ALGORITHMS)
     assert set(get_args(AlgorithmSpec.model_fields["correction"].annotation)) == set(CORRECTIONS)
+    assert set(get_args(AdvantageName)) == set(ADVANTAGES)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -180,7 +190,7 @@ def test_rollouts_that_may_be_older_have_a_corrected_penalty() -> None:
     spec = ReferenceSpec(kl_beta=1.0)
     built = [
         build_algorithm(AlgorithmSpec(), spec),
-        build_algorithm(AlgorithmSpec(), spec, is_off_policy=True),
+        build_algorithm(AlgorithmSpec(), spec, train=TrainSpec(max_staleness=1)),
         build_algorithm(AlgorithmSpec(mode="decoupled"), spec),
         build_algorithm(AlgorithmSpec(), spec.model_copy(update={"is_corrected": True})),
     ]
@@ -199,6 +209,155 @@ def test_a_teacher_is_part_of_the_advantage() -> None:
 def test_without_correction_the_engine_does_not_matter() -> None:
     terms = DAPO.token_terms(LOGP_N, PROXIMAL_N, ADVANTAGE_N)
     assert terms.grad_N.tolist() == (-ADVANTAGE_N).tolist()
+
+
+SEVERAL = TrainSpec(mini_batches=4)
+WINDOW = TrainSpec(sync_every=2, max_staleness=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "train", "mode"),
+    [
+        # One optimizer step on rollouts of the newest weights: the ratio is 1, and no forward says so.
+        ({}, TrainSpec(), "single"),
+        ({"mode": "decoupled"}, TrainSpec(), "single"),
+        ({"mode": "decoupled"}, TrainSpec(max_staleness=3), "single"),
+        ({"mode": "bypass"}, TrainSpec(), "bypass"),
+        # Several steps: from where the batch began.
+        ({}, SEVERAL, "decoupled"),
+        ({}, TrainSpec(epochs=2), "decoupled"),
+        ({"name": "dppo"}, SEVERAL, "bypass"),
+        # Several batches of the same weights: only where it was asked for.
+        ({}, WINDOW, "single"),
+        ({"mode": "decoupled"}, WINDOW, "decoupled"),
+    ],
+)
+def test_ratios_start_where_they_can_differ_from_1(spec: dict[str, Any], train: TrainSpec, mode: str) -> None:
+    assert build_algorithm(AlgorithmSpec.model_validate(spec), train=train).mode == mode
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "sapo", "reinforce_pp"])
+def test_what_is_told_of_ratios_by_hand(name: str) -> None:
+    algorithm = replace(build_algorithm(AlgorithmSpec.model_validate({"name": name}), train=SEVERAL))
+    terms = algorithm(known_tokens(engine=PROXIMAL_N, proximal=PROXIMAL_N))
+    # exp(x) - 1 - x of 0.2, -0.5 and -0.4
+    assert terms.means["approx_kl_nats"].tolist() == pytest.approx([0.021403, 0.106531, 0.070320], abs=1e-6)
+    assert terms.ratio_N is not None
+    # Of gspo the mean log-ratio of a sequence: exp(-0.15) twice.
+    ratios = [0.860708, 0.860708, 0.670320] if name == "gspo" else [1.221403, 0.606531, 0.670320]
+    assert terms.ratio_N.tolist() == pytest.approx(ratios, abs=1e-6)
+    sides = [terms.means.get(f"clip_{side}_frac") for side in ("low", "high")]
+    low, high = ([] if side is None else side.tolist() for side in sides)
+    expected = {
+        "grpo": ([0, 0, 1], [1, 0, 0]),
+        "gspo": ([0, 0, 1], [0, 0, 0]),
+        "cispo": ([0, 0, 0], [0, 0, 0]),
+        # A gate has no bounds that could stop anything.
+        "sapo": ([], []),
+        "reinforce_pp": ([0, 0, 1], [1, 0, 0]),
+    }
+    assert (low, high) == expected[name]
+
+
+def test_a_ratio_that_is_1_by_construction_is_not_told_as_if_measured() -> None:
+    terms = build_algorithm(AlgorithmSpec())(known_tokens(engine=PROXIMAL_N, proximal=PROXIMAL_N))
+    assert (terms.ratio_N, dict(terms.means)) == (None, {})
+
+
+def test_the_distance_from_the_reference_is_told_whatever_the_estimator() -> None:
+    """K1: logp -1 and reference -1.5 are 0.106531 apart as k3, which estimates KL(policy || reference)."""
+    reference_N = LOGP_N - torch.tensor([0.5, -0.5, 0.0])
+    for estimator in ("k2", "k3", "k3+"):
+        spec = ReferenceSpec(kl_beta=0.1, kl_estimator=estimator)
+        algorithm = build_algorithm(AlgorithmSpec(), spec)
+        means = algorithm(known_tokens(engine=LOGP_N - 1.0, reference=reference_N)).means
+        found = means["reference_kl_nats"].tolist()
+        assert found == pytest.approx([0.106531, 0.148721, 0.0], abs=1e-6)
+    # Of tokens that another policy drew, weighed by the ratio to it: e times.
+    corrected = build_algorithm(AlgorithmSpec(), ReferenceSpec(kl_beta=0.1), TrainSpec(max_staleness=1))
+    means = corrected(known_tokens(engine=LOGP_N - 1.0, reference=reference_N)).means
+    assert means["reference_kl_nats"][0].item() == pytest.approx(0.106531 * 2.718282, abs=1e-5)
+
+
+def test_a_penalty_in_the_reward_is_no_term_of_the_loss() -> None:
+    algorithm = build_algorithm(AlgorithmSpec(name="reinforce_pp"), ReferenceSpec(kl_beta=0.2))
+    assert (algorithm.kl, algorithm.reward_kl_beta, algorithm.needs_reference) == (None, 0.2, True)
+    baseline = build_algorithm(AlgorithmSpec(name="reinforce_pp_baseline"), ReferenceSpec(kl_beta=0.2))
+    assert baseline.kl is not None
+    assert baseline.reward_kl_beta == 0.0
+    tokens = known_tokens(engine=LOGP_N, reference=LOGP_N - 0.5)
+    assert algorithm(tokens).grad_N.tolist() == (-ADVANTAGE_N).tolist()
+    assert algorithm(tokens).means["reference_kl_nats"].tolist() == pytest.approx([0.106531] * 3, abs=1e-6)
+
+
+def test_an_advantage_of_the_run_replaces_that_of_the_entry() -> None:
+    for name, estimator in ADVANTAGES.items():
+        built = build_algorithm(AlgorithmSpec.model_validate({"name": "dapo", "advantage": name}))
+        assert (built.advantage, built.over_batch, built.is_relative) == (
+            estimator.compare,
+            estimator.over_batch,
+            estimator.is_relative,
+        )
+        assert built.loss is CLIPPED
+        # What is whitened is not zero where a group has no difference.
+        assert built.zero_variance == ("keep" if estimator.over_batch == "whiten" else "resample")
+
+
+def test_settings_of_the_loss_change_it() -> None:
+    far = known_tokens(engine=LOGP_N, proximal=LOGP_N - 2.0)
+    plain = build_algorithm(AlgorithmSpec(), train=SEVERAL)
+    dual = build_algorithm(AlgorithmSpec(dual_clip=3.0), train=SEVERAL)
+    # exp(2) = 7.389056 with A = -1, of a correction capped at exp(-2).
+    assert plain(far).grad_N[2].item() > 0.9
+    assert dual(far).grad_N[2].item() == 0.0
+    warm = build_algorithm(AlgorithmSpec(name="sapo", sapo_temperature_neg=3.0), train=SEVERAL)
+    expected_N = soft_gated(1.0, 3.0).grad(LOGP_N, LOGP_N - 2.0, ADVANTAGE_N, 1.0, 1.0)
+    assert warm(far).grad_N.tolist() == pytest.approx((expected_N * torch.tensor(-2.0).exp()).tolist())
+    with pytest.raises(ConfigError, match=r"algorithm\.dual_clip=3 beside cispo"):
+        build_algorithm(AlgorithmSpec(name="cispo", dual_clip=3.0))
+
+
+def test_an_entropy_bonus_lets_no_rollout_be_skipped() -> None:
+    algorithm = build_algorithm(AlgorithmSpec(entropy_weight=0.01))
+    assert (algorithm.entropy_weight, algorithm.zero_variance) == (0.01, "keep")
+    assert algorithm.acts_on_all_tokens
+
+
+def test_advantages_of_a_teacher_are_those_of_the_first_step() -> None:
+    # A + 0.5 (teacher - proximal), although the policy has moved since.
+    algorithm = replace(DAPO, teacher_weight=0.5, mode="decoupled", clip_high=9.0, clip_low=1.0)
+    tokens = known_tokens(engine=PROXIMAL_N, proximal=PROXIMAL_N, teacher=PROXIMAL_N + 0.4)
+    ratio_N = (LOGP_N - PROXIMAL_N).exp()
+    assert algorithm(tokens).grad_N.tolist() == pytest.approx((-ratio_N * (ADVANTAGE_N + 0.2)).tolist())
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high=0.3 stops nothing"),
+        ({"algorithm": {"clip_low": 0.1, "dual_clip": 3.0}}, "algorithm.dual_clip=3 stops nothing"),
+        ({"algorithm": {"name": "gspo"}}, "algorithm.name='gspo' learns as 'grpo' does"),
+        ({"algorithm": {"name": "sapo"}}, "algorithm.name='sapo' learns as 'grpo' does"),
+        ({"algorithm": {"name": "cispo"}}, "algorithm.name='cispo' learns as 'grpo' with every token"),
+        ({"algorithm": {"mode": "decoupled"}}, "its forward pass is left out"),
+    ],
+)
+def test_what_cannot_matter_is_said_where_it_was_given(sections: dict[str, Any], said: str) -> None:
+    found = find_idle_settings(tiny_spec(**sections))
+    assert found is not None
+    assert said in found
+    assert "every probability ratio is 1" in found
+    # With several optimizer steps it matters.
+    several = {**sections, "train": {"epochs": 2}}
+    assert find_idle_settings(tiny_spec(**several)) is None
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"algorithm": {"name": "dapo"}}, {"algorithm": {"mode": "bypass", "clip_low": 0.1}}],
+)
+def test_what_nobody_gave_is_no_news(sections: dict[str, Any]) -> None:
+    assert find_idle_settings(tiny_spec(**sections)) is None
 
 
 def test_importing_the_room_loads_no_torch() -> None:

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithm.aggregation import Aggregation
-from strop.algorithm.catalog import ALGORITHMS, DAPO, DR_GRPO, GRPO, Algorithm
+from strop.algorithm.catalog import ALGORITHMS, DAPO, DR_GRPO, GRPO, Algorithm, build_algorithm
 from strop.algorithm.credit import Credit, assign_credit, needs_replacement, shape_rewards
 from strop.algorithm.kl import KlPenalty
 from strop.errors import DataError
+from strop.spec.algorithm import AlgorithmSpec
 
 
 def listed(arrays: tuple[Any, ...]) -> list[list[Any]]:
@@ -155,7 +156,8 @@ def test_what_is_forwarded_is_counted_and_has_a_weight(
                     assert num_scored > 0
                     assert not (truncated and overlong == "mask")
                     assert credit.weight_P_G[p][g] > 0
-                    assert credit.advantage_P_G[p][g] != 0 or algorithm.acts_on_all_tokens
+                    is_kept = algorithm.acts_on_all_tokens or algorithm.zero_variance == "keep"
+                    assert credit.advantage_P_G[p][g] != 0 or is_kept
                 if reward is None:
                     assert credit.advantage_P_G[p][g] == credit.weight_P_G[p][g] == 0
         if aggregation is Aggregation.TOKEN_MEAN and credit.num_counted_tokens:
@@ -234,3 +236,44 @@ def test_what_has_a_gradient_without_advantage_is_never_skipped() -> None:
     beside_kl = replace(GRPO, kl=KlPenalty(beta=0.04))
     for algorithm, forwarded in ((GRPO, 2), (beside_kl, 4), (ALGORITHMS["dppo"], 4)):
         assert assign_credit(algorithm, rewards_P_G, lengths_P_G, cut_P_G, 20).num_forwarded == forwarded
+
+
+def credit_of(advantage: str, rewards_P_G: list[list[Any]], lengths_P_G: list[list[int]]) -> Credit:
+    algorithm = build_algorithm(AlgorithmSpec.model_validate({"advantage": advantage}))
+    cut_P_G = [[False] * len(rewards_G) for rewards_G in rewards_P_G]
+    return assign_credit(algorithm, rewards_P_G, lengths_P_G, cut_P_G, 9)
+
+
+def test_whitening_weighs_by_tokens_and_moves_a_group_without_difference() -> None:
+    """A5: centered [0.5, -0.5] and [0, 0], over 1, 3, 2 and 2 tokens: mean -0.125, spread 0.330719."""
+    credit = credit_of("rpp_baseline", [[1, 0], [1, 1]], [[1, 3], [2, 2]])
+    found = np.concatenate(credit.advantage_P_G)
+    assert found == pytest.approx([1.889822, -1.133893, 0.377964, 0.377964], abs=1e-6)
+    assert credit.num_forwarded == 4
+    assert credit.num_zero_variance_groups == 1
+
+
+def test_rewards_are_whitened_without_any_group() -> None:
+    # [1, 1, 0, 0] over tokens: mean and spread 0.5. A rollout without score takes no part.
+    credit = credit_of("rpp", [[1], [0], [None], [0]], [[2], [1], [5], [1]])
+    assert listed(credit.advantage_P_G) == [[1.0], [-1.0], [0.0], [-1.0]]
+    assert (credit.num_dropped_groups, credit.num_forwarded, credit.num_counted_tokens) == (1, 3, 4)
+    # Nobody is better than anybody: the literal 0, although it is forwarded.
+    equal = credit_of("rpp", [[0.9], [0.9], [0.9]], [[1], [2], [4]])
+    assert listed(equal.advantage_P_G) == [[0.0], [0.0], [0.0]]
+
+
+def test_the_spread_of_the_batch_leaves_zeros_where_they_are() -> None:
+    # Rewards [1, 0, 0, 0, 1, 1]: spread sqrt(1.5 / 5) = 0.547723. 0.75 and -0.25 over 0.547823.
+    credit = credit_of("batch_std", [[1, 0, 0, 0], [1, 1]], [[1] * 4, [1] * 2])
+    assert credit.advantage_P_G[0] == pytest.approx([1.369056, -0.456352, -0.456352, -0.456352], abs=1e-6)
+    assert credit.advantage_P_G[1].tolist() == [0.0, 0.0]
+    assert (credit.num_forwarded, credit.num_counted_tokens) == (4, 6)
+
+
+@pytest.mark.parametrize("advantage", ["rpp", "rpp_baseline", "batch_std"])
+def test_rollouts_out_of_the_batch_take_no_part_in_its_statistics(advantage: str) -> None:
+    kept = credit_of(advantage, [[1, 0, 0.5]], [[1, 3, 2]])
+    more = credit_of(advantage, [[1, 0, 0.5, None]], [[1, 3, 2, 7]])
+    assert more.advantage_P_G[0][:3].tolist() == kept.advantage_P_G[0].tolist()
+    assert more.advantage_P_G[0][3] == 0.0

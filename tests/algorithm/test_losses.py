@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithm.losses import CISPO, CLIPPED, DPPO, IPO_MASK, IS_PG, LOSSES, REINFORCE, TokenLoss
+from strop.algorithm.losses import (
+    CISPO,
+    CLIPPED,
+    DPPO,
+    IPO_MASK,
+    IS_PG,
+    SAPO,
+    TokenLoss,
+    dual_clipped,
+    soft_gated,
+)
+from tests.fixtures.losses import LOSSES
 
 # Shapes: N = 3 tokens.
 LOGP_N = torch.tensor([-0.8, -2.5, -0.9], dtype=torch.float64)
@@ -43,10 +54,12 @@ def differentiate(loss: TokenLoss, logp_N: Tensor, old_N: Tensor, adv_N: Tensor,
         # cap 1.2, no floor: 1.2 x 0.8, 0.606531 x 2.5 and -0.670320 x 0.9, over 3
         (CISPO, 1.0, 0.2, TOKEN_MEAN_N, 0.624346, [-0.4, -0.202177, 0.223440]),
         (IS_PG, 0.2, 0.2, TOKEN_MEAN_N, -0.385871, [-0.407134, -0.202177, 0.223440]),
-        # (0.8 + 2.5 - 0.9) / 3
-        (REINFORCE, 0.2, 0.2, TOKEN_MEAN_N, 0.8, [-1 / 3, -1 / 3, 1 / 3]),
+        # 4 sigmoid(0.221403) = 2.220503, 4 sigmoid(-0.393469) = 1.611530 and, colder by a twentieth,
+        # 4 / 1.05 sigmoid(1.05 x -0.329680) = 1.578335: (-2.220503 - 1.611530 + 1.578335) / 3. Their slopes
+        # 4 s (1 - s) rho: 1.206556, 0.583648 and 0.650633.
+        (SAPO, 1.0, 1.0, TOKEN_MEAN_N, -0.751232, [-0.402185, -0.194549, 0.216878]),
     ],
-    ids=["grpo", "dapo", "dr_grpo", "cispo", "is_pg", "reinforce"],
+    ids=["grpo", "dapo", "dr_grpo", "cispo", "is_pg", "sapo"],
 )
 def test_batch_loss_by_hand(
     loss: TokenLoss,
@@ -115,6 +128,61 @@ def test_clipping_stops_a_token_only_on_its_better_side(ratio: float, advantage:
     assert CLIPPED.grad(*arguments).item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_dual_clip_by_hand() -> None:
+    """L9: a ratio of exp(2) = 7.389056 with A = -1 stops at 3, and without the bound it does not."""
+    far = (torch.tensor([2.0]).double(), torch.zeros(1).double(), torch.tensor([-1.0]).double(), 0.2, 0.2)
+    found = [(loss.value(*far).item(), loss.grad(*far).item()) for loss in (dual_clipped(3.0), CLIPPED)]
+    assert found[0] == pytest.approx((3.0, 0.0))
+    assert found[1] == pytest.approx((7.389056, 7.389056))
+    # On the better side, and below the bound, the two are the same.
+    for ratio, advantage in ((4.0, 1.0), (2.9, -1.0), (0.5, -1.0)):
+        near = (torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2)
+        assert torch.equal(dual_clipped(3.0).value(*near), CLIPPED.value(*near))
+        assert torch.equal(dual_clipped(3.0).grad(*near), CLIPPED.grad(*near))
+
+
+def test_the_gate_of_sapo_closes_softly_and_faster_for_worse_rollouts() -> None:
+    ratios_N = torch.tensor([1.0, 1.5, 3.0, 6.0], dtype=torch.float64)
+    ones_N = torch.ones(4, dtype=torch.float64)
+    up_N, down_N = (
+        soft_gated(1.0, 2.0).grad(ratios_N.log(), torch.zeros(4), sign * ones_N, 0.2, 0.2) / ratios_N
+        for sign in (-1.0, 1.0)
+    )
+    # -A at a ratio of 1; beyond it less and less of what the ratio alone would give.
+    assert (up_N[0].item(), down_N[0].item()) == (1.0, -1.0)
+    assert bool((up_N[1:] < up_N[:-1]).all() and (down_N[1:] > down_N[:-1]).all())
+    assert bool((up_N[1:] < -down_N[1:]).all())
+    # 4 s (1 - s) with s = sigmoid(2 x 0.5) = 0.731059
+    assert up_N[1].item() == pytest.approx(0.786448, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"),
+    [
+        # Ratios 1.221403 (A > 0), 0.606531 (A > 0), 0.670320 (A < 0), range 0.8 to 1.2.
+        (CLIPPED, [False, False, True], [True, False, False]),
+        (dual_clipped(3.0), [False, False, True], [True, False, False]),
+        # Weights are bounded whatever the sign.
+        (CISPO, [False, True, True], [True, False, False]),
+        # Differences of probabilities: 0.449329 - 0.367879, 0.082085 - 0.135335, 0.406570 - 0.606531
+        (DPPO, [False, False, False], [False, False, False]),
+        (IPO_MASK, [False, False, False], [False, False, False]),
+    ],
+    ids=["clipped", "dual_clipped", "cispo", "dppo", "ipo_mask"],
+)
+def test_who_is_held_up_at_which_end(loss: TokenLoss, low: list[bool], high: list[bool]) -> None:
+    assert loss.bounded is not None
+    found = loss.bounded(LOGP_N, OLD_LOGP_N, ADVANTAGE_N, 0.2, 0.2)
+    assert [side_N.tolist() for side_N in found] == [low, high]
+    narrow = loss.bounded(LOGP_N, OLD_LOGP_N, ADVANTAGE_N, 0.05, 0.05)
+    if loss in (DPPO, IPO_MASK):
+        assert narrow[1].tolist() == [True, False, False]
+        assert narrow[0].tolist() == [False, loss is IPO_MASK, True]
+    # Far off with A < 0: stopped by the second bound alone.
+    far = (torch.tensor([2.0]), torch.zeros(1), torch.tensor([-1.0]), 0.2, 0.2)
+    assert loss.bounded(*far)[1].tolist() == [loss.name in ("dual_clipped", "cispo", "ipo_mask")]
+
+
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
 @settings(deadline=None)
 @given(
@@ -137,7 +205,7 @@ def test_equal_log_probabilities_give_the_plain_policy_gradient(loss: TokenLoss)
     assert differentiate(loss, *arguments).tolist() == (-ADVANTAGE_N).tolist()
 
 
-@pytest.mark.parametrize("loss", [REINFORCE, CISPO], ids=["reinforce", "cispo"])
+@pytest.mark.parametrize("loss", [IS_PG, CISPO], ids=["is_pg", "cispo"])
 def test_the_opposite_advantage_gives_the_opposite_gradient(loss: TokenLoss) -> None:
     up_N = loss.grad(LOGP_N, OLD_LOGP_N, ADVANTAGE_N, 0.2, 0.2)
     down_N = loss.grad(LOGP_N, OLD_LOGP_N, -ADVANTAGE_N, 0.2, 0.2)

@@ -12,10 +12,10 @@ import torch
 
 from strop.algorithm import build_algorithm, differentiate
 from strop.algorithm.catalog import GRPO
-from strop.algorithm.losses import LOSSES
 from strop.errors import ConfigError
 from strop.spec import load_spec
 from strop.user_code import reference
+from tests.fixtures.losses import LOSSES
 
 RANK = "def rank(rewards_G):\n    return rewards_G.argsort().argsort() - (len(rewards_G) - 1) / 2\n"
 WHOLE = """
@@ -90,7 +90,7 @@ def test_what_is_no_algorithm_is_refused(tmp_path: Path, code: str, words: Seque
 
 
 def test_a_name_that_nobody_announces_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.name='grpoo'.*'ipo_mask', FILE\.py:NAME"):
+    with pytest.raises(ConfigError, match=r"algorithm\.name='grpoo'.*'reinforce_pp_baseline', FILE\.py:NAME"):
         load_spec(None, ["name=x", "task.name=arithmetic", "algorithm.name=grpoo"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from strop.algorithm.preferences import Preference
 from strop.policy.objective import ScoredTokens
+from strop.spec.dpo import DpoSpec
+from strop.train.terms import dpo_term
 
 CASES = [
     # -log sigmoid(0.15) and -0.1 x sigmoid(-0.15)
@@ -19,7 +22,12 @@ CASES = [
     (Preference(name="cdpo", beta=0.1, label_noise_frac=0.1), 0.635957, -0.036257),
     # (1.5 - 5)^2 and 2 x -3.5
     (Preference(name="pref_ipo", beta=0.1), 12.25, -7.0),
+    # Means: h = (1 + 0) / 2 - (0.5 - 1) / 2 = 0.75. (0.75 - 5)^2, and 2 x -4.25 for each half
+    (Preference(name="pref_ipo", beta=0.1, is_per_token=True), 18.0625, -4.25),
+    # -log sigmoid(0.075), and -0.1 x sigmoid(-0.075) for each half
+    (Preference(name="dpo", beta=0.1, is_per_token=True), 0.656350, -0.024063),
 ]
+IDS = [f"{case[0].name}{'-means' * case[0].is_per_token}" for case in CASES]
 
 
 def pair_tokens() -> ScoredTokens:
@@ -38,7 +46,7 @@ def pair_tokens() -> ScoredTokens:
     )
 
 
-@pytest.mark.parametrize(("preference", "loss", "grad"), CASES, ids=[case[0].name for case in CASES])
+@pytest.mark.parametrize(("preference", "loss", "grad"), CASES, ids=IDS)
 def test_pairs_by_hand(preference: Preference, loss: float, grad: float) -> None:
     terms = preference(pair_tokens())
     assert float(terms.loss_N[:4].sum()) == pytest.approx(loss, abs=1e-6)
@@ -65,7 +73,7 @@ def test_what_is_reported_of_pairs_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize("preference", [case[0] for case in CASES], ids=[case[0].name for case in CASES])
+@pytest.mark.parametrize("preference", [case[0] for case in CASES], ids=IDS)
 @given(margin=st.floats(-300, 300))
 def test_the_gradient_is_that_of_autograd(preference: Preference, margin: float) -> None:
     leaf = torch.tensor([margin], dtype=torch.float64, requires_grad=True)
@@ -83,3 +91,29 @@ def test_no_margin_overflows(margin: float) -> None:
 def test_no_tokens_have_no_loss() -> None:
     tokens = pair_tokens().part(slice(0, 0))
     assert Preference(name="dpo", beta=0.1)(tokens).loss_N.shape == (0,)
+
+
+@pytest.mark.parametrize("preference", [case[0] for case in CASES], ids=IDS)
+def test_the_gradient_of_every_token_is_that_of_autograd(preference: Preference) -> None:
+    tokens = pair_tokens()
+    leaf_M = tokens.logprob_M.clone().requires_grad_()
+    gains = (leaf_M - tokens.reference_logprob_M).split([2, 2, 1, 1])
+    of_replies = [gain.mean() if preference.is_per_token else gain.sum() for gain in gains]
+    margins = torch.stack([of_replies[0] - of_replies[1], of_replies[2] - of_replies[3]])
+    (expected_M,) = torch.autograd.grad(preference.judge(margins)[0].sum(), leaf_M)
+    torch.testing.assert_close(preference(tokens).grad_N, expected_M)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_per_token"),
+    [
+        ({}, False),
+        ({"loss": "pref_ipo"}, True),
+        ({"loss": "pref_ipo", "margin": "sum"}, False),
+        ({"loss": "cdpo", "margin": "mean"}, True),
+    ],
+)
+def test_ipo_means_tokens_unless_it_is_asked_for_sums(settings: dict[str, Any], is_per_token: bool) -> None:
+    term = dpo_term(DpoSpec(source="r", **settings), [], 1.0)
+    assert isinstance(term.token_terms, Preference)
+    assert term.token_terms.is_per_token is is_per_token

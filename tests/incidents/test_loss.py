@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithm import ALGORITHMS, Aggregation, Algorithm, Credit, assign_credit
-from strop.algorithm.losses import CLIPPED, LOSSES, TokenLoss
+from strop.algorithm.losses import CLIPPED, TokenLoss
 from strop.errors import DataError, RunStopped
 from strop.record import RunDir
 from strop.rollout import Example, Outcome
@@ -25,6 +25,7 @@ from strop.spec.tripwires import TripwireSpec
 from strop.store import verify_directory
 from strop.train.tripwires import find_alarms
 from tests.fixtures.demonstrations import make_framing, read, write_rows
+from tests.fixtures.losses import LOSSES
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 from tests.policy.worlds import plain
 
@@ -199,7 +200,15 @@ def test_opt_5_the_only_loser_keeps_its_advantage(name: str) -> None:
     assert credit.is_forwarded_P_G[0].all()
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if not entry.acts_on_all_tokens])
+# What acts on every token, and what is whitened over the batch, skips nothing.
+SKIPPING = [
+    name
+    for name, entry in ALGORITHMS.items()
+    if not entry.acts_on_all_tokens and entry.over_batch != "whiten"
+]
+
+
+@pytest.mark.parametrize("name", SKIPPING)
 @pytest.mark.parametrize("aggregation", Aggregation)
 def test_opt_5_skipping_does_not_change_the_gradient(name: str, aggregation: Aggregation) -> None:
     """Incident: rollouts without advantage left the loss together with their tokens' share of it.

@@ -44,10 +44,10 @@ def naive_gradients(
     module.eval()  # type: ignore[no-untyped-call]
     members = _credited_members(algorithm, groups, reply_limit)
     rollouts = [rollout for rollout, _, _ in members]
-    logprobs_S_T = _padded_logprobs(module, rollouts, temperature)
+    logprobs_S_T = padded_logprobs(module, rollouts, temperature)
     loss = torch.zeros(())
     for row, (rollout, advantage, weight) in enumerate(members):
-        for place, engine_logprob in _sampled_places(rollout):
+        for place, engine_logprob in sampled_places(rollout):
             logp = logprobs_S_T[row, place - 1].view(1)
             old, adv = logp.detach(), torch.tensor([advantage])
             value = algorithm.loss.value(logp, old, adv, algorithm.clip_low, algorithm.clip_high)[0]
@@ -58,7 +58,7 @@ def naive_gradients(
     return NaiveResult(loss=float(loss.detach()), gradients=gradients)
 
 
-def _padded_logprobs(module: Any, rollouts: Sequence[Rollout], temperature: float) -> torch.Tensor:
+def padded_logprobs(module: Any, rollouts: Sequence[Rollout], temperature: float) -> torch.Tensor:
     """Return the log-probability of every next token. Shapes: (S, T - 1). Pads are random ids."""
     rows = [[int(i) for turn in rollout.turns for i in turn.token_ids] for rollout in rollouts]
     width = max(len(row) for row in rows)
@@ -72,7 +72,7 @@ def _padded_logprobs(module: Any, rollouts: Sequence[Rollout], temperature: floa
     return all_logprobs.gather(2, token_ids[:, 1:, None])[:, :, 0]
 
 
-def _sampled_places(rollout: Rollout) -> list[tuple[int, float]]:
+def sampled_places(rollout: Rollout) -> list[tuple[int, float]]:
     """List (place in the whole sequence, engine log-probability) of every sampled token."""
     places, start = [], 0
     for turn in rollout.turns:
@@ -89,32 +89,46 @@ def _credited_members(
     counted: list[tuple[Rollout, float]] = []
     for group in groups:
         scored = [rollout for rollout in group.rollouts if rollout.outcome.reward is not None]
-        if len(scored) < 2:
+        if len(scored) < (1 if algorithm.name == "reinforce_pp" else 2):
             continue
         rewards = [rollout.outcome.reward or 0.0 for rollout in scored]
         counted += zip(scored, _advantages(algorithm.name, rewards), strict=True)
+    if algorithm.name.startswith("reinforce_pp"):
+        counted = _whitened(counted)
     num_rollouts = len(counted)
-    num_tokens = sum(len(_sampled_places(rollout)) for rollout, _ in counted)
+    num_tokens = sum(len(sampled_places(rollout)) for rollout, _ in counted)
     members = []
     for rollout, advantage in counted:
-        own = max(len(_sampled_places(rollout)), 1)
+        own = max(len(sampled_places(rollout)), 1)
         weight = {
             "grpo": 1 / (num_rollouts * own),
             "dr_grpo": 1 / (num_rollouts * reply_limit),
             "dapo": 1 / num_tokens,
             "rloo": 1 / num_tokens,
             "gspo": 1 / (num_rollouts * own),
+            "reinforce_pp": 1 / num_tokens,
+            "reinforce_pp_baseline": 1 / num_tokens,
         }[algorithm.name]
         members.append((rollout, advantage, weight))
     return members
 
 
+def _whitened(counted: list[tuple[Rollout, float]]) -> list[tuple[Rollout, float]]:
+    """Subtract the mean over all tokens, and divide by their spread."""
+    tokens = [advantage for rollout, advantage in counted for _ in sampled_places(rollout)]
+    mean = sum(tokens) / len(tokens)
+    spread = math.sqrt(sum((advantage - mean) ** 2 for advantage in tokens) / len(tokens))
+    return [(rollout, (advantage - mean) / max(spread, 1e-4)) for rollout, advantage in counted]
+
+
 def _advantages(name: str, rewards: list[float]) -> list[float]:
     """Compare the members of one group."""
     mean = sum(rewards) / len(rewards)
+    if name == "reinforce_pp":
+        return rewards
     if len(set(rewards)) == 1:
         return [0.0] * len(rewards)
-    if name == "dr_grpo":
+    if name in ("dr_grpo", "reinforce_pp_baseline"):
         return [reward - mean for reward in rewards]
     if name == "rloo":
         others = len(rewards) - 1

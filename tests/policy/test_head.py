@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strop.policy.head import TokenGradient, TokenRule, loss_and_gradients, token_logprobs
+from strop.policy.head import EntropyBonus, TokenGradient, TokenRule, loss_and_gradients, token_logprobs
 from strop.policy.packing import PackedBatch, PackedLayout
 
 pytestmark = pytest.mark.usefixtures("either_path")
@@ -121,6 +121,69 @@ def test_no_chunk_size_changes_loss_or_gradients(chunk_rows: int, temperature: f
     torch.testing.assert_close(grad_weight.double() - 1.0, expected[1], rtol=1e-4, atol=1e-6)
     scored = token_logprobs(hidden, weight, batch, temperature, chunk_rows=chunk_rows)
     assert torch.equal(scored, result.logprob_M)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 1, 4, 9])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("term_weight", [1.0, 0.25])
+def test_an_entropy_bonus_has_the_gradient_of_autograd(
+    chunk_rows: int | None, temperature: float, term_weight: float
+) -> None:
+    """The loss is less by 0.3 x weight x entropy of every token; the term's weight scales gradients alone."""
+    random = torch.Generator().manual_seed(2)
+    hidden = torch.randn(9, 6, generator=random)
+    weight = torch.randn(50, 6, generator=random)
+    targets = torch.randint(0, 50, (len(ROWS),), generator=random).tolist()
+    batch = head_batch(ROWS, targets)
+    own_hidden, own_weight = (x.double().requires_grad_() for x in (hidden, weight))
+    all_logprobs = torch.log_softmax(own_hidden @ own_weight.t() / temperature, dim=-1)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)[batch.row_M]
+    logp = all_logprobs[batch.row_M, batch.target_M]
+    policy = (-batch.weight_M * batch.advantage_M * (logp - batch.engine_logprob_M).exp()).sum()
+    bonus = 0.3 * (batch.weight_M * entropy).sum()
+    expected = torch.autograd.grad(policy - term_weight * bonus, (own_hidden, own_weight))
+
+    grad_weight = torch.zeros(50, 6)
+    result = loss_and_gradients(
+        hidden,
+        weight,
+        batch,
+        temperature=temperature,
+        rule=ratio_rule(batch),
+        grad_weight=grad_weight,
+        bonus=EntropyBonus(factor=0.3, term_weight=term_weight),
+        chunk_rows=chunk_rows,
+    )
+    assert float(result.loss) == pytest.approx(float((policy - bonus).detach()), rel=1e-5)
+    assert result.entropy_M is not None
+    torch.testing.assert_close(result.entropy_M.double(), entropy.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result.logprob_M.double(), logp.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result.grad_hidden_U_D.double(), expected[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(grad_weight.double(), expected[1], rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_be_sampled_adds_nothing_to_an_entropy() -> None:
+    """0 x log 0 is 0: two tokens of equal chance have ln 2, whatever is impossible beside them."""
+    hidden, weight = torch.ones(1, 1), torch.tensor([[3.0], [3.0], [-1e30], [-torch.inf]])
+    grad_weight = torch.zeros(4, 1)
+
+    def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
+        nothing = torch.zeros_like(logprob)
+        return TokenGradient(loss_M=nothing, grad_M=nothing)
+
+    batch = head_batch([0], [0])
+    result = loss_and_gradients(
+        hidden,
+        weight,
+        batch,
+        temperature=1.0,
+        rule=rule,
+        grad_weight=grad_weight,
+        bonus=EntropyBonus(factor=1.0),
+    )
+    assert float(result.loss) == pytest.approx(-float(batch.weight_M[0]) * np.log(2))
+    # At the highest entropy of the two nothing is to be gained.
+    assert grad_weight[:, 0].tolist() == pytest.approx([0.0] * 4, abs=1e-7)
 
 
 def test_a_micro_batch_without_scored_tokens_has_no_loss() -> None:

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strop.errors import CorruptRecord, DataError, LearnerError
-from strop.policy.learner import Learner, StepReport
+from strop.policy.learner import Learner
 from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
+from strop.policy.step_report import StepReport
 from tests.policy.worlds import World, build_learner, make_model, reinforce
 
 LR = 3e-3
@@ -310,4 +311,4 @@ def test_counters_are_plain_json(model_dir: Path, tmp_path: Path) -> None:
     learner = build_learner(model_dir)
     take(learner, signal())
     learner.save_state(tmp_path)
-    assert json.loads((tmp_path / "learner.json").read_text()) == {"version": 1}
+    assert json.loads((tmp_path / "learner.json").read_text()) == {"version": 1, "num_steps": 1}

@@ -28,12 +28,13 @@ from strop.policy.distilling import DistillTerm
 from strop.policy.footprint import rank_kept_bytes, read_model_size
 from strop.policy.frozen import FrozenModel
 from strop.policy.language_model import DTYPES, LanguageModel
-from strop.policy.learner import Learner, LossTerm, StepReport, Term
+from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.lora import ADAPTER_FILES
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.policy.sharded.build import shard_learner
 from strop.policy.shares import restore_order, split_shares
+from strop.policy.step_report import StepReport
 from strop.policy.weights import export_tensors, load_published, own_tensors, weights_digest
 from strop.rollout import FloatArray
 from strop.spec.lora import LoraSpec
@@ -209,7 +210,7 @@ def count_kept_bytes(learner: Learner) -> int:
     """Return what a rank holds between steps, each storage once."""
     masters = learner._masters.values()
     tensors = [tensor for master in masters for tensor in (master, master.grad) if tensor is not None]
-    tensors += [t for s in learner._optimizer.state.values() for t in s.values() if t.dim()]
+    tensors += [t for s in learner._optimizer.moments.values() for t in s.values() if t.dim()]
     head = learner._weights.head_gradient()
     storages = [t.untyped_storage() for t in (*tensors, *([] if head is None else [head]))]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from tests.fixtures.tiny_run import tiny_spec
 
+RAY = {"kind": "process"}
 TEACHER = {"source": "model", "model": "some/model"}
 LONG = {"name": "arithmetic", "max_reply_tokens": 600}
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -68,6 +69,54 @@ CASES: list[tuple[dict[str, Any], str]] = [
         },
         "only 'cdpo' knows about wrong labels",
     ),
+    ({"algorithm": {"name": "sapo", "clip_low": 0.1}}, "algorithm.clip_low=0.1: its gate has no bounds"),
+    (
+        {"algorithm": {"name": "grpo", "sapo_temperature_pos": 2.0}},
+        "only the gate of 'sapo' has a temperature",
+    ),
+    ({"algorithm": {"name": "cispo", "dual_clip": 3.0}}, "its loss is not the clipped one"),
+    (
+        {"algorithm": {"entropy_weight": 0.1}, "train": {"terms": "distill"}, "teacher": TEACHER},
+        "the loss has no term that the bonus belongs to",
+    ),
+    (
+        {"algorithm": {"mode": "single"}, "train": {"epochs": 2}},
+        "every ratio would be 1 in every optimizer step",
+    ),
+    ({"algorithm": {"zero_variance": "skip", "entropy_weight": 0.1}}, "without advantage too"),
+    ({"algorithm": {"zero_variance": "skip", "advantage": "rpp_baseline"}}, "without advantage too"),
+    ({"algorithm": {"name": "reinforce_pp", "zero_variance": "skip"}}, "without advantage too"),
+    (
+        {"algorithm": {"name": "reinforce_pp"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k2"}},
+        "its KL penalty is a part of the reward",
+    ),
+    (
+        {"algorithm": {"advantage": "rpp"}, "reference": {"kl_beta": 0.1, "is_corrected": True}},
+        "its KL penalty is a part of the reward",
+    ),
+    ({"train": {"rollouts_per_prompt": 1}}, "every advantage would be zero"),
+    (
+        {
+            "algorithm": {"name": "reinforce_pp", "zero_variance": "drop"},
+            "train": {"rollouts_per_prompt": 1},
+        },
+        "every group would be left out",
+    ),
+    ({"train": {"prompts_per_step": 6, "mini_batches": 4}}, "the parts of a batch would differ in size"),
+    ({"train": {"max_kl": 0.1}}, "the only optimizer step of a batch begins where the batch began"),
+    (
+        {"train": {"terms": "distill", "epochs": 2}, "teacher": TEACHER},
+        "only a batch of rollouts alone is gone through several times",
+    ),
+    (
+        {"train": {"terms": "rl+sft", "mini_batches": 3}, "sft": {"source": "r"}},
+        "only a batch of rollouts alone",
+    ),
+    ({"optimizer": {"final_frac": 0.1}}, "a learning rate that stays never gets there"),
+    (
+        {"optimizer": {"warmup_steps": 6}, "train": {"steps": 3, "epochs": 2}},
+        "before the learning rate is reached, after 6 optimizer steps",
+    ),
 ]
 
 
@@ -92,6 +141,13 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) 
             "algorithm": {"correction": "icepop", "correction_cap": 3.0},
         },
         {"train": {"terms": "dpo"}, "dpo": {"source": "r", "loss": "cdpo", "label_noise_frac": 0.1}},
+        {"algorithm": {"name": "sapo", "sapo_temperature_pos": 2.0}},
+        {"algorithm": {"name": "gspo", "dual_clip": 3.0}},
+        {"algorithm": {"mode": "single"}, "train": {"sync_every": 2, "max_staleness": 1}, "placement": RAY},
+        {"algorithm": {"name": "reinforce_pp"}, "train": {"rollouts_per_prompt": 1}},
+        {"algorithm": {"name": "reinforce_pp_baseline"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k2"}},
+        {"train": {"prompts_per_step": 8, "mini_batches": 4, "epochs": 2, "max_kl": 0.1}},
+        {"optimizer": {"schedule": "cosine", "final_frac": 0.1, "warmup_steps": 5}, "train": {"epochs": 2}},
     ],
 )
 def test_what_can_is_taken(sections: dict[str, Any]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from strop.algorithm import build_algorithm
-from strop.policy.learner import StepReport
+from strop.policy.step_report import StepReport
+from strop.policy.tally import Total
 from strop.rollout import (
     FailureOwner,
     FinishReason,
@@ -20,6 +23,7 @@ from strop.rollout import (
 from strop.spec import AlgorithmSpec
 from strop.train.batch import build_batch, pack_reply
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
+from strop.train.updating import Update
 
 EXAMPLE = make_example("toy", {"n": 1}, "1")
 
@@ -164,12 +168,54 @@ def report(drift: list[float]) -> StepReport:
 
 
 def test_the_numbers_of_an_update_by_hand() -> None:
-    metrics = measure_update(report([0.0, 0.0, 0.0, 0.25]))
+    metrics = measure_update(Update(steps=(report([0.0, 0.0, 0.0, 0.25]),)))
     assert (metrics["loss"], metrics["grad_norm"], metrics["num_positions"]) == (0.5, 2.0, 40.0)
     assert (metrics["drift_mean_nats"], metrics["drift_max_nats"]) == (0.0625, 0.25)
     # The 99 % quantile of 4 values lies at position 2.97: 0.97 of the way from 0 to 0.25.
     assert metrics["drift_p99_nats"] == pytest.approx(0.2425)
-    assert not [name for name in measure_update(report([])) if name.startswith("drift")]
+    silent = measure_update(Update(steps=(report([]),)))
+    assert not [name for name in silent if name.startswith(("drift", "ratio", "num_refused", "num_left"))]
+
+
+def test_the_numbers_of_several_optimizer_steps_by_hand() -> None:
+    first = replace(
+        report([0.25, 0.75]),
+        update_ratio=1e-3,
+        ratio_M=np.array([1.0, 1.0], dtype=np.float32),
+        totals={"approx_kl_nats": Total(sum=0.0, count=2), "clip_high_frac": Total(sum=0.0, count=2)},
+    )
+    second = replace(
+        report([9.0]),
+        loss=1.5,
+        grad_norm=6.0,
+        lr=5e-6,
+        changed_frac=0.75,
+        master_changed_frac=0.5,
+        update_ratio=3e-3,
+        ratio_M=np.array([0.5, 1.5, 2.0], dtype=np.float32),
+        totals={"approx_kl_nats": Total(sum=0.6, count=3), "clip_high_frac": Total(sum=2.0, count=3)},
+    )
+    left_out = replace(second, is_taken=False, update_ratio=0.0, changed_frac=0.0, totals={}, lr=1e-6)
+    found = measure_update(Update(steps=(first, second, left_out), num_refused=2, num_left_out=4))
+    assert found["num_optimizer_steps"] == 2.0
+    assert (found["num_refused_steps"], found["num_left_out_steps"]) == (2.0, 4.0)
+    # Means over the three gradients, the largest of their norms, the last learning rate.
+    assert found["loss"] == pytest.approx((0.5 + 1.5 + 1.5) / 3)
+    assert (found["grad_norm"], found["lr"], found["num_positions"]) == (6.0, 1e-6, 120.0)
+    # What moved the weights moved them twice.
+    assert (found["changed_frac"], found["update_ratio"]) == pytest.approx((0.5, 2e-3))
+    assert found["master_changed_frac"] == 0.5
+    # 0.6 over 5 tokens and 2 of 5, not the means of 0 and 0.2, or of 0 and 2 thirds.
+    assert found["approx_kl_nats"] == pytest.approx(0.12)
+    assert found["clip_high_frac"] == pytest.approx(0.4)
+    # Of all ratios [1, 1, 0.5, 1.5, 2, 0.5, 1.5, 2] the middle; the low end lies at 0.07 of the way from 0.5.
+    assert found["ratio_p50"] == pytest.approx(1.25)
+    assert found["ratio_p01"] == 0.5
+    assert found["ratio_p99"] == 2.0
+    # Engine against trainer: of the first step, before anything has moved.
+    assert (found["drift_mean_nats"], found["drift_max_nats"]) == (0.5, 0.75)
+    nothing = measure_update(Update(num_refused=4))
+    assert nothing == {"num_refused_steps": 4.0}
 
 
 def test_durations_add_up_to_the_step() -> None:

@@ -22,6 +22,7 @@ from strop.policy.packing import PackedReply
 from strop.policy.scoring import score_reply
 from strop.rollout import Example, Message, Outcome, Split, Turn
 from strop.train import gate as gate_module
+from strop.train import gate_room
 from strop.train.batch import pack_reply
 from strop.train.gate import pass_gate, read_accepted
 from strop.train.gate_input import GateCheck, GateInput
@@ -276,9 +277,9 @@ def test_too_little_memory_or_disk_is_refused(
     disk_bytes: int,
 ) -> None:
     # This process's own memory counts as free, so it is set as well.
-    monkeypatch.setattr(gate_module, "rss_bytes", lambda: 0)
-    monkeypatch.setattr(gate_module, "free_memory_bytes", lambda: memory_bytes)
-    monkeypatch.setattr(gate_module, "free_disk_bytes", lambda path: disk_bytes)
+    monkeypatch.setattr(gate_room, "rss_bytes", lambda: 0)
+    monkeypatch.setattr(gate_room, "free_memory_bytes", lambda: memory_bytes)
+    monkeypatch.setattr(gate_room, "free_disk_bytes", lambda path: disk_bytes)
     error = refuse(tmp_path, tiny_model_dir)
     assert_matches(r"room: memory about \d+\.\d GiB of .* GiB free, checkpoints \d\.\d of .* GiB free", error)
 
@@ -289,7 +290,7 @@ def test_activations_are_counted_as_the_learner_holds_them(
 ) -> None:
     """Memory decided when the learner was loaded, and it keeps them here where nobody says otherwise."""
     monkeypatch.setattr(
-        gate_module, "activation_bytes", lambda *_, is_recomputed: 0 if is_recomputed else 10**15
+        gate_room, "activation_bytes", lambda *_, is_recomputed: 0 if is_recomputed else 10**15
     )
     spec = tiny_spec(train={"steps": 1, "checkpoint_every": 1, "activation_checkpointing": wanted})
     if wanted:

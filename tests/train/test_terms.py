@@ -147,7 +147,7 @@ def test_norms_and_cosine_of_two_terms_are_those_of_each_alone(
     tmp_path: Path, weight: float, dtype: str
 ) -> None:
     path, algorithm = make_model(tmp_path), ALGORITHMS["grpo"]
-    rl = rl_term(algorithm, build_batch(algorithm, ragged_groups(), REPLY_LIMIT), 0.7)
+    rl = rl_term(algorithm, build_batch(algorithm, ragged_groups(), REPLY_LIMIT).groups, 0.7)
     sft = sft_term(ragged_members(), weight)
     alone = []
     for term in (rl, sft):

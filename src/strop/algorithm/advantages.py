@@ -5,15 +5,19 @@ not all equal, and returns one number per member. The two special cases are deci
 `compare_members`, so that no function can get them wrong: a member that was not scored takes no
 part, and a group without any difference gets the literal 0.
 
-Not here: whitening over a whole batch, which moves a group without differences off zero and so
-cannot be combined with skipping it; leave-one-out spread, which is 0 for the only loser.
+What compares a rollout with the whole batch follows behind it (`scale_batch`): division by the batch's
+spread, which leaves zeros where they are, or whitening, which moves a group without differences off zero.
 
-Shapes: G = rollouts of one group.
+Not here: leave-one-out spread, which is 0 for the only loser.
+
+Shapes: P = groups, G = rollouts of one group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,13 +93,84 @@ def relate_to_mean(rewards_G: Float64Array) -> Float64Array:
     return center(rewards_G) / float(np.mean(rewards_G))
 
 
-ADVANTAGES: dict[str, AdvantageFn] = {
-    "grpo": standardize,
-    "grpo_pop": standardize_population,
-    "centered": center,
-    "rloo": leave_one_out,
-    "max_rl": relate_to_mean,
+def keep_reward(rewards_G: Float64Array) -> Float64Array:
+    """Return the rewards: what they are compared with is the batch.
+
+    Shapes: G in and out.
+    Units: reward units.
+    """
+    return rewards_G
+
+
+OverBatch = Literal["none", "spread", "whiten"]
+"""What follows when all groups were compared: nothing, division by the standard deviation (n - 1) of all
+rewards plus 1e-4, or whitening over all tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimator:
+    """How much better than others a rollout was, from its group and from the batch."""
+
+    compare: AdvantageFn
+    over_batch: OverBatch = "none"
+    is_relative: bool = True
+    """Whether a rollout needs others of its group."""
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "grpo": Estimator(compare=standardize),
+    "grpo_pop": Estimator(compare=standardize_population),
+    "centered": Estimator(compare=center),
+    "rloo": Estimator(compare=leave_one_out),
+    "max_rl": Estimator(compare=relate_to_mean),
+    "batch_std": Estimator(compare=center, over_batch="spread"),
+    # arXiv:2501.03262, both forms of it.
+    "rpp": Estimator(compare=keep_reward, over_batch="whiten", is_relative=False),
+    "rpp_baseline": Estimator(compare=center, over_batch="whiten"),
 }
+_WHITENED_FLOOR = 1e-4
+
+
+def whiten(values_N: Float64Array, counts_N: NDArray[np.integer] | None = None) -> Float64Array:
+    """Subtract the mean and divide by the population standard deviation, at least 1e-4.
+
+    Equal values become zeros.
+    Shapes: N values, each of which stands `counts_N` times (None: once) in mean and spread.
+    """
+    weight_N = np.ones(len(values_N)) if counts_N is None else counts_N.astype(np.float64)
+    is_there_N = weight_N > 0
+    if not is_there_N.any() or is_constant(values_N[is_there_N]):
+        return np.zeros(len(values_N))
+    mean = np.average(values_N, weights=weight_N)
+    spread = float(np.sqrt(np.average((values_N - mean) ** 2, weights=weight_N)))
+    whitened: Float64Array = (values_N - mean) / max(spread, _WHITENED_FLOOR)
+    return whitened
+
+
+def scale_batch(
+    over_batch: OverBatch,
+    advantage_P_G: Sequence[Float64Array],
+    rewards_P_G: Sequence[Float64Array],
+    num_trained_P_G: Sequence[NDArray[np.int64]],
+    is_counted_P_G: Sequence[NDArray[np.bool_]],
+) -> list[Float64Array]:
+    """Relate the advantages of all groups to the batch. A rollout that does not count gets 0.
+
+    Shapes: ragged P, G in and out, all alike.
+    """
+    if over_batch == "none" or not advantage_P_G:
+        return list(advantage_P_G)
+    counted_S = np.concatenate(is_counted_P_G)
+    advantage_S = np.where(counted_S, np.concatenate(advantage_P_G), 0.0)
+    rewards_S = np.concatenate(rewards_P_G)[counted_S]
+    if over_batch == "spread":
+        spread = float(np.std(rewards_S, ddof=1)) if len(rewards_S) > 1 else 0.0
+        scaled_S = advantage_S / (spread + _SPREAD_OFFSET)
+    else:
+        scaled_S = np.zeros(len(advantage_S))
+        scaled_S[counted_S] = whiten(advantage_S[counted_S], np.concatenate(num_trained_P_G)[counted_S])
+    ends = np.cumsum([len(advantage_G) for advantage_G in advantage_P_G])[:-1]
+    return [np.asarray(part) for part in np.split(scaled_S, ends)]
 
 
 def find_scored(rewards_G: Sequence[float | None]) -> NDArray[np.bool_]:
@@ -117,17 +192,21 @@ def is_constant(rewards_G: Float64Array) -> bool:
     return bool(np.max(rewards_G) == np.min(rewards_G))
 
 
-def compare_members(advantage: AdvantageFn, rewards_G: Sequence[float | None]) -> Float64Array:
+def compare_members(
+    advantage: AdvantageFn, rewards_G: Sequence[float | None], *, is_relative: bool = True
+) -> Float64Array:
     """Give every member of one group its advantage.
 
     Shapes: G in and out. Members without a reward take no part in the statistics and get 0; so
-        does everybody in a group with fewer than two scored members or without any difference.
+        does everybody in a group with fewer than two scored members or without any difference, unless
+        the advantage is not relative to the group.
     Units: those of `advantage`.
     """
     rewards = as_rewards(rewards_G)
     is_scored_G = np.isfinite(rewards)
     advantage_G = np.zeros(len(rewards), dtype=np.float64)
     scored = rewards[is_scored_G]
-    if len(scored) >= MIN_MEMBERS and not is_constant(scored):
+    has_difference = len(scored) >= MIN_MEMBERS and not is_constant(scored)
+    if has_difference or (len(scored) and not is_relative):
         advantage_G[is_scored_G] = advantage(scored)
     return advantage_G

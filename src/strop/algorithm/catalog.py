@@ -2,9 +2,10 @@
 
 Adding one is adding an entry to `ALGORITHMS` and a case to tests/algorithm/test_catalog.py.
 
-An entry that acts on every token, whatever its advantage (a KL penalty, a teacher, a trust region),
-may not skip rollouts without advantage; the others may, exactly (see credit.py). Which engine made a
-token does not matter to them: the ratio between trainer and engine is corrected by `correction`.
+An entry that acts on every token, whatever its advantage (a KL penalty, an entropy bonus, a teacher, a
+trust region), may not skip rollouts without advantage; the others may, exactly (see credit.py). Which
+engine made a token does not matter to them: the ratio between trainer and engine is corrected by
+`correction`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from strop.algorithm.advantages import AdvantageFn, center, leave_one_out, standardize
+from strop.algorithm.advantages import (
+    ADVANTAGES,
+    AdvantageFn,
+    OverBatch,
+    center,
+    keep_reward,
+    leave_one_out,
+    standardize,
+)
 from strop.algorithm.aggregation import Aggregation
 from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION, Correction
-from strop.algorithm.kl import ESTIMATORS, KlPenalty
-from strop.algorithm.losses import CISPO, CLIPPED, DPPO, IPO_MASK, TokenLoss
+from strop.algorithm.kl import ESTIMATORS, KlPenalty, measure_kl
+from strop.algorithm.losses import (
+    CISPO,
+    CLIPPED,
+    DPPO,
+    IPO_MASK,
+    SAPO,
+    SAPO_TEMPERATURES,
+    TokenLoss,
+    clamp_log_ratio,
+    dual_clipped,
+    soft_gated,
+)
 from strop.algorithm.own import load_algorithm
 from strop.algorithm.sequences import mean_over
-from strop.policy.objective import Scope, ScoredTokens, TokenTerms
+from strop.errors import ConfigError, explain_refusal
+from strop.policy.objective import APPROX_KL, Scope, ScoredTokens, TokenTerms
+from strop.spec.objectives import Mode, choose_mode
 from strop.user_code import find_algorithm
 
 if TYPE_CHECKING:
@@ -28,11 +50,11 @@ if TYPE_CHECKING:
 
     from strop.spec.algorithm import AlgorithmSpec
     from strop.spec.reference import ReferenceSpec
+    from strop.spec.train import TrainSpec
 
 ZeroVariance = Literal["skip", "keep", "drop", "resample"]
 Overlong = Literal["keep", "mask", "shape"]
 FilterOn = Literal["task", "shaped"]
-Mode = Literal["single", "decoupled", "bypass"]
 MAX_SEQUENCE_TOKENS = 512
 """Scored tokens of a reply above which the product of its ratios says nothing."""
 
@@ -49,6 +71,10 @@ class Algorithm:
     """The ratio's range begins at 1 - clip_low."""
     clip_high: float
     """The ratio's range ends at 1 + clip_high."""
+    over_batch: OverBatch = "none"
+    """What follows `advantage` when all groups of the batch were compared."""
+    is_relative: bool = True
+    """Whether a rollout needs others of its group to be compared with."""
     has_sequence_ratio: bool = False
     """Whether all tokens of a sequence share the ratio of its mean log-ratio (GSPO)."""
     zero_variance: ZeroVariance = "skip"
@@ -65,8 +91,9 @@ class Algorithm:
     overlong_buffer_tokens: int | None = None
     """Where `shape` begins, in tokens before the limit. None: a fifth of the limit."""
     mode: Mode = "single"
-    """Whose log-probability a ratio starts from: the policy's own of this very step (single), that of
-    the batch's first step (decoupled), or the engine's, which then needs no correction (bypass)."""
+    """Whose log-probability a ratio starts from: the policy's own of this very optimizer step (single),
+    that of the weights that the engine was last given (decoupled), or the engine's, which then needs no
+    correction (bypass)."""
     correction: Correction = NO_CORRECTION
     correction_cap: float = 2.0
     """Upper bound of the correction weight; without meaning for `none`."""
@@ -74,13 +101,28 @@ class Algorithm:
     """Longest reply under a correction by products over sequences. None: any."""
     kl: KlPenalty | None = None
     """Distance from a reference, as part of the loss; its token weights are the algorithm's."""
+    reward_kl_beta: float = 0.0
+    """Factor of the same distance, as k1, in the reward of a token and of all that come before it."""
+    entropy_weight: float = 0.0
+    """Factor of the entropy that is taken from the loss at every scored position; the head's part."""
     teacher_weight: float = 0.0
     """Factor of (teacher's minus own log-probability) in the advantage of every token."""
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of a reference are asked for."""
+        return self.kl is not None or self.reward_kl_beta != 0.0
+
+    @property
+    def whitens_tokens(self) -> bool:
+        """Whether advantages differ from token to token and are whitened as such."""
+        return self.reward_kl_beta != 0.0 and self.over_batch == "whiten"
+
+    @property
     def acts_on_all_tokens(self) -> bool:
         """Whether a token without advantage has a gradient, so that it may not be skipped."""
-        return self.loss.acts_on_all_tokens or self.kl is not None or self.teacher_weight != 0.0
+        weights = (self.reward_kl_beta, self.entropy_weight, self.teacher_weight)
+        return self.loss.acts_on_all_tokens or self.kl is not None or any(weights)
 
     @property
     def scope(self) -> Scope:
@@ -95,8 +137,10 @@ class Algorithm:
         """
         advantage_M = tokens.advantage_M
         if self.teacher_weight != 0.0:
-            gap_M = tokens.teacher_logprob_M - tokens.logprob_M.detach()
-            advantage_M = advantage_M + self.teacher_weight * gap_M
+            # Where a batch takes several optimizer steps, its advantages are those of the first.
+            is_fixed = self.mode == "decoupled"
+            own_M = tokens.proximal_logprob_M if is_fixed else tokens.logprob_M.detach()
+            advantage_M = advantage_M + self.teacher_weight * (tokens.teacher_logprob_M - own_M)
         terms = self.token_terms(
             tokens.logprob_M,
             tokens.engine_logprob_M,
@@ -104,9 +148,15 @@ class Algorithm:
             self._proximal(tokens),
             sequence_N=tokens.reply_M,
         )
+        if not self.needs_reference:
+            return terms
+        current_M, reference_M = tokens.logprob_M.detach(), tokens.reference_logprob_M
+        is_corrected = self.kl is not None and self.kl.is_corrected
+        distance_M = measure_kl(current_M, reference_M, tokens.engine_logprob_M if is_corrected else None)
+        terms = replace(terms, means={**terms.means, "reference_kl_nats": distance_M})
         if self.kl is None:
             return terms
-        value_M, grad_M = self.kl(tokens.logprob_M, tokens.reference_logprob_M, tokens.engine_logprob_M)
+        value_M, grad_M = self.kl(current_M, reference_M, tokens.engine_logprob_M)
         return replace(terms, loss_N=terms.loss_N + value_M, grad_N=terms.grad_N + grad_M)
 
     def _proximal(self, tokens: ScoredTokens) -> Tensor | None:
@@ -126,9 +176,10 @@ class Algorithm:
         """Compute loss and gradient of each token in closed form; nothing is differentiated.
 
         Shapes: N scored tokens; N may be 0.
-        `proximal_logp_N` is the trainer's own log-probability at the start of the batch's first
-        optimizer step. None means one step per batch: it is then `logp_N` itself, so the ratio is
-        1, clipping never acts and the correction alone covers the gap to the engine.
+        `proximal_logp_N` is the trainer's own log-probability at the start of the first optimizer
+        step on rollouts of the same weights. None means there is one such step: it is then `logp_N`
+        itself, so the ratio is 1, clipping never acts and the correction alone covers the gap to the
+        engine.
         `sequence_N` numbers the sequences that tokens belong to; None: all are of one.
         """
         current_N = logp_N.detach()
@@ -141,14 +192,22 @@ class Algorithm:
             # With the mean for every token's own, the token loss is that of the sequence, and each
             # token's weight 1 / (sequences x tokens) makes the sum one term per sequence.
             old_N = current_N - mean_over(current_N - old_N, sequence_N)
-        loss_N = self.loss.value(current_N, old_N, advantage_N, self.clip_low, self.clip_high)
-        grad_N = self.loss.grad(current_N, old_N, advantage_N, self.clip_low, self.clip_high)
-        return TokenTerms(
-            loss_N=correction_N * loss_N,
-            grad_N=correction_N * grad_N,
+        given = (current_N, old_N, advantage_N, self.clip_low, self.clip_high)
+        terms = TokenTerms(
+            loss_N=correction_N * self.loss.value(*given),
+            grad_N=correction_N * self.loss.grad(*given),
             correction_N=correction_N,
             log_ratio_N=log_ratio_N,
         )
+        if proximal_logp_N is None:
+            return terms
+        # Of samples of the old policy: its divergence from the new one, never below 0.
+        moved_N = clamp_log_ratio(current_N - proximal_logp_N)
+        means = {APPROX_KL: moved_N.expm1() - moved_N}
+        if self.loss.bounded is not None:
+            is_low_N, is_high_N = self.loss.bounded(*given)
+            means |= {"clip_low_frac": is_low_N.float(), "clip_high_frac": is_high_N.float()}
+        return replace(terms, ratio_N=clamp_log_ratio(current_N - old_N).exp(), means=means)
 
 
 GRPO = Algorithm(
@@ -238,27 +297,72 @@ direction and is smaller by the batch's mean length, which keeps one learning ra
 bound useful for all entries.
 """
 
+SAPO_ENTRY = Algorithm(
+    name="sapo",
+    advantage=standardize,
+    loss=SAPO,
+    aggregation=Aggregation.SEQ_MEAN,
+    # Without meaning: its gate has no bounds.
+    clip_low=1.0,
+    clip_high=1.0,
+)
+"""A gate that closes softly as the ratio leaves 1, faster for worse rollouts. Source: arXiv:2511.20347."""
+
+REINFORCE_PP = Algorithm(
+    name="reinforce_pp",
+    advantage=keep_reward,
+    over_batch="whiten",
+    is_relative=False,
+    loss=CLIPPED,
+    aggregation=Aggregation.TOKEN_MEAN,
+    clip_low=0.2,
+    clip_high=0.2,
+    zero_variance="keep",
+)
+"""Rewards whitened over all tokens of the batch, a KL penalty among them. Source: arXiv:2501.03262."""
+
+REINFORCE_PP_BASELINE = replace(
+    REINFORCE_PP, name="reinforce_pp_baseline", advantage=center, is_relative=True
+)
+"""The same with the group's mean as baseline, and a penalty in the loss."""
+
 ALGORITHMS: Mapping[str, Algorithm] = {
-    entry.name: entry for entry in (GRPO, DR_GRPO, DAPO, RLOO, GSPO, CISPO_ENTRY, DPPO_ENTRY, IPO_MASK_ENTRY)
+    entry.name: entry
+    for entry in (
+        *(GRPO, DR_GRPO, DAPO, RLOO, GSPO, CISPO_ENTRY, SAPO_ENTRY, DPPO_ENTRY, IPO_MASK_ENTRY),
+        *(REINFORCE_PP, REINFORCE_PP_BASELINE),
+    )
 }
 
 
 def build_algorithm(
-    spec: AlgorithmSpec, reference: ReferenceSpec | None = None, *, is_off_policy: bool = False
+    spec: AlgorithmSpec, reference: ReferenceSpec | None = None, train: TrainSpec | None = None
 ) -> Algorithm:
     """Take an entry of `ALGORITHMS` and put the run's own settings in it.
 
-    `is_off_policy` says whether rollouts may be older than the weights they train.
+    `train` says how far the weights move from those that sampled a rollout; None: one optimizer step on
+    rollouts of the newest.
     The spec admits only names that exist here, and code of the user's; a test compares the two lists.
-    Raises: ConfigError if code of the user's is no algorithm.
+    Raises: ConfigError if code of the user's is no algorithm, or has no use for a setting.
     """
     own = None if spec.name in ALGORITHMS else find_algorithm(spec.name)
     entry = ALGORITHMS[spec.name] if own is None else load_algorithm(own, GRPO)
-    mode = entry.mode if spec.mode is None else spec.mode
+    wanted = entry.mode if spec.mode is None else spec.mode
+    mode = wanted if train is None else choose_mode(wanted, train)
     # A ratio that starts from the engine's value covers the gap itself.
     correction = NO_CORRECTION if mode == "bypass" else CORRECTIONS[spec.correction]
+    if spec.advantage is not None:
+        chosen = ADVANTAGES[spec.advantage]
+        entry = replace(
+            entry,
+            advantage=chosen.compare,
+            over_batch=chosen.over_batch,
+            is_relative=chosen.is_relative,
+            zero_variance="keep" if spec.whitened else entry.zero_variance,
+        )
     built = replace(
         entry,
+        loss=_choose_loss(entry, spec),
         clip_low=entry.clip_low if spec.clip_low is None else spec.clip_low,
         clip_high=entry.clip_high if spec.clip_high is None else spec.clip_high,
         overlong=entry.overlong if spec.overlong is None else spec.overlong,
@@ -268,20 +372,43 @@ def build_algorithm(
         correction=correction,
         correction_cap=correction.cap if spec.correction_cap is None else spec.correction_cap,
         max_sequence_tokens=spec.max_sequence_tokens,
-        kl=_build_penalty(reference, is_off_policy=is_off_policy or mode != "single"),
+        entropy_weight=spec.entropy_weight,
     )
+    if reference is not None and reference.kl_beta > 0.0:
+        is_stale = train is not None and train.max_staleness > 0
+        built = _penalize(built, reference, is_off_policy=is_stale or mode != "single")
     return replace(built, zero_variance=_choose_zero_variance(built, spec.zero_variance))
 
 
-def _build_penalty(reference: ReferenceSpec | None, *, is_off_policy: bool) -> KlPenalty | None:
-    if reference is None or reference.kl_beta == 0.0:
-        return None
+def _choose_loss(entry: Algorithm, spec: AlgorithmSpec) -> TokenLoss:
+    """Return the entry's loss with what the run says of its form."""
+    above, below = spec.sapo_temperature_pos, spec.sapo_temperature_neg
+    if entry.loss is SAPO and (above is not None or below is not None):
+        return soft_gated(above or SAPO_TEMPERATURES[0], below or SAPO_TEMPERATURES[1])
+    if spec.dual_clip is None:
+        return entry.loss
+    if entry.loss is not CLIPPED:
+        raise ConfigError(
+            explain_refusal(
+                f"algorithm.dual_clip={spec.dual_clip:g} beside {entry.name} with the loss {entry.loss.name}",
+                allowed="an algorithm with the clipped loss",
+                next_step="remove algorithm.dual_clip",
+            )
+        )
+    return dual_clipped(spec.dual_clip)
+
+
+def _penalize(algorithm: Algorithm, reference: ReferenceSpec, *, is_off_policy: bool) -> Algorithm:
+    """Add the penalty on the distance from a reference, to the reward where that is no group's."""
+    if not algorithm.is_relative:
+        return replace(algorithm, reward_kl_beta=reference.kl_beta)
     wanted = reference.is_corrected
-    return KlPenalty(
+    penalty = KlPenalty(
         beta=reference.kl_beta,
         estimate=ESTIMATORS[reference.kl_estimator],
         is_corrected=is_off_policy if wanted is None else wanted,
     )
+    return replace(algorithm, kl=penalty)
 
 
 def _choose_zero_variance(algorithm: Algorithm, wanted: ZeroVariance | None) -> ZeroVariance:

@@ -6,7 +6,7 @@ rollouts come later and cannot change it.
 Skipping (`zero_variance = "skip"`) leaves a rollout out of the forward pass and in the normaliser.
 That gives the gradient of forwarding it because:
 
-- its final advantage is the literal 0 for all its tokens; nothing whitens or shapes it afterwards;
+- its final advantage, whitened or not, is the literal 0 for all its tokens; nothing changes it afterwards;
 - a group without difference is found by comparing rewards, never by a spread near 0;
 - there is no KL, entropy or other term on the same tokens, whose gradient would not vanish: an
   algorithm that `acts_on_all_tokens` is forwarded whole, whatever it says;
@@ -33,6 +33,7 @@ from strop.algorithm.advantages import (
     compare_members,
     find_scored,
     is_constant,
+    scale_batch,
 )
 from strop.algorithm.aggregation import IntCounts, sums_to_one, weigh_tokens
 from strop.algorithm.catalog import Algorithm
@@ -55,6 +56,10 @@ class Credit:
     rollouts keep theirs: it is what their absence must not give to the others."""
     is_forwarded_P_G: tuple[BoolArray, ...]
     """Whether the rollout goes through the forward and backward pass."""
+    num_trained_P_G: tuple[IntCounts, ...]
+    """Tokens with mask 1: those sampled, 0 for a masked rollout."""
+    is_counted_P_G: tuple[BoolArray, ...]
+    """Whether the rollout is in the normaliser."""
     num_counted_tokens: int
     """Scored tokens in the normaliser. 0 means: no optimizer step, no new policy version."""
     num_forwarded_tokens: int
@@ -62,7 +67,7 @@ class Credit:
     num_zero_variance_groups: int
     """Groups with at least two scored rollouts and no difference between them."""
     num_dropped_groups: int
-    """Groups out of the batch: fewer than two scored rollouts, or dropped for having no difference."""
+    """Groups out of the batch: too few scored rollouts, or dropped for having no difference."""
     num_rollouts: int
     num_unscored: int
     """Rollouts without a reward: in no mean, in no normaliser, not trained."""
@@ -127,11 +132,11 @@ class _GroupCredit:
     """The part of one group."""
 
     advantage_G: Float64Array
+    reward_G: Float64Array
+    """After shaping; NaN where there is none."""
     num_trained_G: IntCounts
-    """Tokens with mask 1: those sampled, 0 for a masked rollout."""
     is_scored_G: BoolArray
     is_counted_G: BoolArray
-    is_forwarded_G: BoolArray
     is_masked_G: BoolArray
     has_difference: bool
     is_dropped: bool
@@ -164,14 +169,30 @@ def assign_credit(
     ]
     num_trained_P_G = [group.num_trained_G for group in groups]
     is_counted_P_G = [group.is_counted_G for group in groups]
-    weight_P_G = weigh_tokens(algorithm.aggregation, num_trained_P_G, is_counted_P_G, max_reply_tokens)
-    _assert_weights(algorithm, weight_P_G, num_trained_P_G, is_counted_P_G)
+    weight_P_G = weigh_part(algorithm, num_trained_P_G, is_counted_P_G, max_reply_tokens)
+    advantage_P_G = scale_batch(
+        # With a penalty in the reward, tokens are whitened when their penalties are known.
+        "none" if algorithm.whitens_tokens else algorithm.over_batch,
+        [group.advantage_G for group in groups],
+        [group.reward_G for group in groups],
+        num_trained_P_G,
+        is_counted_P_G,
+    )
+    is_forwarded_P_G = [
+        _find_forwarded(algorithm, group, advantage_G)
+        for group, advantage_G in zip(groups, advantage_P_G, strict=True)
+    ]
     return Credit(
-        advantage_P_G=tuple(group.advantage_G for group in groups),
+        advantage_P_G=tuple(advantage_P_G),
         weight_P_G=tuple(weight_P_G),
-        is_forwarded_P_G=tuple(group.is_forwarded_G for group in groups),
+        is_forwarded_P_G=tuple(is_forwarded_P_G),
+        num_trained_P_G=tuple(num_trained_P_G),
+        is_counted_P_G=tuple(is_counted_P_G),
         num_counted_tokens=sum(int(np.sum(group.num_trained_G[group.is_counted_G])) for group in groups),
-        num_forwarded_tokens=sum(int(np.sum(group.num_trained_G[group.is_forwarded_G])) for group in groups),
+        num_forwarded_tokens=sum(
+            int(np.sum(counts[is_forwarded]))
+            for counts, is_forwarded in zip(num_trained_P_G, is_forwarded_P_G, strict=True)
+        ),
         num_groups=len(groups),
         num_zero_variance_groups=sum(
             int(np.sum(group.is_scored_G)) >= MIN_MEMBERS and not group.has_difference for group in groups
@@ -184,8 +205,32 @@ def assign_credit(
             for group in groups
         ),
         num_masked_overlong=sum(int(np.sum(group.is_masked_G)) for group in groups),
-        num_forwarded=sum(int(np.sum(group.is_forwarded_G)) for group in groups),
+        num_forwarded=sum(int(np.sum(is_forwarded)) for is_forwarded in is_forwarded_P_G),
     )
+
+
+def weigh_part(
+    algorithm: Algorithm,
+    num_trained_P_G: Sequence[IntCounts],
+    is_counted_P_G: Sequence[BoolArray],
+    max_reply_tokens: int,
+) -> list[Float64Array]:
+    """Return the weight of each scored token of the groups that one optimizer step is made of.
+
+    Shapes: ragged P, G in and out.
+    """
+    weight_P_G = weigh_tokens(algorithm.aggregation, num_trained_P_G, is_counted_P_G, max_reply_tokens)
+    _assert_weights(algorithm, weight_P_G, num_trained_P_G, is_counted_P_G)
+    return weight_P_G
+
+
+def _find_forwarded(algorithm: Algorithm, group: _GroupCredit, advantage_G: Float64Array) -> BoolArray:
+    """Say which rollouts of a group have a gradient."""
+    is_forwarded_G = group.is_counted_G & (group.num_trained_G > 0)
+    if algorithm.zero_variance != "keep" and not algorithm.acts_on_all_tokens:
+        # Exact comparison: what is compared is a literal 0, or a reward that equals its mean.
+        is_forwarded_G = is_forwarded_G & (advantage_G != 0.0)
+    return is_forwarded_G
 
 
 def _credit_group(
@@ -197,24 +242,18 @@ def _credit_group(
 ) -> _GroupCredit:
     is_scored_G = find_scored(rewards_G)
     shaped_G = shape_rewards(algorithm, rewards_G, num_scored_G, max_reply_tokens)
-    is_short = int(np.sum(is_scored_G)) < MIN_MEMBERS
+    is_short = int(np.sum(is_scored_G)) < (MIN_MEMBERS if algorithm.is_relative else 1)
     has_difference = _has_signal(algorithm, rewards_G, shaped_G)
     # What was to be replaced and is still here could not be.
     is_dropped = is_short or (not has_difference and algorithm.zero_variance in ("drop", "resample"))
     is_masked_G = is_scored_G & np.array(truncated_G, dtype=np.bool_) & (algorithm.overlong == "mask")
     num_trained_G = np.where(is_masked_G, 0, np.array(num_scored_G, dtype=np.int64))
-    advantage_G = compare_members(algorithm.advantage, shaped_G)
-    is_counted_G = is_scored_G & (not is_dropped)
-    is_forwarded_G = is_counted_G & (num_trained_G > 0)
-    if algorithm.zero_variance != "keep" and not algorithm.acts_on_all_tokens:
-        # Exact comparison: what is compared is a literal 0, or a reward that equals its mean.
-        is_forwarded_G = is_forwarded_G & (advantage_G != 0.0)
     return _GroupCredit(
-        advantage_G=advantage_G,
+        advantage_G=compare_members(algorithm.advantage, shaped_G, is_relative=algorithm.is_relative),
+        reward_G=as_rewards(shaped_G),
         num_trained_G=num_trained_G,
         is_scored_G=is_scored_G,
-        is_counted_G=is_counted_G,
-        is_forwarded_G=is_forwarded_G,
+        is_counted_G=is_scored_G & (not is_dropped),
         is_masked_G=is_masked_G,
         has_difference=has_difference,
         is_dropped=is_dropped,

@@ -63,6 +63,15 @@ ESTIMATORS: Mapping[str, PenaltyFn] = {
 }
 
 
+def measure_kl(logp_N: Tensor, reference_N: Tensor, behavior_N: Tensor | None) -> Tensor:
+    """Return each token's part of KL(policy || reference), as k3 (nats).
+
+    `behavior_N` weighs tokens that another distribution drew by the ratio to it; None: the policy's own.
+    """
+    value_N, _ = penalize_k3(logp_N, reference_N)
+    return value_N if behavior_N is None else value_N * clamp_log_ratio(logp_N - behavior_N).exp()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlPenalty:
     """The penalty that a run adds to its policy loss."""

@@ -9,15 +9,16 @@ the gradient therefore 0, in both forms. A mask selects already clamped values; 
 multiplied by a mask, because 0 times infinity is not a number.
 
 A ratio of whole sequences (GSPO) is the same loss with the same log-ratio for all tokens of one; the
-catalog makes it. Not here: dual clip.
+catalog makes it.
 
 Shapes: N = scored tokens, flat over all rollouts. Log-probabilities in nats.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,21 @@ class TokenFn(Protocol):
         ...
 
 
+class BoundFn(Protocol):
+    """Says which tokens the clip range holds up; takes what a `TokenFn` takes."""
+
+    def __call__(
+        self,
+        logp_N: Tensor,
+        old_logp_N: Tensor,
+        advantage_N: Tensor,
+        clip_low: float,
+        clip_high: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return N marks for its lower end and N for its upper one."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLoss:
     """One loss of single tokens."""
@@ -51,6 +67,21 @@ class TokenLoss:
     """Derivative of `value` with respect to `logp_N`, never itself differentiated."""
     acts_on_all_tokens: bool = False
     """Whether a token without advantage has a gradient too; it may then not be skipped."""
+    bounded: BoundFn | None = None
+    """Which tokens the clip range stops, or whose weight it bounds. None: nobody says, or it has no range."""
+    has_range: bool = True
+    """Whether the clip range takes part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A function whose last arguments are known. Unlike `functools.partial` it equals its copy."""
+
+    function: Callable[..., Any]
+    known: tuple[float, ...]
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.function(*given, *self.known, **named)
 
 
 def clamp_log_ratio(log_ratio_N: Tensor) -> Tensor:
@@ -67,20 +98,6 @@ def _ratio_slope(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
     log_ratio_N = logp_N.detach() - old_logp_N.detach()
     ratio_N = clamp_log_ratio(log_ratio_N).exp()
     return ratio_N.where(log_ratio_N.abs() <= MAX_LOG_RATIO_NATS, 0.0)
-
-
-def reinforce_value(
-    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return -A logp. The old log-probabilities and the clip range take no part."""
-    return -advantage_N * logp_N
-
-
-def reinforce_grad(
-    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return -A."""
-    return -advantage_N
 
 
 def is_pg_value(
@@ -114,10 +131,114 @@ def clipped_grad(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """Return minus ratio times A, and 0 where the ratio has left the range to the better side."""
+    is_too_low_N, is_too_high_N = clipped_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
     slope_N = _ratio_slope(logp_N, old_logp_N)
-    is_too_high_N = (advantage_N > 0) & (slope_N > 1.0 + clip_high)
-    is_too_low_N = (advantage_N < 0) & (slope_N < 1.0 - clip_low)
     return (-slope_N * advantage_N).where(~(is_too_high_N | is_too_low_N), 0.0)
+
+
+def clipped_sides(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Say where the ratio has left the range to the better side."""
+    ratio_N = _ratio(logp_N.detach(), old_logp_N)
+    is_too_low_N = (advantage_N < 0) & (ratio_N < 1.0 - clip_low)
+    return is_too_low_N, (advantage_N > 0) & (ratio_N > 1.0 + clip_high)
+
+
+def _dual_value(
+    logp_N: Tensor,
+    old_logp_N: Tensor,
+    advantage_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+    bound: float,
+) -> Tensor:
+    value_N = clipped_value(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    return value_N.where(advantage_N >= 0, value_N.minimum(-bound * advantage_N))
+
+
+def _dual_grad(
+    logp_N: Tensor,
+    old_logp_N: Tensor,
+    advantage_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+    bound: float,
+) -> Tensor:
+    grad_N = clipped_grad(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    is_far_N = (advantage_N < 0) & (_ratio(logp_N.detach(), old_logp_N) > bound)
+    return grad_N.where(~is_far_N, 0.0)
+
+
+def _dual_sides(
+    logp_N: Tensor,
+    old_logp_N: Tensor,
+    advantage_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+    bound: float,
+) -> tuple[Tensor, Tensor]:
+    is_low_N, is_high_N = clipped_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    return is_low_N, is_high_N | ((advantage_N < 0) & (_ratio(logp_N.detach(), old_logp_N) > bound))
+
+
+def dual_clipped(bound: float) -> TokenLoss:
+    """Return the clipped loss whose tokens with A < 0 are stopped at a ratio above `bound` too.
+
+    Source: arXiv:1912.09729, equation 5.
+    """
+    return TokenLoss(
+        name="dual_clipped",
+        value=_Settled(_dual_value, (bound,)),
+        grad=_Settled(_dual_grad, (bound,)),
+        bounded=_Settled(_dual_sides, (bound,)),
+    )
+
+
+def _gate(ratio_N: Tensor, advantage_N: Tensor, above: float, below: float) -> tuple[Tensor, Tensor]:
+    """Return sigmoid(t (ratio - 1)) and t, where t is `above` for A > 0 and `below` else."""
+    temperature_N = ratio_N.new_full(ratio_N.shape, below).where(advantage_N <= 0, above)
+    return (temperature_N * (ratio_N - 1.0)).sigmoid(), temperature_N
+
+
+def _sapo_value(
+    logp_N: Tensor,
+    old_logp_N: Tensor,
+    advantage_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+    above: float,
+    below: float,
+) -> Tensor:
+    gate_N, temperature_N = _gate(_ratio(logp_N, old_logp_N), advantage_N, above, below)
+    return -4.0 / temperature_N * gate_N * advantage_N
+
+
+def _sapo_grad(
+    logp_N: Tensor,
+    old_logp_N: Tensor,
+    advantage_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+    above: float,
+    below: float,
+) -> Tensor:
+    gate_N, _ = _gate(_ratio(logp_N.detach(), old_logp_N), advantage_N, above, below)
+    return -4.0 * gate_N * (1.0 - gate_N) * _ratio_slope(logp_N, old_logp_N) * advantage_N
+
+
+def soft_gated(above: float, below: float) -> TokenLoss:
+    """Return the loss whose gradient fades as the ratio leaves 1, instead of stopping at a bound.
+
+    -4 / t sigmoid(t (ratio - 1)) A, with the temperature t `above` for A > 0 and `below` else. At a ratio of
+    1 its gradient is that of the policy. Source: arXiv:2511.20347, equations 5 and 6.
+    """
+    return TokenLoss(
+        name="sapo",
+        value=_Settled(_sapo_value, (above, below)),
+        grad=_Settled(_sapo_grad, (above, below)),
+        has_range=False,
+    )
 
 
 def cispo_value(
@@ -140,6 +261,14 @@ def cispo_grad(
     return -bounded_N * advantage_N
 
 
+def cispo_sides(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Say whose weight is bounded, whatever the sign of A."""
+    ratio_N = _ratio(logp_N.detach(), old_logp_N)
+    return ratio_N < 1.0 - clip_low, ratio_N > 1.0 + clip_high
+
+
 TRUST_WEIGHT = 1e-3
 """Factor of the squared log-ratio in the losses with a probability mask."""
 
@@ -157,11 +286,12 @@ def _mask_grad(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, is_kept_
     return policy_N + 2 * TRUST_WEIGHT * trust_N
 
 
-def _kept_by_dppo(
+def dppo_sides(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Say where the probability has moved too far to the better side."""
     gain_N = logp_N.detach().exp() - old_logp_N.detach().exp()
-    return ~(((advantage_N > 0) & (gain_N > clip_high)) | ((advantage_N <= 0) & (gain_N < -clip_low)))
+    return (advantage_N <= 0) & (gain_N < -clip_low), (advantage_N > 0) & (gain_N > clip_high)
 
 
 def dppo_value(
@@ -172,21 +302,24 @@ def dppo_value(
     The range bounds a difference of probabilities: a rare token may double, a frequent one may not. A
     small multiple of the squared log-ratio acts on every token, masked ones included.
     """
-    is_kept_N = _kept_by_dppo(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
-    return _mask_value(logp_N, old_logp_N, advantage_N, is_kept_N)
+    is_low_N, is_high_N = dppo_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    return _mask_value(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))
 
 
 def dppo_grad(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """Return the derivative of `dppo_value`; the mask is a constant."""
-    is_kept_N = _kept_by_dppo(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
-    return _mask_grad(logp_N, old_logp_N, advantage_N, is_kept_N)
+    is_low_N, is_high_N = dppo_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    return _mask_grad(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))
 
 
-def _kept_by_ipo(logp_N: Tensor, old_logp_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def ipo_mask_sides(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Say where the probability has moved too far, whatever the sign of A."""
     gain_N = logp_N.detach().exp() - old_logp_N.detach().exp()
-    return (gain_N >= -clip_low) & (gain_N <= clip_high)
+    return gain_N < -clip_low, gain_N > clip_high
 
 
 def ipo_mask_value(
@@ -196,26 +329,29 @@ def ipo_mask_value(
 
     Not the preference loss of that name (`preferences.py`).
     """
-    is_kept_N = _kept_by_ipo(logp_N, old_logp_N, clip_low, clip_high)
-    return _mask_value(logp_N, old_logp_N, advantage_N, is_kept_N)
+    is_low_N, is_high_N = ipo_mask_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    return _mask_value(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))
 
 
 def ipo_mask_grad(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """Return the derivative of `ipo_mask_value`; the mask is a constant."""
-    is_kept_N = _kept_by_ipo(logp_N, old_logp_N, clip_low, clip_high)
-    return _mask_grad(logp_N, old_logp_N, advantage_N, is_kept_N)
+    is_low_N, is_high_N = ipo_mask_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
+    return _mask_grad(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))
 
 
-REINFORCE = TokenLoss(name="reinforce", value=reinforce_value, grad=reinforce_grad)
-IS_PG = TokenLoss(name="is_pg", value=is_pg_value, grad=is_pg_grad)
-CLIPPED = TokenLoss(name="clipped", value=clipped_value, grad=clipped_grad)
-CISPO = TokenLoss(name="cispo", value=cispo_value, grad=cispo_grad)
-
-DPPO = TokenLoss(name="dppo", value=dppo_value, grad=dppo_grad, acts_on_all_tokens=True)
-IPO_MASK = TokenLoss(name="ipo_mask", value=ipo_mask_value, grad=ipo_mask_grad, acts_on_all_tokens=True)
-
-LOSSES: dict[str, TokenLoss] = {
-    loss.name: loss for loss in (REINFORCE, IS_PG, CLIPPED, CISPO, DPPO, IPO_MASK)
-}
+IS_PG = TokenLoss(name="is_pg", value=is_pg_value, grad=is_pg_grad, has_range=False)
+CLIPPED = TokenLoss(name="clipped", value=clipped_value, grad=clipped_grad, bounded=clipped_sides)
+CISPO = TokenLoss(name="cispo", value=cispo_value, grad=cispo_grad, bounded=cispo_sides)
+SAPO_TEMPERATURES = (1.0, 1.05)
+"""Above and below 0; the paper's, section 4."""
+SAPO = soft_gated(*SAPO_TEMPERATURES)
+DPPO = TokenLoss(name="dppo", value=dppo_value, grad=dppo_grad, bounded=dppo_sides, acts_on_all_tokens=True)
+IPO_MASK = TokenLoss(
+    name="ipo_mask",
+    value=ipo_mask_value,
+    grad=ipo_mask_grad,
+    bounded=ipo_mask_sides,
+    acts_on_all_tokens=True,
+)

@@ -1,8 +1,8 @@
 """Losses on pairs of replies of which one is preferred.
 
 The margin h is what the policy has gained over the reference on the preferred reply, minus what it has
-gained on the other: sums of log-probabilities over the scored tokens. With the policy as its own
-reference h = 0, and `dpo` starts at ln 2.
+gained on the other: sums of log-probabilities over the scored tokens, or their means. With the policy as
+its own reference h = 0, and `dpo` starts at ln 2.
 
 Shapes: h of one pair each; N scored tokens of any number of pairs.
 """
@@ -31,11 +31,14 @@ class Preference:
     beta: float
     label_noise_frac: float = 0.0
     """Of `cdpo`: how many labels are believed to be wrong."""
+    is_per_token: bool = False
+    """Whether a reply's gain is the mean over its tokens and not their sum."""
 
     def judge(self, margin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of margins (nats), and its derivative with respect to them.
 
-        Source: arXiv:2305.18290, equation 7 (dpo); arXiv:2310.12036, equation 17 (pref_ipo).
+        Source: arXiv:2305.18290, equation 7 (dpo); arXiv:2310.12036, equation 17 (pref_ipo), whose authors
+        mean log-probabilities per token.
         """
         if self.name == "pref_ipo":
             distance = margin - 1.0 / (2.0 * self.beta)
@@ -52,12 +55,14 @@ class Preference:
         """Return every token's share of its pair's loss, and its gradient. Nothing is differentiated."""
         sign_M, is_better_M = tokens.advantage_M, tokens.advantage_M > 0
         gain_M = tokens.logprob_M.detach() - tokens.reference_logprob_M
-        margin_M = sum_over(sign_M * gain_M, tokens.group_M)
+        one_M = gain_M.new_ones(gain_M.shape)
+        share_M = 1.0 / sum_over(one_M, tokens.reply_M) if self.is_per_token else one_M
+        margin_M = sum_over(sign_M * share_M * gain_M, tokens.group_M)
         loss_M, grad_M = self.judge(margin_M)
-        num_tokens_M = sum_over(gain_M.new_ones(gain_M.shape), tokens.group_M)
+        num_tokens_M = sum_over(one_M, tokens.group_M)
         return TokenTerms(
             loss_N=loss_M / num_tokens_M,
-            grad_N=sign_M * grad_M,
+            grad_N=sign_M * share_M * grad_M,
             # Both replies of a pair may become less likely while the margin grows.
             shares={
                 "pair_accuracy": (margin_M > 0).to(gain_M.dtype) / num_tokens_M,

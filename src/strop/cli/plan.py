@@ -100,7 +100,9 @@ def show_plan(output: Output, planned: Plan) -> None:
     seen = "unknown"
     if schedule.num_epochs is not None:
         seen = f"{schedule.num_train_examples}, seen {schedule.num_epochs:.3g} times"
-    rows = [("steps", str(schedule.steps))]
+    several = schedule.steps_per_batch
+    each = f", each of {several} optimizer steps" if several > 1 else ""
+    rows = [("steps", f"{schedule.steps}{each}")]
     if schedule.rollouts_per_step:
         shown = f"{schedule.rollouts_per_step} of {schedule.prompts_per_step} prompts"
         rows += [("rollouts per step", shown), ("training examples", seen)]

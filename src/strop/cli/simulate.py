@@ -29,7 +29,7 @@ class SimulateArguments:
         str | None,
         typer.Option(metavar="NAME|FILE", help="One for each engine and each rank: h100, l4, ..."),
     ] = None
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 20
+    steps: Annotated[int, typer.Option(help="Steps.")] = 20
     stragglers: Annotated[float, typer.Option(help="Share of engines that are slow in all they do.")] = 0.0
     straggler_factor: Annotated[float, typer.Option(help="How many times slower.")] = 3.0
     failures: Annotated[float, typer.Option(help="How often one engine dies, per hour.")] = 0.0

@@ -14,8 +14,9 @@ from strop.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from strop.environments import RolloutPlan
     from strop.policy.language_model import ModelShape
-    from strop.policy.learner import StepReport, Term
+    from strop.policy.learner import Term
     from strop.policy.packing import PackedGroup
+    from strop.policy.step_report import StepPlan, StepReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +35,7 @@ class LearnerRole(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken."""
+        """Batches that have moved the weights."""
         ...
 
     @property
@@ -57,15 +58,24 @@ class LearnerRole(Protocol):
         """Whether a step leaves the loop's event loop free."""
         ...
 
-    async def step_terms(self, terms: Sequence[Term]) -> StepReport:
+    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
         """Take one optimizer step over the complete batches of all terms. See `Learner.step_terms`.
 
         Raises: LearnerError if the loss or gradient is not finite; weights and moments stay.
         """
         ...
 
-    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
+    async def hold(self) -> None:
+        """Keep the trained weights as they are now for `score`, in place of what was kept before."""
+        ...
+
+    async def score(
+        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
+    ) -> list[FloatArray]:
+        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
+
+        `is_held`: under the weights that `hold` kept.
+        """
         ...
 
     async def add_frozen(self, role: str, source: ModelSource) -> Scorer:

@@ -18,9 +18,10 @@ from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
 from strop.policy.frozen import FrozenModel
 from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
-from strop.policy.learner import Learner, StepReport, Term
+from strop.policy.learner import Learner, Term
 from strop.policy.packing import PackedGroup
 from strop.policy.sharded.build import shard_frozen, shard_learner
+from strop.policy.step_report import StepPlan, StepReport
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 
@@ -48,7 +49,7 @@ class LocalLearner:
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken."""
+        """Batches that have moved the weights."""
         return self.local.version
 
     @property
@@ -66,13 +67,19 @@ class LocalLearner:
         """Whether it computes activations again."""
         return self.local.model.recomputes
 
-    async def step_terms(self, terms: Sequence[Term]) -> StepReport:
+    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
         """Take one optimizer step. See `LearnerRole.step_terms`."""
-        return await self._do(partial(self.local.step_terms, terms))
+        return await self._do(partial(self.local.step_terms, terms, plan))
 
-    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+    async def hold(self) -> None:
+        """Keep the weights as they are now. See `LearnerRole.hold`."""
+        await self._do(self.local.hold)
+
+    async def score(
+        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
+    ) -> list[FloatArray]:
         """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
-        return await self._do(partial(self.local.score, groups, temperature))
+        return await self._do(partial(self.local.score, groups, temperature, is_held=is_held))
 
     async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
         """Load a model that never learns. See `LearnerRole.add_frozen`."""
@@ -129,7 +136,12 @@ def build_learner(spec: RunSpec, source: ModelSource) -> Learner:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_policy(spec, source, device=device)
-    return Learner(model, spec.optimizer, micro_batch_positions=spec.train.micro_batch_tokens)
+    return Learner(
+        model,
+        spec.optimizer,
+        micro_batch_positions=spec.train.micro_batch_tokens,
+        num_steps=spec.train.num_optimizer_steps,
+    )
 
 
 def build_rank(spec: RunSpec, source: ModelSource, *, num_ranks: int) -> Learner:
@@ -140,7 +152,11 @@ def build_rank(spec: RunSpec, source: ModelSource, *, num_ranks: int) -> Learner
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_policy(spec, source, device="cpu", num_ranks=num_ranks)
     return shard_learner(
-        model, spec.optimizer, device=device, micro_batch_positions=spec.train.micro_batch_tokens
+        model,
+        spec.optimizer,
+        device=device,
+        micro_batch_positions=spec.train.micro_batch_tokens,
+        num_steps=spec.train.num_optimizer_steps,
     )
 
 

@@ -93,7 +93,7 @@ class WeightUpdate:
     """One publication of the policy's weights."""
 
     version: int
-    """Optimizer steps behind these weights."""
+    """Steps behind these weights."""
     digest: str
     """`policy.digest` of the published tensors; the engine checks it and answers with its own."""
     transport: WeightTransport

@@ -48,7 +48,7 @@ class RolloutPlan:
 
     example: Example
     step: int
-    """Optimizer steps completed now."""
+    """Steps completed now."""
     sample_index: int
     """Position inside the group, from 0."""
     run_seed: int

@@ -54,7 +54,7 @@ class EvalSettings:
 
     run_seed: int
     step: int
-    """Optimizer steps behind the model; part of the names of the random streams."""
+    """Steps behind the model; part of the names of the random streams."""
     split: Split
     """No default: a score without its split has no meaning."""
     prompt_format: PromptFormat | str = PromptFormat.AUTO

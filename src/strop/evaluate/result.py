@@ -181,7 +181,7 @@ class EvalPlan(Record):
     """Of the task that posed and ended the replies; another one where they were judged anew."""
     split: Split
     step: int
-    """Optimizer steps behind the model."""
+    """Steps behind the model."""
     model_digest: str
     dtype: str | None
     """Number format that the weights were served in; None where nobody said."""

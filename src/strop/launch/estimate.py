@@ -239,7 +239,7 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
         total_s=step_s * train.steps + eval_s * work.num_evals,
         scored_tokens_per_s=(reply_tokens + work.given_scored) / step_s,
         num_reply_tokens=reply_tokens,
-        num_positions=positions,
+        num_positions=positions * train.epochs,
         bottleneck=bottleneck,
         bottleneck_role=role,
         relief=None,
@@ -344,7 +344,10 @@ def _attention_flop(size: ModelSize, num_pairs: float) -> float:
 
 
 def learn_s(work: Work, speeds: Speeds, layout: Layout, positions: float, scored: float) -> float:
-    """Return seconds of forward, backward, gathering shards, and the optimizer."""
+    """Return seconds of forward, backward, gathering shards, and the optimizer.
+
+    Units: `positions` and `scored` are those of one way through the batch.
+    """
     size, spec, known = work.size, work.spec, speeds.efficiency
     num_devices = 1 if speeds.is_processor else layout.num_learners
     context = work.prompt_tokens_mean + work.reply_tokens / 2
@@ -354,15 +357,17 @@ def learn_s(work: Work, speeds: Speeds, layout: Layout, positions: float, scored
     flop = share * learn_flop(size, positions, scored) + 3.0 * _attention_flop(size, positions * context)
     if recomputes(spec, size, layout, speeds.memory_bytes, work.frozen):
         flop += prefill_flop(size, positions)
-    flop += _frozen_flop(work, positions, scored)
+    flop = spec.train.epochs * flop + _scoring_flop(work, positions, scored)
     imbalance = IMBALANCE if layout.num_learners > 1 else 1.0
     compute_s = imbalance * flop / (speeds.gflops * 1e9 * known.learn_frac * num_devices)
     state = state_bytes(size, spec.model.dtype, adapters) / num_devices
-    update_s = state / (speeds.copy_gb_per_s * 1e9 * known.update_frac)
+    num_updates = spec.train.steps_per_batch
+    update_s = num_updates * state / (speeds.copy_gb_per_s * 1e9 * known.update_frac)
     if layout.num_learners == 1:
         return compute_s + update_s
     budget = position_budget(spec, size, layout, speeds.memory_bytes)
-    num_micro_batches = max(-(-positions // (budget * layout.num_learners)), 1.0)
+    per_update = positions / spec.train.mini_batches
+    num_micro_batches = num_updates * max(-(-per_update // (budget * layout.num_learners)), 1.0)
     # Each micro-batch gathers the copies twice and scatters fp32 gradients once; what a rank sends of it.
     num_trained = size.num_params if adapters is None else adapters
     moved = 2 * COPY_BYTES[spec.model.dtype] * size.num_params + 4 * num_trained
@@ -370,8 +375,10 @@ def learn_s(work: Work, speeds: Speeds, layout: Layout, positions: float, scored
     return compute_s + update_s + num_micro_batches * sent / (speeds.link_gb_per_s * 1e9)
 
 
-def _frozen_flop(work: Work, positions: float, scored: float) -> float:
-    """Return the FLOP of one forward of every model that is asked in each step and never learns.
+def _scoring_flop(work: Work, positions: float, scored: float) -> float:
+    """Return the FLOP of one forward of every model that each batch is shown without being learned from.
+
+    The policy is one of them where ratios start from weights that optimizer steps leave behind.
 
     Pairs are scored by their reference once, before the first step.
     """
@@ -379,6 +386,8 @@ def _frozen_flop(work: Work, positions: float, scored: float) -> float:
     sizes = frozen_sizes(spec, work.size, work.frozen)
     asked = [one for role, one in sizes.items() if role == "teacher" or spec.needs_reference]
     if spec.has_teacher and spec.teacher.source == "current":
+        asked.append(work.size)
+    if spec.scores_start:
         asked.append(work.size)
     return sum(
         prefill_flop(one, positions)

@@ -56,7 +56,7 @@ class OpenedModel:
     path: Path
     digest: str
     step: int
-    """Optimizer steps behind it, as far as its place tells; 0 for a model from elsewhere."""
+    """Steps behind it, as far as its place tells; 0 for a model from elsewhere."""
     run_path: Path | None
     """The run that made it."""
     notice: str | None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from strop.algorithm.idle import find_idle_settings
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.hardware.accelerators import Accelerator
@@ -26,7 +27,7 @@ from strop.launch.estimate import (
 )
 from strop.launch.local_data import read_task_offline, require_trainable_here, training_examples_here
 from strop.launch.locate import find_model
-from strop.launch.plan_settings import list_limits, list_terms, with_origins
+from strop.launch.plan_settings import list_limits, list_optimizer, list_terms
 from strop.launch.planned import Plan, PlannedPrompt, PlannedValue, Room, Schedule
 from strop.launch.roles import (
     Part,
@@ -130,7 +131,7 @@ def make_plan(
         ),
         schedule=schedule,
         algorithm=list_terms(resolved, limit),
-        optimizer=with_origins(resolved, "optimizer", spec.optimizer.model_dump()),
+        optimizer=list_optimizer(resolved),
         memory=memory,
         roles=roles,
         hardware=speeds.device,
@@ -143,7 +144,11 @@ def make_plan(
             *_warn_of_roles(roles, speeds),
         ),
         unknown=known.unknown,
-        notices=(*resolved.notices, *([f"model.dtype: {number_format}"] if number_format.cost else [])),
+        notices=(
+            *resolved.notices,
+            *filter(None, [find_idle_settings(spec)]),
+            *([f"model.dtype: {number_format}"] if number_format.cost else []),
+        ),
     )
 
 
@@ -325,6 +330,7 @@ def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
         num_eval_examples = len(known.held_out)
     return Schedule(
         steps=train.steps,
+        steps_per_batch=train.steps_per_batch,
         prompts_per_step=num_prompts,
         rollouts_per_step=num_prompts * train.rollouts_per_prompt,
         num_train_examples=num_train,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from strop.algorithm import Aggregation, build_algorithm
+from strop.algorithm import Aggregation, Algorithm, build_algorithm
 from strop.algorithm.corrections import CORRECTIONS, Correction
 from strop.hardware import Machine
 from strop.launch.planned import PlannedValue
 from strop.launch.roles import count_rows
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
+from strop.policy.learning_rate import lr_at
 from strop.spec import ResolvedSpec
 from strop.spec.base import DEFAULT
+from strop.spec.train import TrainSpec
 from strop.tasks import Task
 
 _OF_CORRECTION = ("correction", "correction_cap", "max_sequence_tokens")
 _NORMALIZERS = {
-    Aggregation.TOKEN_MEAN: "1 / scored tokens of the step",
+    Aggregation.TOKEN_MEAN: "1 / scored tokens of the {part}",
     Aggregation.SEQ_MEAN: "1 / ({rollouts} rollouts x scored tokens of the rollout)",
     Aggregation.CONST: "1 / ({rollouts} rollouts x {limit} tokens of reply limit)",
     Aggregation.GROUP_TOKEN_MEAN: "1 / ({prompts} groups x scored tokens of the group)",
@@ -95,7 +98,9 @@ def _plan_distillation(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
     cap = spec.algorithm.correction_cap or CORRECTIONS[spec.algorithm.correction].cap
     return (
         PlannedValue(
-            name="weight of a token", value=_NORMALIZERS[Aggregation.TOKEN_MEAN], origin="strop's own"
+            name="weight of a token",
+            value=_NORMALIZERS[Aggregation.TOKEN_MEAN].format(part=_part_of_step(spec.train)),
+            origin="strop's own",
         ),
         *teacher,
         *(_plan_correction(resolved, CORRECTIONS[spec.algorithm.correction], cap) if is_sampled else ()),
@@ -118,27 +123,71 @@ def _plan_correction(resolved: ResolvedSpec, correction: Correction, cap: float)
     return (*applied, _effective(resolved, f"{name}_cap", cap, f"{correction.name}'s own"))
 
 
+def list_optimizer(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
+    """Return how gradients move the weights."""
+    optimizer, train = resolved.spec.optimizer, resolved.spec.train
+    values = with_origins(resolved, "optimizer", optimizer.model_dump())
+    if optimizer.schedule == "constant":
+        return values
+    num = train.num_optimizer_steps
+    last = PlannedValue(
+        name="lr of the last optimizer step",
+        value=f"{lr_at(optimizer, num - 1, num):.3g}",
+        origin=f"number {num} of the run",
+    )
+    return (*values, last)
+
+
+def _part_of_step(train: TrainSpec) -> str:
+    return "step" if train.mini_batches == 1 else "mini-batch"
+
+
 def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
     spec = resolved.spec
-    algorithm = build_algorithm(spec.algorithm, spec.reference)
+    algorithm = build_algorithm(spec.algorithm, spec.reference, spec.train)
     own = f"{algorithm.name}'s own"
-    prompts = spec.train.prompts_per_step
+    prompts = spec.train.prompts_per_step // spec.train.mini_batches
     normalizer = _NORMALIZERS[algorithm.aggregation].format(
-        rollouts=prompts * spec.train.rollouts_per_prompt, limit=limit, prompts=prompts
+        part=_part_of_step(spec.train),
+        rollouts=prompts * spec.train.rollouts_per_prompt,
+        limit=limit,
+        prompts=prompts,
     )
+    advantage = PlannedValue(name="algorithm.advantage", value=_describe_advantage(algorithm), origin=own)
+    if spec.algorithm.advantage is not None:
+        advantage = replace(advantage, origin=resolved.origins.get(advantage.name, DEFAULT))
+    # What a loss without a range, or a run without the entry, has no use for is not said.
+    unused = set() if algorithm.loss.has_range else {"clip_low", "clip_high"}
+    unused |= {"overlong_buffer_tokens"} if algorithm.overlong != "shape" else set()
+    unused |= {"sapo_temperature_pos", "sapo_temperature_neg"} if spec.algorithm.name != "sapo" else set()
     derived = [
         PlannedValue(name="weight of a token", value=normalizer, origin=own),
-        PlannedValue(name="advantage", value=algorithm.advantage.__name__, origin=own),
+        advantage,
         *(
             _effective(resolved, f"algorithm.{name}", getattr(algorithm, name), own)
             for name in ("mode", "clip_low", "clip_high", "zero_variance", "filter_on", "overlong")
+            if name not in unused
         ),
         *_plan_correction(resolved, algorithm.correction, algorithm.correction_cap),
     ]
-    shown = {value.name for value in derived} | {f"algorithm.{name}" for name in _OF_CORRECTION}
+    if algorithm.reward_kl_beta:
+        beta = resolved.origins.get("reference.kl_beta", DEFAULT)
+        penalty = f"{algorithm.reward_kl_beta:g} x log-ratio (k1), in the reward"
+        derived.append(PlannedValue(name="KL to the reference", value=penalty, origin=beta))
+    shown = {value.name for value in derived} | {f"algorithm.{name}" for name in (*unused, *_OF_CORRECTION)}
     plain = with_origins(resolved, "algorithm", spec.algorithm.model_dump())
     sampling = with_origins(resolved, "sampling", spec.sampling.model_dump())
     return (*(value for value in plain if value.name not in shown), *derived, *sampling)
+
+
+def _describe_advantage(algorithm: Algorithm) -> str:
+    """Say what a rollout is compared with."""
+    behind = {
+        "none": "",
+        "spread": ", then over the spread of the batch",
+        "whiten": ", then whitened over all tokens of the batch",
+    }
+    return f"{algorithm.advantage.__name__}{behind[algorithm.over_batch]}"
 
 
 def with_origins(resolved: ResolvedSpec, section: str, values: dict[str, Any]) -> tuple[PlannedValue, ...]:

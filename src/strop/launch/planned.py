@@ -44,6 +44,8 @@ class Schedule:
     """How much is trained, evaluated and kept."""
 
     steps: int
+    steps_per_batch: int
+    """Optimizer steps of each."""
     prompts_per_step: int
     rollouts_per_step: int
     num_train_examples: int | None

@@ -22,6 +22,7 @@ from strop.policy.footprint import (
     count_trained,
     frozen_bytes,
     gpu_positions,
+    held_bytes,
     micro_batch_positions,
     packed_bytes,
     rank_state_bytes,
@@ -311,6 +312,7 @@ def _learner_parts(
         (f"gradients (fp32{of})", trained * 4),
         ("sum of the terms' gradients (fp32)", terms_bytes(size, num_terms, adapters) / num_ranks),
         (f"moments (fp32{of})", trained * 8),
+        (f"weights that ratios start from (fp32{of})", held_bytes(spec, size, adapters) / num_ranks),
         ("gathered copies and gradients", gathered),
         (f"activations ({positions} positions{again})", activations),
         *(

@@ -114,7 +114,7 @@ class Simulation:
     """Mean share of its rows that are taken."""
     learner_busy_frac: float
     staleness: Mapping[int, float]
-    """Share of groups by optimizer steps between their oldest token and the step that trains on them."""
+    """Share of groups by steps between their oldest token and the step that trains on them."""
     fates: Mapping[str, int]
     """Groups by how they ended, and those started and ahead at the end."""
     wasted_token_frac: float
@@ -286,7 +286,7 @@ class _Desk:
         self._layout = Layout(
             num_learners=wish.num_learners, num_engines=wish.num_engines, num_workers=0, is_shared=False
         )
-        self._algorithm = build_algorithm(spec.algorithm, spec.reference)
+        self._algorithm = build_algorithm(spec.algorithm, spec.reference, spec.train)
         schedule = schedule_examples(self._spec, given.task)
         if schedule is None:
             raise ConfigError(

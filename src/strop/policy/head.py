@@ -25,6 +25,8 @@ from strop.policy.packing import PackedBatch
 _LOGIT_BYTES = 6
 """Held at once per logit: itself in bf16, and in fp32 where the passes over it are not one kernel."""
 _MAX_GPU_ROWS = 8192
+_MIN_LOGPROB = -1e4
+"""Of what cannot be sampled: 0 times this is 0, and 0 times minus infinity is not a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,6 +51,17 @@ class HeadResult:
     loss: torch.Tensor
     """A scalar in fp64, on the device: reading it waits for everything before it."""
     grad_hidden_U_D: torch.Tensor
+    entropy_M: torch.Tensor | None = None
+    """Of the distribution that each scored token was drawn from (nats); None where nobody asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EntropyBonus:
+    """What is taken from the loss: `factor` times the entropy behind every scored token, as it is weighed."""
+
+    factor: float
+    term_weight: float = 1.0
+    """Of the term that it is part of; the loss is returned without it."""
 
 
 def choose_chunk_rows(device: torch.device, dtype: torch.dtype, vocab_size: int) -> int:
@@ -84,10 +97,19 @@ class _PlainRows:
         self._all_logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         self._temperature = temperature
         self._dtype = hidden.dtype
+        self._entropy: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def logprobs(self, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the log-probability of tokens. Shapes: both (m) to (m), fp32."""
         return self._all_logprobs[row, target]
+
+    def entropies(self) -> torch.Tensor:
+        """Return the entropy (nats) of every row. Shapes: (C), fp32."""
+        return -torch.einsum("cv,cv->c", self._all_logprobs.exp(), self._all_logprobs.clamp(min=_MIN_LOGPROB))
+
+    def take_entropy(self, entropy_C: torch.Tensor, weight_C: torch.Tensor) -> None:
+        """Take `weight_C` times the entropies of the rows from the loss, in the gradient to come."""
+        self._entropy = (entropy_C, weight_C)
 
     def into_gradient(self, row: torch.Tensor, target: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient that tokens' log-probabilities send the logits; ends this object's use.
@@ -97,7 +119,14 @@ class _PlainRows:
         # d logprob / d logits = (onehot - p) / temperature, summed over the tokens of a row.
         grad = grad / self._temperature
         per_row = torch.zeros(len(self._all_logprobs), device=grad.device).index_add_(0, row, grad)
-        grad_logits = self._all_logprobs.exp_().mul_(-per_row[:, None])
+        if self._entropy is None:
+            grad_logits = self._all_logprobs.exp_().mul_(-per_row[:, None])
+        else:
+            # d entropy / d logits = -p (log p + entropy) / temperature
+            entropy_C, weight_C = self._entropy
+            probs = self._all_logprobs.exp()
+            grad_logits = self._all_logprobs.clamp_(min=_MIN_LOGPROB).add_(entropy_C[:, None])
+            grad_logits.mul_((weight_C / self._temperature)[:, None]).sub_(per_row[:, None]).mul_(probs)
         return grad_logits.index_put_((row, target), grad, accumulate=True).to(self._dtype)
 
 
@@ -151,6 +180,7 @@ def loss_and_gradients(
     temperature: float,
     rule: TokenRule,
     grad_weight: torch.Tensor | None,
+    bonus: EntropyBonus | None = None,
     chunk_rows: int | None = None,
 ) -> HeadResult:
     """Compute loss and gradients of the scored tokens; add the head's own into `grad_weight`.
@@ -161,17 +191,28 @@ def loss_and_gradients(
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
     grad_hidden = torch.empty_like(hidden_U_D)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_U_D.device)
+    entropy_M = None if bonus is None else torch.empty_like(logprob_M)
+    if chunk_rows is None and bonus is not None:
+        # A second fp32 tensor of a chunk's size: the probabilities beside their logarithms.
+        chunk_rows = choose_chunk_rows(hidden_U_D.device, hidden_U_D.dtype, len(head_weight)) // 2
     for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), chunk_rows):
         hidden = hidden_U_D[rows]
-        logits = _rows(hidden, head_weight, temperature)
+        logits = (_rows if bonus is None else _PlainRows)(hidden, head_weight, temperature)
         row, target = batch.row_M[tokens] - rows.start, batch.target_M[tokens]
         logprob_M[tokens] = logits.logprobs(row, target)
         token_gradient = rule(logprob_M[tokens], tokens)
         loss += token_gradient.loss_M.sum(dtype=torch.float64)
+        if bonus is not None and entropy_M is not None:
+            assert isinstance(logits, _PlainRows)
+            entropy_C = logits.entropies()
+            entropy_M[tokens] = entropy_C[row]
+            weight_C = torch.zeros_like(entropy_C).index_add_(0, row, bonus.factor * batch.weight_M[tokens])
+            loss -= (weight_C * entropy_C).sum(dtype=torch.float64)
+            logits.take_entropy(entropy_C, bonus.term_weight * weight_C)
         grad_logits = logits.into_gradient(row, target, token_gradient.grad_M)
         grad_hidden[rows] = grad_logits @ head_weight
         if grad_weight is not None:
             add_into(grad_weight, grad_logits.t() @ hidden)
         # Else they would be held while the next chunk's are made.
         del logits, grad_logits
-    return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden)
+    return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden, entropy_M=entropy_M)

@@ -1,4 +1,4 @@
-"""The policy's optimizer: fp32 masters and moments, and one exact step per batch.
+"""The policy's optimizer: fp32 masters and moments, and one exact step at a time.
 
 Forward and backward run on the compute copies (bf16, or the masters themselves in fp32). Gradients
 of micro-batches are summed in fp32; token weights were fixed for the whole batch before it was
@@ -10,40 +10,47 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from strop.errors import ConfigError, LearnerError, explain_refusal
+from strop.policy.adamw import MOMENTS, AdamW
 from strop.policy.digest import tensors_digest
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
 from strop.policy.frozen import FrozenModel
-from strop.policy.head import HeadResult, TokenGradient, TokenRule, loss_and_gradients, token_logprobs
+from strop.policy.head import (
+    EntropyBonus,
+    HeadResult,
+    TokenGradient,
+    TokenRule,
+    loss_and_gradients,
+    token_logprobs,
+)
 from strop.policy.joint_file import write_jointly
 from strop.policy.language_model import LanguageModel
+from strop.policy.learning_rate import lr_at
 from strop.policy.lora import name_for_peft, write_adapter
 from strop.policy.masters import LocalMasters, Masters
 from strop.policy.micro_batch import default_positions
-from strop.policy.objective import Scope, TokenTerms, TokenTermsFn
+from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn
 from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, split_by_budget
 from strop.policy.ranks import Ranks, SingleRank, count_missing, run_on_first
 from strop.policy.scoring import score_share
 from strop.policy.shared_attention import build_shared_attention
 from strop.policy.shares import require_disjoint
 from strop.policy.state import load_tensors, save_tensors
-from strop.policy.tally import Tally, add_up, join
+from strop.policy.step_report import StepPlan, StepReport, TermReport
+from strop.policy.tally import Tally, Total, add_up, join
 from strop.policy.weights import export_tensors, merged_tensors, publish_tensors
 from strop.rollout import FloatArray
 from strop.spec.optimizer import OptimizerSpec
 
 _CHANGED_STRIDE = 997
 """Every so many parameters are compared to tell which share a step has changed."""
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,52 +65,23 @@ class LossTerm:
     """What `token_terms` must see at once."""
     weight: float = 1.0
     """Factor of the whole term."""
+    entropy_weight: float = 0.0
+    """Factor of the entropy that is taken from the loss at every scored position, weighed as its tokens."""
 
 
 Term = LossTerm | DistillTerm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TermReport:
-    """What one term gave to a step, its weight included."""
+class _Applied:
+    """What a step changed; see `StepReport`."""
 
-    name: str
-    loss: float
-    grad_norm: float
-    """L2 norm of this term's gradient alone, before clipping."""
-    cosine: float | None
-    """Between this gradient and the sum of those of the terms before; None for the first, and where
-    either is 0."""
+    changed_frac: float = 0.0
+    master_changed_frac: float | None = None
+    ratio: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepReport:
-    """What one optimizer step did."""
-
-    loss: float
-    """Sum of the weighted terms."""
-    grad_norm: float
-    """L2 norm of the whole gradient before clipping."""
-    lr: float
-    changed_frac: float
-    """Share of compute copies that the step changed. Small steps change few bf16 copies at a time."""
-    master_changed_frac: float | None
-    """Share of masters with a gradient that the step changed: near 1, unless updates vanish in the
-    rounding of the masters. None if no sampled master has a gradient."""
-    drift_M: FloatArray
-    """abs(trainer - engine) log-probability (nats) of every trained token that an engine sampled."""
-    num_positions: int
-    """Positions that were forwarded, each prompt counted once per micro-batch."""
-    num_micro_batches: int
-    terms: tuple[TermReport, ...] = ()
-    correction_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """Off-policy correction of every token whose loss has one."""
-    log_ratio_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """What it was computed from, proximal minus engine (nats)."""
-    sums: Mapping[str, float] = field(default_factory=dict)
-    """What else the losses report, by metric."""
-    compute_s: float = 0.0
-    """Wall time of the step where it was computed; of the slowest rank."""
+_UNMOVED = _Applied()
 
 
 class Learner:
@@ -117,11 +95,15 @@ class Learner:
         micro_batch_positions: int | None = None,
         masters: Masters | None = None,
         ranks: Ranks | None = None,
+        num_steps: int | None = None,
     ) -> None:
-        """Take all weights of `model`, or with `masters` and `ranks` this rank's share of them."""
+        """Take all weights of `model`, or with `masters` and `ranks` this rank's share of them.
+
+        `num_steps` are the optimizer steps of the whole run, which a learning rate that decays asks for.
+        """
         self.model = model
         self.version = 0
-        """Optimizer steps taken."""
+        """Batches that have moved the weights: what an engine serves is named by it."""
         self.teacher: FrozenModel | None = None
         """What the terms of distillation compare with, of the policy's vocabulary."""
         self._spec = spec
@@ -132,7 +114,9 @@ class Learner:
         """Of a micro-batch."""
         self._weights = masters or LocalMasters(model)
         self._masters = self._weights.by_name
-        self._optimizer = self._build_optimizer()
+        self._optimizer = AdamW(self._masters, spec)
+        self._num_steps = num_steps
+        self._held: dict[str, torch.Tensor] | None = None
 
     def step(
         self, groups: Sequence[PackedGroup], *, temperature: float, token_terms: TokenTermsFn
@@ -144,8 +128,8 @@ class Learner:
         term = LossTerm(name="loss", groups=groups, temperature=temperature, token_terms=token_terms)
         return self.step_terms([term])
 
-    def step_terms(self, terms: Sequence[Term]) -> StepReport:
-        """Take one optimizer step over the complete batches of all terms.
+    def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
+        """Take one optimizer step over the complete (mini-)batches of all terms.
 
         The gradients of several terms are measured apart and then added up, which takes one more buffer
         of the gradient's size. An empty batch still moves: moments decay and the version advances, as for
@@ -153,22 +137,31 @@ class Learner:
 
         Raises: LearnerError if the loss or gradient is not finite; weights and moments stay.
         """
-        begun_at = time.perf_counter()
+        begun_at, plan = time.perf_counter(), plan or StepPlan()
+        place = self._optimizer.num_steps if plan.place is None else plan.place
         names, shares = [term.name for term in terms], [term.groups for term in terms]
-        require_disjoint(self._ranks, names, shares, step=self.version + 1)
+        require_disjoint(self._ranks, names, shares, step=place + 1)
         own = Tally()
         reports = self._accumulate_apart(terms, own)
         tally = add_up(self._ranks.gather(own))
         grad_norm = self._clip(tally.loss)
         if len(terms) == 1:
             reports = [TermReport(name=terms[0].name, loss=tally.loss, grad_norm=grad_norm, cosine=None)]
-        master_changed_frac, changed_frac = self._apply()
+        moved, lr = _UNMOVED, lr_at(self._spec, place, self._num_steps)
+        distance = tally.totals.get(APPROX_KL, Total())
+        is_taken = plan.max_kl is None or not distance.count or distance.mean <= plan.max_kl
+        if is_taken:
+            moved = self._apply(lr)
+            self.version = self.version + 1 if plan.version is None else plan.version
+        self._zero_gradients()
         return StepReport(
             loss=tally.loss,
             grad_norm=grad_norm,
-            lr=float(self._optimizer.param_groups[0]["lr"]),
-            changed_frac=changed_frac,
-            master_changed_frac=master_changed_frac,
+            lr=lr,
+            changed_frac=moved.changed_frac,
+            master_changed_frac=moved.master_changed_frac,
+            update_ratio=moved.ratio,
+            is_taken=is_taken,
             drift_M=join(tally.drifts),
             num_positions=tally.num_positions,
             num_micro_batches=tally.num_micro_batches,
@@ -176,6 +169,8 @@ class Learner:
             correction_M=join(tally.corrections),
             log_ratio_M=join(tally.log_ratios),
             sums=tally.sums,
+            totals=tally.totals,
+            ratio_M=join(tally.ratios),
             compute_s=max(self._ranks.gather(time.perf_counter() - begun_at)),
         )
 
@@ -193,14 +188,39 @@ class Learner:
         self._zero_gradients()
         return copies
 
-    def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+    def hold(self) -> None:
+        """Keep the trained weights as they are now for `score`, in place of what was kept before."""
+        self._held = {name: master.detach().clone() for name, master in self._masters.items()}
+
+    def score(
+        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
+    ) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
 
-        The groups are this rank's share, which may be empty.
+        The groups are this rank's share, which may be empty. `is_held`: under the weights that `hold` kept.
         """
-        found = score_share(self.model, groups, temperature, self.max_positions, self._ranks)
-        self._weights.release()
+        with self._held_weights() if is_held else nullcontext():
+            found = score_share(self.model, groups, temperature, self.max_positions, self._ranks)
+            self._weights.release()
         return found
+
+    @contextmanager
+    def _held_weights(self) -> Iterator[None]:
+        """Exchange the weights for those that were kept, and back."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        assert self._held is not None, "nothing was held"
+        for name, master in self._masters.items():
+            now = master.detach().clone()
+            master.copy_(self._held[name])
+            self._held[name].copy_(now)
+        self._weights.refresh()
 
     def write_weights(self, path: Path) -> str:
         """Write the compute copies to one safetensors file for engines, adapters merged. Returns the digest.
@@ -258,14 +278,13 @@ class Learner:
         """Write masters, moments and counters into an existing directory."""
         tensors: dict[str, torch.Tensor] = {}
         for name, master in self._masters.items():
-            state = self._optimizer.state[master]
-            parts = {"master": master.detach()}
-            parts |= {key: state[key] if state else torch.zeros_like(master) for key in _MOMENTS}
+            parts = {"master": master.detach(), **self._optimizer.moments[name]}
             for key, part in parts.items():
                 tensors[f"{key}/{name}"] = self._weights.as_stored(name, part)
         save_tensors(self._ranks, tensors, target)
         if self._ranks.index == 0:
-            (target / "learner.json").write_text(json.dumps({"version": self.version}))
+            counters = {"version": self.version, "num_steps": self._optimizer.num_steps}
+            (target / "learner.json").write_text(json.dumps(counters))
 
     def load_state(self, source: Path) -> None:
         """Restore what `save_state` wrote, on any number of ranks: all of it or nothing.
@@ -275,37 +294,16 @@ class Learner:
         parts: dict[str, torch.Tensor] = {}
         wanted: dict[str, torch.Tensor] = {}
         for name, master in self._masters.items():
-            for key in ("master", *_MOMENTS):
+            for key in ("master", *MOMENTS):
                 parts[f"{key}/{name}"] = torch.empty_like(master)
                 wanted[f"{key}/{name}"] = self._weights.as_stored(name, parts[f"{key}/{name}"])
-        version = load_tensors(self._ranks, wanted, source)
+        counters = load_tensors(self._ranks, wanted, source)
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(parts[f"master/{name}"])
-                state = self._optimizer.state[master]
-                # On the master's device: the fused step reads it there.
-                state["step"] = torch.tensor(float(version), device=master.device)
-                for key in _MOMENTS:
-                    state[key] = parts[f"{key}/{name}"]
+                self._optimizer.moments[name] = {key: parts[f"{key}/{name}"] for key in MOMENTS}
         self._weights.refresh()
-        self.version = version
-
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        """Build AdamW; weight decay acts on matrices only, as is usual for norms and biases."""
-        spec = self._spec
-        matrices = [master for master in self._masters.values() if master.dim() >= 2]
-        vectors = [master for master in self._masters.values() if master.dim() < 2]
-        parts: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": spec.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(
-            [part for part in parts if part["params"]],
-            lr=spec.lr,
-            betas=(spec.beta1, spec.beta2),
-            eps=spec.eps,
-            fused=True,
-        )
+        self.version, self._optimizer.num_steps = counters["version"], counters["num_steps"]
 
     def _grad(self, name: str) -> torch.Tensor:
         grad = self._masters[name].grad
@@ -378,6 +376,7 @@ class Learner:
                 scored.detach(), head, batch, term, teacher, grad_weight=grad_weight
             )
         else:
+            eta = term.entropy_weight
             result = loss_and_gradients(
                 scored.detach(),
                 head,
@@ -385,7 +384,10 @@ class Learner:
                 temperature=term.temperature,
                 rule=self._build_rule(scored.detach(), batch, term, tally),
                 grad_weight=grad_weight,
+                bonus=EntropyBonus(factor=eta, term_weight=term.weight) if eta else None,
             )
+            if result.entropy_M is not None:
+                tally.add_values("policy_entropy_nats", result.entropy_M)
         scored.backward(result.grad_hidden_U_D)  # type: ignore[no-untyped-call]
         return result
 
@@ -434,7 +436,8 @@ class Learner:
             self._zero_gradients()
             raise LearnerError(
                 explain_refusal(
-                    f"step {self.version + 1} has loss {loss} and gradient norm {norm}",
+                    f"optimizer step {self._optimizer.num_steps + 1} has loss {loss} and gradient norm"
+                    f" {norm}",
                     allowed="finite values; the weights and moments were not touched",
                     next_step="lower optimizer.lr or look at the step's rollouts",
                 )
@@ -447,28 +450,24 @@ class Learner:
         """Return the L2 norm over the parts of all ranks."""
         return math.hypot(*self._ranks.gather(float(torch.nn.utils.get_total_norm(parts))))
 
-    def _apply(self) -> tuple[float | None, float]:
-        """Move masters, refresh compute copies, clear gradients. Returns the shares that changed."""
-        self._set_lr()
+    def _apply(self, lr: float) -> _Applied:
+        """Move masters and refresh compute copies. Returns what that changed, on all ranks."""
         before = _sample(self._masters.values())
         has_gradient = _sample(map(self._grad, self._masters)) != 0.0
-        self._optimizer.step()
+        moved = self._optimizer.step(lr)
         self._weights.refresh()
-        self._zero_gradients()
-        self.version += 1
         after = _sample(self._masters.values())
         is_moved = (after != before)[has_gradient]
         # Compute copies are the rounded masters.
         is_changed = after.to(self.model.dtype) != before.to(self.model.dtype)
         counts = [int(is_moved.sum()), len(is_moved), int(is_changed.sum()), len(is_changed)]
-        num_moved, num_movable, num_changed, num = map(sum, zip(*self._ranks.gather(counts), strict=True))
-        return num_moved / num_movable if num_movable else None, num_changed / num
-
-    def _set_lr(self) -> None:
-        """Warm up linearly over the first steps, then stay."""
-        share = min(1.0, (self.version + 1) / (self._spec.warmup_steps + 1))
-        for part in self._optimizer.param_groups:
-            part["lr"] = self._spec.lr * share
+        sums = map(sum, zip(*self._ranks.gather((*counts, moved.change, moved.weights)), strict=True))
+        num_moved, num_movable, num_changed, num, change, weights = sums
+        return _Applied(
+            changed_frac=num_changed / num,
+            master_changed_frac=num_moved / num_movable if num_movable else None,
+            ratio=math.sqrt(change / weights) if weights else 0.0,
+        )
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([self._grad(name) for name in self._masters])

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+APPROX_KL = "approx_kl_nats"
+"""Name of a mean over tokens: how far the policy is from the one that its ratios start from."""
+
+
 class Scope(StrEnum):
     """What must lie in one call for a loss to be exact."""
 
@@ -62,8 +66,12 @@ class TokenTerms:
     """The off-policy correction; None where the loss has none."""
     log_ratio_N: Tensor | None = None
     """What it was computed from, proximal minus engine (nats)."""
+    ratio_N: Tensor | None = None
+    """The probability ratio as the loss sees it; None where it is 1 by construction."""
     shares: Mapping[str, Tensor] = field(default_factory=dict)
     """What else the step shall report, by metric: each token's share (N,), summed with the loss's weights."""
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    """The same where every token counts alike, whatever it weighs: the metric is the mean over tokens."""
 
 
 class TokenTermsFn(Protocol):

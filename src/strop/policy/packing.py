@@ -49,22 +49,24 @@ class PackedReply:
     weight: float
     """Aggregation weight of each scored token."""
     proximal_logprobs: FloatArray | None = None
-    """Of the scored tokens under the weights that the batch's first step began with."""
+    """Of the scored tokens under the weights that ratios start from."""
     reference_logprobs: FloatArray | None = None
     """Of the scored tokens under the reference model."""
     teacher_logprobs: FloatArray | None = None
     """Of the scored tokens under the teacher."""
+    token_advantages: FloatArray | None = None
+    """Of the scored tokens, in place of `advantage`; None: it is that of all of them."""
 
     def __post_init__(self) -> None:
         num_scored = int(self.is_scored.sum())
-        for name in SIDE_STREAMS:
-            stream = getattr(self, f"{name}_logprobs")
+        streams = {f"{name} log-probabilities": getattr(self, f"{name}_logprobs") for name in SIDE_STREAMS}
+        for name, stream in {**streams, "advantages": self.token_advantages}.items():
             if stream is not None and len(stream) != num_scored:
                 raise LengthMismatch(
                     explain_refusal(
-                        f"a reply has {num_scored} scored tokens and {len(stream)} {name} log-probabilities",
+                        f"a reply has {num_scored} scored tokens and {len(stream)} {name}",
                         allowed="streams of equal length; where one ends follows from no token's value",
-                        next_step=f"read how the {name} was scored; nothing was trained on this reply",
+                        next_step=f"read where the {name} come from; nothing was trained on this reply",
                     )
                 )
         if len(self.token_ids) != len(self.is_scored) or num_scored != len(self.engine_logprobs):
@@ -271,6 +273,8 @@ def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict
         "weight": spread(np.array([reply.weight for reply in replies], dtype=np.float32)),
         "reply": spread(np.arange(len(replies))),
     }
+    if any(reply.token_advantages is not None for reply in replies):
+        columns["advantage"] = arrange(_join([_spread_advantage(reply) for reply in replies], np.float32))
     for name in SIDE_STREAMS:
         streams = [getattr(reply, f"{name}_logprobs") for reply in replies]
         if any(stream is not None for stream in streams):
@@ -278,6 +282,12 @@ def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict
             given = [one if one is not None else nan for one, nan in zip(streams, unknown, strict=True)]
             columns[name] = arrange(_join(given, np.float32))
     return columns
+
+
+def _spread_advantage(reply: PackedReply) -> NDArray[Any]:
+    if reply.token_advantages is not None:
+        return reply.token_advantages
+    return np.full(len(reply.engine_logprobs), reply.advantage, np.float32)
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:

@@ -48,18 +48,19 @@ def save_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor], target: Path
         ) from error
 
 
-def load_tensors(ranks: Ranks, wanted: Mapping[str, torch.Tensor], source: Path) -> int:
-    """Fill tensors, or this rank's parts of them, from a directory. Returns the version stored there.
+def load_tensors(ranks: Ranks, wanted: Mapping[str, torch.Tensor], source: Path) -> dict[str, int]:
+    """Fill tensors, or this rank's parts of them, from a directory. Returns the counters stored there.
 
     Raises: CorruptRecord, on every rank, if a part is missing or does not fit on any.
     """
     return run_alike(ranks, lambda: _load(wanted, source))[0]
 
 
-def _load(wanted: Mapping[str, torch.Tensor], source: Path) -> int:
+def _load(wanted: Mapping[str, torch.Tensor], source: Path) -> dict[str, int]:
     """Read what this rank needs. Raises: CorruptRecord."""
     try:
-        version = int(json.loads((source / "learner.json").read_text())["version"])
+        stored = json.loads((source / "learner.json").read_text())
+        counters = {name: int(stored[name]) for name in ("version", "num_steps")}
         if not any(source.glob("*.safetensors")):
             raise FileNotFoundError("optimizer.safetensors is missing")
         reader = HuggingFaceStorageReader(str(source))
@@ -81,7 +82,7 @@ def _load(wanted: Mapping[str, torch.Tensor], source: Path) -> int:
                 next_step="remove this checkpoint; the run then resumes from the one before",
             )
         ) from error
-    return version
+    return counters
 
 
 def _require_fit(name: str, stored: object, wanted: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ class Event:
 
     kind: EventKind
     step: int
-    """Optimizer steps completed when it happened."""
+    """Steps completed when it happened."""
     cause: str
     """A short fixed word for counting and searching: 'zero_variance', 'sigterm'."""
     detail: str = ""

@@ -6,7 +6,7 @@
       metrics.jsonl  events.jsonl  rollouts/step-000012.parquet
       checkpoints/step-000020/{..., COMPLETE}  eval/<task>-step-000020.json  report.html
 
-Step 12 in a name is the state after 12 optimizer steps, or what the 12th step was trained on.
+Step 12 in a name is the state after 12 steps, or what the 12th step was trained on.
 Whoever works in a run holds its lock; reading needs none.
 """
 
@@ -207,11 +207,11 @@ class RunDir:
         return sorted((self.path / "rollouts").glob("step-*.parquet"))
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after `step` optimizer steps is stored."""
+        """Where the checkpoint after `step` steps is stored."""
         return self.checkpoints_path / _step_name(step)
 
     def eval_path(self, task: str, step: int) -> Path:
-        """Where the evaluation of a task after `step` optimizer steps is stored."""
+        """Where the evaluation of a task after `step` steps is stored."""
         return self.path / "eval" / f"{task}-{_step_name(step)}.json"
 
     def acquire(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -18,23 +18,47 @@ def _is_known(name: str) -> str:
 
 OwnName = Annotated[str, AfterValidator(_is_known)]
 """An algorithm of the user's, or of an installed package."""
+EntryName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "dppo",
+    "ipo_mask",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+]
+AdvantageName = Literal["grpo", "grpo_pop", "centered", "rloo", "max_rl", "batch_std", "rpp", "rpp_baseline"]
 
 
 class AlgorithmSpec(Section):
     """Which advantage and which loss turn rewards into gradients."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "dppo", "ipo_mask"] | OwnName = Field(
+    name: EntryName | OwnName = Field(
         default="grpo",
-        description="Which algorithm. All of them compare the rollouts of one prompt with each other. One of"
-        " your own is FILE.py:NAME, or a name that an installed package announces as an entry point of the"
-        " group strop.algorithms: an advantage function, or an Algorithm.",
+        description="Which algorithm. All but 'reinforce_pp' compare the rollouts of one prompt with each"
+        " other. One of your own is FILE.py:NAME, or a name that an installed package announces as an entry"
+        " point of the group strop.algorithms: an advantage function, or an Algorithm.",
+    )
+    advantage: AdvantageName | None = Field(
+        default=None,
+        description="How much better than others a rollout was. Within its group: 'grpo' in sample and"
+        " 'grpo_pop' in population standard deviations from the mean, 'centered' from the mean, 'rloo' from"
+        " the mean of the others, 'max_rl' in means from the mean, 'batch_std' from the mean in standard"
+        " deviations of the whole batch. Whitened over all tokens of the batch: 'rpp_baseline' the distance"
+        " from the group's mean, 'rpp' the reward itself, from which a KL penalty is taken. none = the"
+        " algorithm's own.",
     )
     mode: Literal["single", "decoupled", "bypass"] | None = Field(
         default=None,
-        description="Where a token's probability ratio starts: 'single' at the weights of this very step, so"
-        " it is 1 and the correction covers the gap to the engine; 'decoupled' at the weights that the"
-        " batch's first step began with, for one more forward pass; 'bypass' at the engine's own value,"
-        " without correction. none = the algorithm's own.",
+        description="Where a token's probability ratio starts: 'single' at the weights of this very optimizer"
+        " step, so it is 1 and the correction covers the gap to the engine; 'decoupled' at the weights that"
+        " the engine was last given, or the batch began with where that is the same, for one more forward"
+        " pass; 'bypass' at the engine's own value, without correction. none = the algorithm's own:"
+        " 'decoupled' in place of 'single' where a batch takes several optimizer steps.",
     )
     clip_low: float | None = Field(
         default=None,
@@ -49,6 +73,33 @@ class AlgorithmSpec(Section):
         le=100.0,
         description="How far the probability ratio may rise above 1 before its gradient stops."
         " none = the algorithm's own.",
+    )
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1.0,
+        le=100.0,
+        description="Probability ratio above which a token of a rollout worse than its group has no gradient,"
+        " in the clipped loss; 3 is usual. none = no such bound.",
+    )
+    sapo_temperature_pos: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=100.0,
+        description="How fast the gate of 'sapo' closes as the probability ratio leaves 1, for tokens of"
+        " rollouts better than their group. none = 1.",
+    )
+    sapo_temperature_neg: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=100.0,
+        description="The same for all other tokens. none = 1.05.",
+    )
+    entropy_weight: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1e3,
+        description="Factor of the policy's entropy, over the whole vocabulary at every trained position,"
+        " that is taken from the loss. 0 = no bonus.",
     )
     zero_variance: Literal["skip", "keep", "drop", "resample"] | None = Field(
         default=None,
@@ -98,3 +149,24 @@ class AlgorithmSpec(Section):
         description="Longest reply, in tokens, that 'tis_seq' and 'mis_seq' accept: the ratio of a reply is a"
         " product over its tokens, and says nothing for long ones. none = any.",
     )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the algorithm is code of the user's or of an installed package."""
+        return self.name not in get_args(EntryName)
+
+    @property
+    def whitened(self) -> Literal["rpp", "rpp_baseline"] | None:
+        """The advantage that is whitened over the whole batch, None where none is."""
+        own: dict[str, Literal["rpp", "rpp_baseline"]] = {
+            "reinforce_pp": "rpp",
+            "reinforce_pp_baseline": "rpp_baseline",
+        }
+        if self.advantage is None:
+            return own.get(self.name)
+        return self.advantage if self.advantage in ("rpp", "rpp_baseline") else None
+
+    @property
+    def takes_single_rollouts(self) -> bool:
+        """Whether a rollout needs no others of its prompt to be compared with."""
+        return self.whitened == "rpp"

@@ -24,6 +24,11 @@ class DpoSpec(Section):
         description="'dpo' the logistic loss of the margin, 'cdpo' the same if some labels are wrong,"
         " 'pref_ipo' the squared distance of the margin from 1 / (2 beta).",
     )
+    margin: Literal["sum", "mean"] | None = Field(
+        default=None,
+        description="What a reply's tokens have gained over the reference: their 'sum', or their 'mean', so"
+        " that length does not count. none = 'mean' for 'pref_ipo', whose authors meant that, else 'sum'.",
+    )
     beta: float = Field(
         default=0.1,
         gt=0.0,

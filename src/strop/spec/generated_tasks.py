@@ -37,7 +37,7 @@ class ArithmeticSpec(TaskSection):
 
     @property
     def num_train(self) -> int:
-        """Pairs to train on. Where an odd number of an even one is held out, the last mirror is in no split."""
+        """Pairs to train on. Where an odd number of an even one is held out, a mirror is in no split."""
         is_odd_of_even = self.num_held_out % 2 == 1 and self.num_pairs % 2 == 0
         return self.num_pairs - self.num_held_out - is_odd_of_even
 

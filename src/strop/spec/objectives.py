@@ -2,13 +2,124 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.base import SpecConflict
 
 if TYPE_CHECKING:
     from strop.spec.run import RunSpec
+    from strop.spec.train import TrainSpec
+
+
+Mode = Literal["single", "decoupled", "bypass"]
+_UNCLIPPED = ("cispo", "sapo", "dppo", "ipo_mask")
+"""Entries whose loss is not the clipped one."""
+
+
+def choose_mode(wanted: Mode, train: TrainSpec) -> Mode:
+    """Return where ratios start; a ratio that is 1 by construction needs no forward pass to be known.
+
+    `wanted` is the run's choice, or else the algorithm's own.
+    """
+    if wanted == "bypass":
+        return wanted
+    if train.steps_per_window == 1:
+        return "single"
+    return "decoupled" if train.steps_per_batch > 1 else wanted
+
+
+def require_acting_settings(spec: RunSpec) -> None:
+    """Refuse settings of the algorithm that it has no use for. Raises: SpecConflict."""
+    chosen, terms = spec.algorithm, spec.train.terms
+    named = {"algorithm.name": chosen.name}
+    if chosen.name == "sapo":
+        _refuse_given(
+            spec,
+            ("clip_low", "clip_high"),
+            named,
+            "its gate has no bounds",
+            allowed="algorithm.sapo_temperature_pos and _neg, which say how fast the gate closes",
+        )
+    else:
+        _refuse_given(
+            spec,
+            ("sapo_temperature_pos", "sapo_temperature_neg"),
+            named,
+            "only the gate of 'sapo' has a temperature",
+            allowed="algorithm.name = 'sapo'",
+        )
+    if chosen.name in _UNCLIPPED:
+        _refuse_given(
+            spec,
+            ("dual_clip",),
+            named,
+            "its loss is not the clipped one",
+            allowed="grpo, dr_grpo, dapo, rloo, gspo, reinforce_pp or reinforce_pp_baseline",
+        )
+    if chosen.is_own:
+        _refuse_given(
+            spec,
+            ("advantage",),
+            named,
+            "an algorithm of one's own has an advantage of its own",
+            allowed="one of the two",
+        )
+    if chosen.entropy_weight and terms not in ("rl", "rl+sft"):
+        raise SpecConflict(
+            {"algorithm.entropy_weight": chosen.entropy_weight, "train.terms": terms},
+            "the loss has no term that the bonus belongs to",
+            allowed="train.terms = 'rl' or 'rl+sft'",
+            next_step="remove algorithm.entropy_weight",
+        )
+    if chosen.mode == "single" and spec.train.steps_per_batch > 1:
+        raise SpecConflict(
+            {
+                "algorithm.mode": chosen.mode,
+                "train.mini_batches": spec.train.mini_batches,
+                "train.epochs": spec.train.epochs,
+            },
+            "every ratio would be 1 in every optimizer step, and nothing would hold the policy near the one"
+            " that the rollouts came from",
+            allowed="algorithm.mode = 'decoupled' or 'bypass' where a batch takes several optimizer steps",
+            next_step="remove algorithm.mode",
+        )
+    _require_one_place_of_kl(spec)
+
+
+def _refuse_given(
+    spec: RunSpec, names: tuple[str, ...], beside: dict[str, str], why: str, *, allowed: str
+) -> None:
+    """Refuse settings of the algorithm that have a value. Raises: SpecConflict."""
+    found = {f"algorithm.{name}": getattr(spec.algorithm, name) for name in names}
+    given = {key: value for key, value in found.items() if value is not None}
+    if given:
+        next_step = f"remove {' and '.join(given)}"
+        raise SpecConflict({**beside, **given}, why, allowed=allowed, next_step=next_step)
+
+
+def _require_one_place_of_kl(spec: RunSpec) -> None:
+    """Refuse what says how a penalty is part of the loss, where it is part of the reward."""
+    reference = spec.reference
+    changed = {
+        f"reference.{name}": value
+        for name, value, usual in (
+            ("kl_estimator", reference.kl_estimator, "k3+"),
+            ("is_corrected", reference.is_corrected, None),
+        )
+        if value != usual
+    }
+    if spec.algorithm.whitened == "rpp" and reference.kl_beta > 0.0 and changed:
+        raise SpecConflict(
+            {
+                "algorithm.name": spec.algorithm.name,
+                "algorithm.advantage": spec.algorithm.advantage,
+                **changed,
+            },
+            "its KL penalty is a part of the reward, as the log-ratio itself (k1)",
+            allowed="reference.kl_beta alone",
+            next_step=f"remove {' and '.join(changed)}",
+        )
 
 
 def require_exact_skipping(spec: RunSpec) -> None:
@@ -23,16 +134,20 @@ def require_exact_skipping(spec: RunSpec) -> None:
             next_step="remove algorithm.mode",
         )
     is_taught = spec.train.terms != "distill" and spec.teacher.source != "none"
-    if chosen.zero_variance == "skip" and (has_mask or is_taught or spec.reference.kl_beta > 0.0):
+    acting = {
+        "algorithm.name": (chosen.name, has_mask),
+        "algorithm.advantage": (chosen.whitened, chosen.whitened is not None),
+        "algorithm.entropy_weight": (chosen.entropy_weight, chosen.entropy_weight > 0.0),
+        "reference.kl_beta": (spec.reference.kl_beta, spec.reference.kl_beta > 0.0),
+        "teacher.source": (spec.teacher.source, is_taught),
+    }
+    given = {key: value for key, (value, is_acting) in acting.items() if is_acting}
+    if chosen.zero_variance == "skip" and given:
         raise SpecConflict(
-            {
-                "algorithm.zero_variance": chosen.zero_variance,
-                "algorithm.name": chosen.name,
-                "reference.kl_beta": spec.reference.kl_beta,
-                "teacher.source": spec.teacher.source,
-            },
+            {"algorithm.zero_variance": chosen.zero_variance, **given},
             "the loss has a gradient on tokens without advantage too, which skipping would leave out",
-            allowed="'keep', 'drop' or 'resample' beside a KL penalty, a teacher or a trust region",
+            allowed="'keep', 'drop' or 'resample' beside a KL penalty, an entropy bonus, a teacher, a trust"
+            " region or an advantage whitened over the batch",
             next_step="remove algorithm.zero_variance",
         )
 

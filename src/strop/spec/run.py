@@ -13,6 +13,9 @@ from strop.spec.job import JobSpec
 from strop.spec.lora import LoraSpec
 from strop.spec.model import ModelSpec
 from strop.spec.objectives import (
+    Mode,
+    choose_mode,
+    require_acting_settings,
     require_exact_skipping,
     require_pairs,
     require_read_settings,
@@ -83,6 +86,24 @@ class RunSpec(Section):
         return self.train.has_sft or is_taught
 
     @property
+    def scores_start(self) -> bool:
+        """Whether every batch is scored once more, by the weights that its ratios start from.
+
+        An algorithm of the user's is taken to start where the catalog's do.
+        """
+        if self.train.terms not in ("rl", "rl+sft"):
+            return False
+        own: Mode = "bypass" if self.algorithm.name in ("dppo", "ipo_mask") else "single"
+        is_apart = choose_mode(self.algorithm.mode or own, self.train) == "decoupled"
+        # A penalty in the reward is that of the policy that the batch began with.
+        return is_apart or (self.algorithm.whitened == "rpp" and self.reference.kl_beta > 0.0)
+
+    @property
+    def holds_start(self) -> bool:
+        """Whether these are kept while later steps move the others."""
+        return self.scores_start and self.train.sync_every > 1 and self.algorithm.mode != "single"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference model is asked anything while the run lasts."""
         return self.train.terms in ("rl", "rl+sft") and self.reference.kl_beta > 0.0
@@ -106,15 +127,32 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RunSpec:
-        if self.train.terms in ("rl", "rl+sft") and self.train.rollouts_per_prompt < 2:
+        is_compared = self.train.terms in ("rl", "rl+sft") and not self.algorithm.takes_single_rollouts
+        if is_compared and self.train.rollouts_per_prompt < 2:
             raise SpecConflict(
                 {
                     "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
                     "algorithm.name": self.algorithm.name,
                 },
                 "every advantage would be zero, because a rollout is compared with the others of its prompt",
-                allowed="2 rollouts per prompt or more",
+                allowed="2 rollouts per prompt or more, or algorithm.advantage = 'rpp'",
                 next_step="set train.rollouts_per_prompt to 8",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_single_rollouts(self) -> RunSpec:
+        wanted = self.algorithm.zero_variance
+        is_alone = self.train.has_rl and self.train.rollouts_per_prompt < 2
+        if is_alone and self.algorithm.takes_single_rollouts and wanted in ("drop", "resample"):
+            raise SpecConflict(
+                {
+                    "algorithm.zero_variance": wanted,
+                    "train.rollouts_per_prompt": self.train.rollouts_per_prompt,
+                },
+                "every group would be left out, because a single rollout differs from no other",
+                allowed="algorithm.zero_variance = 'keep' where prompts have one rollout each",
+                next_step="remove algorithm.zero_variance",
             )
         return self
 
@@ -157,6 +195,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check_objectives(self) -> RunSpec:
+        require_acting_settings(self)
         require_exact_skipping(self)
         require_short_sequences(self)
         require_teacher(self)
@@ -254,11 +293,12 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> RunSpec:
-        if self.optimizer.warmup_steps >= self.train.steps:
+        num_steps = self.train.num_optimizer_steps
+        if self.optimizer.warmup_steps >= num_steps:
             raise SpecConflict(
                 {"optimizer.warmup_steps": self.optimizer.warmup_steps, "train.steps": self.train.steps},
-                "the run would end before the learning rate is reached",
-                allowed=f"0 to {self.train.steps - 1} warm-up steps",
+                f"the run would end before the learning rate is reached, after {num_steps} optimizer steps",
+                allowed=f"0 to {num_steps - 1} warm-up steps",
                 next_step="lower optimizer.warmup_steps or raise train.steps",
             )
         if self.job.eval_config is not None and self.train.checkpoint_every >= self.train.steps:

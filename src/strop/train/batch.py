@@ -1,24 +1,38 @@
-"""From judged groups to what the learner packs: credit assigned once, rows built once."""
+"""From judged groups to what the learner packs: credit assigned once, rows built once.
+
+A batch may take several optimizer steps. Advantages are those of the whole batch; a mini-batch has weights
+of its own, those of a batch that is made of its groups alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from strop.algorithm import Algorithm, Credit, assign_credit
+from strop.algorithm.advantages import whiten
+from strop.algorithm.credit import weigh_part
+from strop.algorithm.losses import MAX_LOG_RATIO_NATS
 from strop.policy.packing import PackedGroup, PackedReply
 from strop.rollout import Group, IntArray, Turn
+from strop.spec.train import TrainSpec
+
+_ORDER_STREAM = 2**32
+"""Names the random streams of mini-batches among those of the run's seed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainBatch:
-    """The input of one optimizer step."""
+    """What one step of a run trains on, in one optimizer step or several."""
 
     groups: tuple[PackedGroup, ...]
     """Only rollouts that are forwarded."""
+    places: tuple[tuple[int, int], ...]
+    """Which group and which of its rollouts each packed reply is of, in order of the replies."""
     credit: Credit
+    max_reply_tokens: int
 
 
 def build_batch(
@@ -37,22 +51,106 @@ def build_batch(
         limit_P,
     )
     packed: list[PackedGroup] = []
+    place_of: dict[int, tuple[int, int]] = {}
     for index, group in enumerate(groups):
-        replies = [
-            (turns[0].token_ids, pack_reply(turns, float(advantage), float(weight)))
-            for rollout, advantage, weight, is_forwarded in zip(
-                group.rollouts,
-                credit.advantage_P_G[index],
-                credit.weight_P_G[index],
-                credit.is_forwarded_P_G[index],
-                strict=True,
-            )
-            if is_forwarded
-            for turns in rollout.samples
-            if any(turn.is_sampled and len(turn.token_ids) for turn in turns)
-        ]
+        replies = []
+        for member, rollout in enumerate(group.rollouts):
+            if not credit.is_forwarded_P_G[index][member]:
+                continue
+            advantage, weight = credit.advantage_P_G[index][member], credit.weight_P_G[index][member]
+            for turns in rollout.samples:
+                if any(turn.is_sampled and len(turn.token_ids) for turn in turns):
+                    reply = pack_reply(turns, float(advantage), float(weight))
+                    replies.append((turns[0].token_ids, reply))
+                    place_of[id(reply)] = (index, member)
         packed += share_prompts(replies)
-    return TrainBatch(groups=tuple(packed), credit=credit)
+    return TrainBatch(
+        groups=tuple(packed),
+        places=tuple(place_of[id(reply)] for group in packed for reply in group.replies),
+        credit=credit,
+        max_reply_tokens=max_reply_tokens,
+    )
+
+
+def cut_batch(
+    algorithm: Algorithm, batch: TrainBatch, train: TrainSpec, *, seed: int, step: int
+) -> list[tuple[PackedGroup, ...]]:
+    """Return what each optimizer step of a batch is made of, in order.
+
+    A mini-batch holds whole groups, its share of those that count, drawn anew in every epoch from seed and
+    step alone. One of groups without gradient is a step of zero gradient; one without any token that counts
+    is left out.
+    """
+    if train.mini_batches == 1:
+        return [batch.groups] * train.epochs
+    credit = batch.credit
+    num_tokens_P = np.array(
+        [
+            int(counts[is_counted].sum())
+            for counts, is_counted in zip(credit.num_trained_P_G, credit.is_counted_P_G, strict=True)
+        ]
+    )
+    counted = [index for index, is_counted in enumerate(credit.is_counted_P_G) if is_counted.any()]
+    steps = []
+    for epoch in range(train.epochs):
+        stream = np.random.Philox(key=[seed, _ORDER_STREAM], counter=[0, 0, epoch, step])
+        order = np.random.Generator(stream).permutation(counted)
+        parts = np.array_split(order, train.mini_batches)
+        steps += [
+            _take_part(algorithm, batch, sorted(part.tolist())) for part in parts if num_tokens_P[part].sum()
+        ]
+    return steps
+
+
+def _take_part(algorithm: Algorithm, batch: TrainBatch, chosen: Sequence[int]) -> tuple[PackedGroup, ...]:
+    """Return the packed groups of some groups of a batch, weighed as a batch of their own."""
+    credit = batch.credit
+    found = weigh_part(
+        algorithm,
+        [credit.num_trained_P_G[index] for index in chosen],
+        [credit.is_counted_P_G[index] for index in chosen],
+        batch.max_reply_tokens,
+    )
+    weight_G_of = dict(zip(chosen, found, strict=True))
+    places, part = iter(batch.places), []
+    for group in batch.groups:
+        own = [next(places) for _ in group.replies]
+        # All replies of a packed group are of one group.
+        if own[0][0] in weight_G_of:
+            replies = tuple(
+                replace(reply, weight=float(weight_G_of[index][member]))
+                for reply, (index, member) in zip(group.replies, own, strict=True)
+            )
+            part.append(replace(group, replies=replies))
+    return tuple(part)
+
+
+def penalize_rewards(algorithm: Algorithm, groups: Sequence[PackedGroup]) -> tuple[PackedGroup, ...]:
+    """Take the distance from the reference from the reward of each token, that of all later ones with it.
+
+    A reply's advantage is its reward here; the tokens of the batch are whitened together behind it. The
+    distance is the log-ratio of the policy that the batch began with, of the scored tokens of a reply.
+    Source: arXiv:2501.03262, equations 5 and 6, without discount.
+    """
+    returns = []
+    for reply in (reply for group in groups for reply in group.replies):
+        assert reply.proximal_logprobs is not None
+        assert reply.reference_logprobs is not None
+        gap_T = reply.proximal_logprobs.astype(np.float64) - reply.reference_logprobs
+        gap_T = np.clip(gap_T, -MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
+        to_come_T = np.cumsum(gap_T[::-1])[::-1]
+        returns.append(reply.advantage - algorithm.reward_kl_beta * to_come_T)
+    if not returns:
+        return tuple(groups)
+    joined_N = np.concatenate(returns)
+    if algorithm.whitens_tokens:
+        joined_N = whiten(joined_N)
+    ends = np.cumsum([len(part) for part in returns])[:-1]
+    parts = iter(np.split(joined_N.astype(np.float32), ends))
+    return tuple(
+        replace(group, replies=tuple(replace(one, token_advantages=next(parts)) for one in group.replies))
+        for group in groups
+    )
 
 
 def share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[PackedGroup]:

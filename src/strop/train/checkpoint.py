@@ -36,9 +36,10 @@ class TrainerState:
     """The loop's own counters."""
 
     step: int
-    """Batches consumed; the next step trains on the examples of this index."""
+    """Batches consumed, each for one optimizer step or several; the next step trains on the examples of this
+    index."""
     version: int
-    """Optimizer steps taken; smaller than `step` where updates were refused."""
+    """Batches that have moved the weights; smaller than `step` where updates were refused."""
     num_refused_in_a_row: int
     """Steps without an update since the last good one."""
     num_threads: int

@@ -111,13 +111,13 @@ def plan_attempts(
 
 
 def find_staleness(groups: Sequence[Group], version: int) -> int | None:
-    """Return how many optimizer steps the oldest sampled token is behind `version`; None without tokens."""
+    """Return how many steps the oldest sampled token is behind `version`; None without tokens."""
     versions = [oldest for group in groups for rollout in group.rollouts for oldest in _versions(rollout)]
     return version - min(versions) if versions else None
 
 
 def measure_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Say how old the rollouts of a batch are, in optimizer steps, by their oldest token."""
+    """Say how old the rollouts of a batch are, in steps, by their oldest token."""
     oldest = [min(found) for group in groups for r in group.rollouts if (found := _versions(r))]
     ages = version - np.array(oldest)
     if not len(ages):

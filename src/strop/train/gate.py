@@ -14,28 +14,14 @@ from functools import partial
 import numpy as np
 import torch
 
+from strop.algorithm.idle import find_idle_settings
 from strop.algorithm.kl import find_penalty_flaw
 from strop.environments import SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
-from strop.hardware import free_disk_bytes, free_memory_bytes, rss_bytes
-from strop.policy.footprint import (
-    DEFAULT_MICRO_BATCH_POSITIONS,
-    activation_bytes,
-    cache_bytes,
-    checkpoint_bytes,
-    count_trained,
-    frozen_bytes,
-    micro_batch_positions,
-    packed_bytes,
-    read_model_size,
-    state_bytes,
-    terms_bytes,
-)
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.policy.scoring import pack_given
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Split
 from strop.spec.task import judge_sections
-from strop.store.policy import find_mirror_root
 from strop.tasks import (
     PromptFormat,
     describe_counts,
@@ -63,9 +49,8 @@ from strop.train.batch import pack_reply
 from strop.train.collecting import plan_attempts
 from strop.train.demonstrations import Demonstration
 from strop.train.gate_input import GateCheck, GateInput
-from strop.train.given import count_given_positions
+from strop.train.gate_room import check_room
 from strop.train.overlap import check_overlap
-from strop.train.room import LOW_DISK_FACTOR, directory_bytes
 from strop.train.step_terms import choose_algorithm
 from strop.train.terms import pack_demonstrations
 
@@ -101,6 +86,8 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     checks += [check(gate) for check in _PLAN_CHECKS]
     if gate.demonstrations is not None:
         checks.append(check_demonstrations(gate))
+    idle = find_idle_settings(gate.spec)
+    checks += [GateCheck(name="ratio", is_passed=True, detail=idle, notice=idle)] if idle else []
     # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
     if all(check.is_passed or check.name in accepted for check in checks):
         groups = await _probe(gate)
@@ -273,58 +260,6 @@ def check_schedule(gate: GateInput) -> GateCheck:
     return GateCheck(name="schedule", is_passed=num_train >= wanted, detail=detail)
 
 
-def check_room(gate: GateInput) -> GateCheck:
-    """Refuse a run whose estimated memory or disk is not free now.
-
-    What this process holds already, weights and masters among it, and checkpoints already written are
-    part of the plan, so they count as free.
-    """
-    spec, size = gate.spec, read_model_size(gate.model_dir)
-    dtype = spec.model.dtype
-    task, answered = gate.task, _answered_positions(gate)
-    given = count_given_positions(spec, gate.demonstrations or gate.preferences)
-    positions = max(answered if spec.train.has_rl else 0, given)
-    rows = spec.train.prompts_per_step * spec.train.rollouts_per_prompt
-    num_terms, num_trained = spec.train.has_rl + spec.train.has_sft, count_trained(size, spec.lora)
-    memory_bytes = state_bytes(size, dtype, num_trained) + terms_bytes(size, num_terms, num_trained)
-    memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + answered // rows)
-    is_elsewhere = gate.roles.learner.device != "cpu"
-    memory_bytes += 0 if is_elsewhere else packed_bytes(size, dtype)
-    # A mirror holds one that is being sent, after it was pruned as well.
-    num_checkpoints = spec.train.keep_checkpoints + bool(find_mirror_root(spec.store)) + LOW_DISK_FACTOR
-    disk_bytes = int(num_checkpoints * checkpoint_bytes(size, dtype, num_trained))
-    there_bytes = directory_bytes(gate.run_path / "checkpoints")
-    free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + there_bytes
-    have_memory = None if free_bytes is None else free_bytes + (rss_bytes() or 0)
-    activations = activation_bytes(size, dtype, positions, is_recomputed=gate.roles.learner.recomputes)
-    # Frozen models are loaded already, and so a part of what this process holds.
-    memory_bytes += activations + sum(
-        frozen_bytes(read_model_size(path), dtype, num_positions=positions, beside_bytes=activations)
-        for path in gate.roles.frozen_dirs.values()
-    )
-    has_memory = is_elsewhere or have_memory is None or memory_bytes <= have_memory
-    known = "an unknown amount" if have_memory is None else f"{have_memory / 2**30:.1f} GiB"
-    detail = (
-        f"memory about {memory_bytes / 2**30:.1f} GiB of {known} free, checkpoints"
-        f" {disk_bytes / 2**30:.1f} of {have_disk / 2**30:.1f} GiB free at {gate.run_path}"
-    )
-    return GateCheck(name="room", is_passed=disk_bytes <= have_disk and has_memory, detail=detail)
-
-
-def _answered_positions(gate: GateInput) -> int:
-    """Return the positions of the largest micro-batch of rollouts."""
-    tokenizer, spec = gate.roles.tokenizer, gate.spec
-    prompts = [gate.task.render(example) for example in gate.asked[:_NUM_PROBE_PROMPTS]]
-    longest = max(len(render_prompt(tokenizer, prompt, spec.model.prompt_format)[1]) for prompt in prompts)
-    return micro_batch_positions(
-        budget=spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS,
-        num_prompts=spec.train.prompts_per_step,
-        num_rollouts=spec.train.rollouts_per_prompt,
-        prompt_tokens=min(longest, gate.max_positions),
-        reply_tokens=gate.task.limits.max_reply_tokens,
-    )
-
-
 def check_demonstrations(gate: GateInput) -> GateCheck:
     """Refuse demonstrations that do not teach where a reply ends."""
     found, tokenizer = gate.demonstrations, gate.roles.tokenizer
@@ -414,7 +349,6 @@ async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
 async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse a penalty that is not 0 where policy and reference are the same, or that pushes them apart."""
     penalty, reference = choose_algorithm(gate.spec).kl, gate.roles.reference
-    assert penalty is not None
     assert reference is not None, "roles of a run with a penalty have a reference"
     packed = _pack(rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens)
     temperature = gate.spec.sampling.temperature
@@ -422,7 +356,8 @@ async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
         np.concatenate(await scorer.score(packed, temperature)) for scorer in (gate.roles.learner, reference)
     ]
     is_same = gate.spec.reference.model is None and gate.roles.learner.version == 0
-    flaw = find_penalty_flaw(penalty)
+    # As a part of the reward it has no gradient of its own.
+    flaw = None if penalty is None else find_penalty_flaw(penalty)
     mean_nats = float(np.abs(own - theirs).mean())
     if flaw is None and is_same and not mean_nats <= PARITY_TOLERANCE_NATS[gate.spec.model.dtype]:
         flaw = "policy and reference are the same weights and disagree about the same tokens"

@@ -44,7 +44,7 @@ class SourceLimits:
 
     groups_per_step: int
     max_staleness: int
-    """Optimizer steps between the oldest weights that sampled a rollout and those that it moves."""
+    """Steps between the oldest weights that sampled a rollout and those that it moves."""
     num_steps: int
     """Nothing is sampled for steps behind the last."""
     max_generated_ratio: float = 4.0

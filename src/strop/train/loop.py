@@ -1,7 +1,7 @@
-"""The loop: examples, rollouts, credit, one optimizer step, publication, record.
+"""The loop: examples, rollouts, credit, one optimizer step or several, publication, record.
 
 One step, in order: take the step's examples, attempt each several times, judge, assign credit over
-the complete batch, add the term of the step's demonstrations, move the weights once, publish them to
+the complete batch, add the term of the step's demonstrations, move the weights, publish them to
 the engine, write everything down, and checkpoint where one is due. A run that only imitates
 (`train.terms = "sft"`) has no examples to attempt; all else is the same. A record of step k on disk
 means that step k was trained; what was recorded after the last checkpoint is cut off on resume and
@@ -24,7 +24,6 @@ from strop.cluster import Roles
 from strop.errors import EngineError, Interrupted, LearnerError, RunStopped, Starved, explain_refusal
 from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size
-from strop.policy.learner import StepReport, Term
 from strop.record import Event, EventKind, RunDir
 from strop.record.parts import PARTS_FACT
 from strop.record.prediction import Prediction
@@ -72,6 +71,7 @@ from strop.train.step_terms import StepTerms
 from strop.train.step_watch import StepWatch
 from strop.train.trends import find_divergence
 from strop.train.tripwires import find_fate_leak
+from strop.train.updating import take_steps
 from strop.train.watchdog import Watchdog
 
 _SIGN_OF_LIFE = "Is anyone there?"
@@ -209,6 +209,7 @@ class TrainLoop:
     async def _publish(self) -> None:
         self._watchdog.progress("publish")
         await self._publishing.publish(self._state.step)
+        await self._terms.begin_window()
 
     async def _pass_gate(self) -> None:
         await self._publishing.await_proof()
@@ -252,15 +253,17 @@ class TrainLoop:
         batch = self._terms.credit(groups)
         is_shown = self._imitated is not None and self._terms.imitates(self._state.step)
         imitated = self._imitated.examples(self._state.step) if self._imitated and is_shown else []
-        terms = await self._terms.build(self._state.step, batch, groups, imitated)
+        steps = await self._terms.build(self._state.step, batch, groups, imitated)
         if groups and not batch.credit.num_counted_tokens:
             self._event(EventKind.TRIPWIRE, "empty_step", "no rollout of the step could be trained on")
-        report = await self._learn(terms)
+        update = await take_steps(
+            self._roles.learner, steps, self._spec.train, self._state.step, self._note_refused
+        )
         learned_at = time.perf_counter()
         metrics = self._measure_groups(collected, batch)
         # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
-        was_tried = num_attempted > 0 or bool(terms) or (collected is not None and collected.is_short)
-        self._advance(is_refused=report is None and was_tried)
+        was_tried = num_attempted > 0 or bool(steps) or (collected is not None and collected.is_short)
+        self._advance(is_refused=not update.steps and was_tried)
         await self._publish_if_due()
         seconds = {
             "generate": collected_at - started_at - verify_s,
@@ -271,10 +274,9 @@ class TrainLoop:
         if groups:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             write_rollouts(self._run_dir.rollouts_path(self._state.step), rollouts)
-        metrics |= measure_demonstrations(imitated) | measure_pairs(terms)
-        if report is not None:
-            is_stale = metrics.get("staleness_max", 0.0) > 0.0
-            metrics |= measure_update(report, is_mixed=self._is_mixed, is_stale=is_stale)
+        metrics |= measure_demonstrations(imitated) | measure_pairs(steps)
+        is_stale = metrics.get("staleness_max", 0.0) > 0.0
+        metrics |= measure_update(update, is_mixed=self._is_mixed, is_stale=is_stale)
         step_s = time.perf_counter() - started_at
         metrics |= measure_time(seconds, step_s, count_trained_tokens(metrics))
         await self._close_step(metrics, groups)
@@ -331,15 +333,8 @@ class TrainLoop:
             await self._source.settle()
         await self._publish()
 
-    async def _learn(self, terms: Sequence[Term]) -> StepReport | None:
-        """Take the optimizer step. Returns None where there is nothing to count or it was refused."""
-        if not terms:
-            return None
-        try:
-            return await self._roles.learner.step_terms(terms)
-        except LearnerError as error:
-            self._event(EventKind.TRIPWIRE, "non_finite", str(error))
-            return None
+    def _note_refused(self, error: LearnerError) -> None:
+        self._event(EventKind.TRIPWIRE, "non_finite", str(error))
 
     def _advance(self, *, is_refused: bool) -> None:
         self._state = replace(

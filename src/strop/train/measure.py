@@ -13,12 +13,15 @@ from statistics import fmean
 import numpy as np
 
 from strop.algorithm.corrections import describe_mismatch
-from strop.policy.learner import StepReport, Term
-from strop.rollout import RESTART, Group, Rollout
+from strop.policy.learner import Term
+from strop.policy.step_report import StepReport
+from strop.policy.tally import join_totals
+from strop.rollout import RESTART, FloatArray, Group, Rollout
 from strop.tasks import Task, part_of
 from strop.tasks.llm_judge import correlation
 from strop.train.batch import TrainBatch
 from strop.train.demonstrations import Demonstration
+from strop.train.updating import Update
 
 
 def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
@@ -106,45 +109,75 @@ def measure_demonstrations(members: Sequence[Demonstration]) -> dict[str, float]
     return {"num_sft_rows": float(len(members)), "num_sft_tokens": float(num_tokens)}
 
 
-def measure_update(report: StepReport, *, is_mixed: bool = False, is_stale: bool = False) -> dict[str, float]:
-    """Sum up what the optimizer step did; in a mixed run also what each term gave, its weight included.
+def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = False) -> dict[str, float]:
+    """Sum up what the optimizer steps of a batch did; nothing where none was computed.
 
-    Where the rollouts are `is_stale`, of earlier weights, the gap between learner and engine is mostly what
-    the weights have moved since: it has a name of its own, and no bound.
+    Loss and changes are means over the steps, tokens count alike over all of them, and `grad_norm` is the
+    largest. In a mixed run each term is told too, its weight included. Where the rollouts are `is_stale`, of
+    earlier weights, the gap between learner and engine is mostly what the weights have moved since: it has a
+    name of its own, and no bound.
     """
-    gap = "offpolicy" if is_stale else "drift"
-    metrics = {
-        **report.sums,
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "lr": report.lr,
-        "changed_frac": report.changed_frac,
-        "num_positions": float(report.num_positions),
+    steps, taken = update.steps, [step for step in update.steps if step.is_taken]
+    counted = {"num_refused_steps": update.num_refused, "num_left_out_steps": update.num_left_out}
+    metrics = {name: float(count) for name, count in counted.items() if count}
+    if not steps:
+        return metrics
+    metrics |= {
+        "num_optimizer_steps": float(update.num_taken),
+        "loss": fmean(step.loss for step in steps),
+        "grad_norm": max(step.grad_norm for step in steps),
+        "lr": steps[-1].lr,
+        "num_positions": float(sum(step.num_positions for step in steps)),
         # Part of `seconds_learn`: the rest is the way to the ranks and back.
-        "seconds_compute": report.compute_s,
+        "seconds_compute": math.fsum(step.compute_s for step in steps),
     }
-    for term in report.terms if is_mixed else ():
+    for name in sorted({name for step in steps for name in step.sums}):
+        metrics[name] = fmean(step.sums.get(name, 0.0) for step in steps)
+    if taken:
+        metrics["changed_frac"] = fmean(step.changed_frac for step in taken)
+        metrics["update_ratio"] = fmean(step.update_ratio for step in taken)
+    shares = [step.master_changed_frac for step in taken if step.master_changed_frac is not None]
+    if shares:
+        metrics["master_changed_frac"] = fmean(shares)
+    for term in steps[0].terms if is_mixed else ():
         metrics |= {f"loss_{term.name}": term.loss, f"grad_norm_{term.name}": term.grad_norm}
         if term.cosine is not None:
             metrics["grad_cosine"] = term.cosine
-    if report.master_changed_frac is not None:
-        metrics["master_changed_frac"] = report.master_changed_frac
-    if len(report.drift_M):
-        metrics |= {
-            f"{gap}_mean_nats": float(report.drift_M.mean()),
-            f"{gap}_p99_nats": float(np.quantile(report.drift_M, 0.99)),
-            f"{gap}_max_nats": float(report.drift_M.max()),
-        }
-    if len(report.correction_M):
-        described = describe_mismatch(report.log_ratio_M.astype(np.float64), report.correction_M)
-        # The ratios themselves are the gap above, unless a proximal policy stands between.
+    # Later steps of the batch see what the first have moved.
+    gaps = _describe_gaps(steps[0].drift_M, "offpolicy" if is_stale else "drift")
+    return metrics | gaps | _measure_tokens(steps)
+
+
+def _describe_gaps(gap_M: FloatArray, name: str) -> dict[str, float]:
+    if not len(gap_M):
+        return {}
+    return {
+        f"{name}_mean_nats": float(gap_M.mean()),
+        f"{name}_p99_nats": float(np.quantile(gap_M, 0.99)),
+        f"{name}_max_nats": float(gap_M.max()),
+    }
+
+
+def _measure_tokens(steps: Sequence[StepReport]) -> dict[str, float]:
+    """Sum up what was said of single tokens: means, ratios and corrections, each over all steps."""
+    joined = join_totals(step.totals for step in steps)
+    metrics = {name: total.mean for name, total in joined.items()}
+    ratio_M = np.concatenate([step.ratio_M for step in steps])
+    if len(ratio_M):
+        quantiles = np.quantile(ratio_M, (0.01, 0.5, 0.99)).tolist()
+        metrics |= dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True))
+    correction_M = np.concatenate([step.correction_M for step in steps])
+    if len(correction_M):
+        log_ratio_M = np.concatenate([step.log_ratio_M for step in steps]).astype(np.float64)
+        described = describe_mismatch(log_ratio_M, correction_M)
+        # The ratios themselves are the gap of learner and engine, unless a proximal policy stands between.
         metrics |= {name: value for name, value in described.items() if not name.startswith("mismatch")}
     return metrics
 
 
-def measure_pairs(terms: Sequence[Term]) -> dict[str, float]:
+def measure_pairs(steps: Sequence[Sequence[Term]]) -> dict[str, float]:
     """Count the preference pairs of a step, and their tokens; nothing where there are none."""
-    pairs = [pair for term in terms if term.name == "dpo" for pair in term.groups]
+    pairs = [pair for terms in steps for term in terms if term.name == "dpo" for pair in term.groups]
     if not pairs:
         return {}
     num_tokens = sum(int(reply.is_scored.sum()) for pair in pairs for reply in pair.replies)

@@ -15,7 +15,7 @@ class EvalSummary:
     """The numbers of one evaluation that a watcher shows."""
 
     step: int
-    """Optimizer steps behind the evaluated weights."""
+    """Steps behind the evaluated weights."""
     num_examples: int
     greedy_accuracy: float
     greedy_low: float

@@ -1,7 +1,8 @@
-"""Which terms the loss of a step has: the one place that knows every kind.
+"""Which terms the loss of each optimizer step has: the one place that knows every kind.
 
 The loop hands over what a step sampled and what it imitates; what else a term needs (log-probabilities of
-the weights that the batch began with, of a reference or a teacher) is asked for here.
+the weights that ratios start from, of a reference or a teacher) is asked for here, once for all optimizer
+steps that the batch takes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from strop.rollout import Group
 from strop.spec.run import RunSpec
 from strop.tasks import Task, limits_of
 from strop.tasks.prompt import resolve_prompt_format
-from strop.train.batch import TrainBatch, build_batch
+from strop.train.batch import TrainBatch, build_batch, cut_batch, penalize_rewards
 from strop.train.demonstrations import Demonstration, Demonstrations
 from strop.train.distillation import (
     TeacherPrompts,
@@ -70,6 +71,16 @@ class StepTerms:
             self.preferences.members, seed=self.spec.seed, prompts_per_step=self.spec.dpo.pairs_per_step
         )
 
+    async def begin_window(self) -> None:
+        """Take note that the engine was given the weights: what it samples from now on comes from them."""
+        if self._asks_held:
+            await self.roles.learner.hold()
+
+    @property
+    def _asks_held(self) -> bool:
+        """Whether ratios start from weights that a later step of the run has left behind."""
+        return self.algorithm.mode == "decoupled" and self.spec.train.sync_every > 1
+
     def samples(self, step: int) -> bool:
         """Whether the step that follows `step` completed ones has rollouts."""
         if self.spec.train.terms != "distill":
@@ -91,20 +102,20 @@ class StepTerms:
         batch: TrainBatch,
         groups: Sequence[Group],
         imitated: Sequence[Demonstration],
-    ) -> list[Term]:
-        """Return the terms of the step that have something to count."""
+    ) -> list[list[Term]]:
+        """Return the terms of every optimizer step, those that have something to count; none without any."""
         spec, temperature = self.spec, self.spec.sampling.temperature
         if self._pairs is not None:
-            return [dpo_term(spec.dpo, self._pairs.examples(step), temperature)]
+            return [[dpo_term(spec.dpo, self._pairs.examples(step), temperature)]]
         if spec.train.terms == "distill":
-            return await self._distill(step, groups, imitated)
-        terms: list[Term] = []
-        if batch.credit.num_counted_tokens:
-            packed = await self._with_sides(batch.groups)
-            terms.append(rl_term(self.algorithm, replace(batch, groups=packed), temperature))
-        if imitated:
-            terms.append(sft_term(imitated, spec.sft.weight))
-        return terms
+            terms = await self._distill(step, groups, imitated)
+            return [terms] if terms else []
+        also: list[Term] = [sft_term(imitated, spec.sft.weight)] if imitated else []
+        if not batch.credit.num_counted_tokens:
+            return [also] if also else []
+        sided = replace(batch, groups=await self._with_sides(batch.groups))
+        parts = cut_batch(self.algorithm, sided, spec.train, seed=spec.seed, step=step)
+        return [[rl_term(self.algorithm, part, temperature), *also] for part in parts]
 
     async def _distill(
         self, step: int, groups: Sequence[Group], imitated: Sequence[Demonstration]
@@ -123,14 +134,17 @@ class StepTerms:
     async def _with_sides(self, groups: Sequence[PackedGroup]) -> tuple[PackedGroup, ...]:
         """Attach the log-probabilities that the algorithm asks for, each computed once."""
         temperature, sided = self.spec.sampling.temperature, tuple(groups)
-        if self.algorithm.mode == "decoupled":
-            scores = await self.roles.learner.score(sided, temperature)
+        algorithm = self.algorithm
+        if algorithm.mode == "decoupled" or algorithm.reward_kl_beta:
+            scores = await self.roles.learner.score(sided, temperature, is_held=self._asks_held)
             sided = with_logprobs(sided, "proximal", scores)
-        if self.algorithm.kl is not None:
+        if algorithm.needs_reference:
             assert self.roles.reference is not None
             scores = await self.roles.reference.score(sided, temperature)
             sided = with_logprobs(sided, "reference", scores)
-        if self.algorithm.teacher_weight != 0.0:
+        if algorithm.reward_kl_beta:
+            sided = penalize_rewards(algorithm, sided)
+        if algorithm.teacher_weight != 0.0:
             teacher = self.roles.teacher or self.roles.learner
             scores = await teacher.score([_as_taught(group) for group in sided], temperature)
             sided = with_logprobs(sided, "teacher", scores)
@@ -152,7 +166,7 @@ def choose_algorithm(spec: RunSpec) -> Algorithm:
     """Return what turns a run's rewards, and its teacher's sampled judgements, into gradients."""
     if spec.train.terms == "distill":
         return sampled_distillation(spec.teacher, spec.algorithm)
-    built = build_algorithm(spec.algorithm, spec.reference, is_off_policy=spec.train.max_staleness > 0)
+    built = build_algorithm(spec.algorithm, spec.reference, spec.train)
     return (
         replace(built, teacher_weight=spec.teacher.weight, zero_variance="keep")
         if spec.has_teacher

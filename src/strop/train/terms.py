@@ -19,19 +19,19 @@ from strop.policy.learner import LossTerm
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
 from strop.spec.dpo import DpoSpec
-from strop.train.batch import TrainBatch, share_prompts
+from strop.train.batch import share_prompts
 from strop.train.demonstrations import Demonstration
 
 SFT_TEMPERATURE = 1.0
 """Demonstrations were drawn from no distribution of this run: logits are taken as they are."""
 
 
-def rl_term(algorithm: Algorithm, batch: TrainBatch, temperature: float) -> LossTerm:
-    """Return the policy-gradient term of a credited batch.
+def rl_term(algorithm: Algorithm, groups: Sequence[PackedGroup], temperature: float) -> LossTerm:
+    """Return the policy-gradient term of credited groups.
 
     Raises: ConfigError if a reply is longer than a correction by whole replies accepts.
     """
-    return policy_term(algorithm, batch.groups, temperature, name="rl")
+    return policy_term(algorithm, groups, temperature, name="rl")
 
 
 def policy_term(
@@ -45,6 +45,7 @@ def policy_term(
         temperature=temperature,
         token_terms=algorithm,
         scope=algorithm.scope,
+        entropy_weight=algorithm.entropy_weight,
     )
 
 
@@ -83,7 +84,12 @@ def sft_term(members: Sequence[Demonstration], weight: float) -> LossTerm:
 
 def dpo_term(spec: DpoSpec, pairs: Sequence[PackedGroup], temperature: float) -> LossTerm:
     """Return the mean loss of preference pairs, which stay together."""
-    preference = Preference(name=spec.loss, beta=spec.beta, label_noise_frac=spec.label_noise_frac)
+    preference = Preference(
+        name=spec.loss,
+        beta=spec.beta,
+        label_noise_frac=spec.label_noise_frac,
+        is_per_token=spec.loss == "pref_ipo" if spec.margin is None else spec.margin == "mean",
+    )
     weight = 1.0 / max(len(pairs), 1)
     weighed = [
         replace(pair, replies=tuple(replace(reply, weight=weight) for reply in pair.replies))

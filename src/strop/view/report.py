@@ -159,6 +159,12 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         ("drift_mean_nats", "Engine-trainer drift (nats)", False),
         ("reply_tokens_mean", "Reply length (tokens)", False),
         ("grad_norm", "Gradient norm", False),
+        ("update_ratio", "Change of the weights by a step, over the weights", False),
+        ("reference_kl_nats", "KL to the reference (nats per token)", False),
+        ("approx_kl_nats", "KL from where the batch began (nats per token)", False),
+        ("clip_low_frac", "Tokens stopped at the lower bound", True),
+        ("clip_high_frac", "Tokens stopped at the upper bound", True),
+        ("policy_entropy_nats", "Entropy over the vocabulary (nats per token)", False),
         ("seconds_step", "Step time (seconds)", False),
         ("scored_tokens_per_s", "Scored tokens per second", False),
     ]

@@ -54,7 +54,7 @@ class RolloutsAtStep:
     """A few rollouts of one example of one step."""
 
     step: int
-    """Optimizer steps completed when the model wrote them."""
+    """Steps completed when the model wrote them."""
     rollouts: tuple[Rollout, ...]
 
 

@@ -26,8 +26,9 @@ from strop.spec.run import RunSpec
 if TYPE_CHECKING:
     from strop.policy.frozen import FrozenModel
     from strop.policy.language_model import ModelShape
-    from strop.policy.learner import Learner, StepReport, Term
+    from strop.policy.learner import Learner, Term
     from strop.policy.packing import PackedGroup
+    from strop.policy.step_report import StepPlan, StepReport
 
 CALL_LIMIT_S = 3600.0
 """A step, a score or a write takes no longer."""
@@ -123,19 +124,23 @@ class LearnerRank(RayRole):
             timeout=limit,
         )
 
-    def step_terms(self, shares: Sequence[TermShare]) -> tuple[StepReport, int]:
+    def step_terms(self, shares: Sequence[TermShare], plan: StepPlan | None) -> tuple[StepReport, int]:
         """Take one optimizer step; return the report and the version that it made."""
         from strop.policy.batch_wire import decode_groups
 
         # From our own loop, over a connection that carries the run's token.
         terms = [replace(pickle.loads(one.term), groups=decode_groups(one.groups)) for one in shares]
-        return self._learner.step_terms(terms), self._learner.version
+        return self._learner.step_terms(terms, plan), self._learner.version
 
-    def score(self, groups: bytes, temperature: float) -> list[FloatArray]:
+    def hold(self) -> None:
+        """Keep the weights as they are now."""
+        self._learner.hold()
+
+    def score(self, groups: bytes, temperature: float, is_held: bool) -> list[FloatArray]:
         """Return the log-probabilities of this rank's share."""
         from strop.policy.batch_wire import decode_groups
 
-        return self._learner.score(decode_groups(groups), temperature)
+        return self._learner.score(decode_groups(groups), temperature, is_held=is_held)
 
     def add_frozen(self, role: str, source: ModelSource) -> None:
         """Load a model beside the policy, or this rank's rows of it.
@@ -223,7 +228,7 @@ class RayLearner:
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken."""
+        """Batches that have moved the weights."""
         return self._version
 
     @property
@@ -246,7 +251,7 @@ class RayLearner:
         """Whether every rank computes activations again."""
         return self._facts.recomputes
 
-    async def step_terms(self, terms: Sequence[Term]) -> StepReport:
+    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
         """Take one optimizer step. See `LearnerRole.step_terms`."""
         from strop.policy.batch_wire import encode_groups
         from strop.policy.learner import LossTerm
@@ -258,14 +263,22 @@ class RayLearner:
             keeps_groups = isinstance(term, LossTerm) and term.scope is Scope.GROUP
             for rank, groups in enumerate(self._split(term.groups, keeps_groups=keeps_groups)):
                 shares_R[rank].append(TermShare(term=bare, groups=encode_groups(groups)))
-        calls = [rank.step_terms.remote(shares) for rank, shares in zip(self._ranks, shares_R, strict=True)]
+        calls = [
+            rank.step_terms.remote(shares, plan) for rank, shares in zip(self._ranks, shares_R, strict=True)
+        ]
         answers: list[tuple[StepReport, int]] = await self._gather(calls)
         report, self._version = answers[0]
         return report
 
-    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+    async def hold(self) -> None:
+        """Keep the weights as they are now. See `LearnerRole.hold`."""
+        await self._gather([rank.hold.remote() for rank in self._ranks])
+
+    async def score(
+        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
+    ) -> list[FloatArray]:
         """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
-        return await self._score(groups, lambda rank, share: rank.score.remote(share, temperature))
+        return await self._score(groups, lambda rank, share: rank.score.remote(share, temperature, is_held))
 
     async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
         """Load a model that never learns on all ranks. See `LearnerRole.add_frozen`."""

@@ -29,6 +29,7 @@ def shard_learner(
     *,
     device: str = "cpu",
     micro_batch_positions: int | None = None,
+    num_steps: int | None = None,
 ) -> Learner:
     """Keep this rank's rows of a model, and drop the others. Every rank must call it, with equal weights.
 
@@ -42,4 +43,5 @@ def shard_learner(
         micro_batch_positions=micro_batch_positions,
         masters=ShardedMasters(model, init_device_mesh(device, (dist.get_world_size(),))),
         ranks=GroupRanks(),
+        num_steps=num_steps,
     )

@@ -1,0 +1,503 @@
+"""Several optimizer steps per batch: against plain PyTorch, over a resume, and where one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from strop.algorithm import build_algorithm
+from strop.algorithm.aggregation import Aggregation
+from strop.cluster import Roles
+from strop.cluster.local_learner import LocalLearner
+from strop.errors import RunStopped
+from strop.policy.learner import Term
+from strop.policy.packing import PackedGroup, with_logprobs
+from strop.policy.step_report import StepPlan, StepReport
+from strop.record import RunDir
+from strop.record.rollouts import read_rollouts
+from strop.rollout import Rollout
+from strop.spec import RunSpec
+from strop.spec.algorithm import AlgorithmSpec
+from strop.spec.reference import ReferenceSpec
+from strop.spec.train import TrainSpec
+from strop.train.batch import build_batch, cut_batch, penalize_rewards
+from strop.train.step_terms import StepTerms
+from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, read_curve, tiny_spec
+from tests.policy.naive import padded_logprobs, sampled_places
+from tests.policy.worlds import REPLY_LIMIT, World, build_learner, make_model, ragged_groups
+
+FOUR = {"steps": 1, "prompts_per_step": 4, "rollouts_per_prompt": 4, "mini_batches": 4, "checkpoint_every": 1}
+CLIPPED = {
+    "name": "dapo",
+    "zero_variance": "keep",
+    "overlong": "keep",
+    "correction": "none",
+    "clip_low": 0.03,
+    "clip_high": 0.05,
+}
+
+
+def train(root: Path, model_dir: Path, spec: RunSpec, change: Any = None) -> Composition:
+    made = Composition(spec, model_dir, new_run(root))
+    made.run(change)
+    return made
+
+
+def exported(run: RunDir) -> dict[str, torch.Tensor]:
+    latest = run.latest_checkpoint()
+    assert latest is not None
+    return load_file(latest[1] / "model" / "model.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainStep:
+    """What plain PyTorch finds in one mini-batch."""
+
+    loss: float
+    grad_norm: float
+    log_ratios: list[float]
+    num_low: int
+    num_high: int
+
+
+def plain_update(
+    module: Any, groups: Sequence[list[Rollout]], order: Sequence[Sequence[int]], spec: RunSpec
+) -> list[PlainStep]:
+    """Train on mini-batches as verl defines it, with autograd and PyTorch's AdamW.
+
+    Old log-probabilities once, under the weights that the batch began with; then for every mini-batch the
+    clipped objective, its mean over the tokens of that mini-batch, clipping of the norm, one step.
+    """
+    chosen, settings = spec.algorithm, spec.optimizer
+    rows = [rollout for group in groups for rollout in group]
+    starts = np.cumsum([0, *(len(group) for group in groups)])
+    with torch.no_grad():
+        old_S_T = padded_logprobs(module, rows, spec.sampling.temperature)
+    assert chosen.clip_low is not None
+    assert chosen.clip_high is not None
+    optimizer = torch.optim.AdamW(
+        module.parameters(),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=0.0,
+    )
+    steps = []
+    for part in order:
+        optimizer.zero_grad()
+        logp_S_T = padded_logprobs(module, rows, spec.sampling.temperature)
+        losses, gaps, num_low, num_high = [], [], 0, 0
+        for index in part:
+            rewards = torch.tensor([rollout.outcome.reward or 0.0 for rollout in groups[index]]).double()
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+            for member, rollout in enumerate(groups[index]):
+                row, advantage = int(starts[index]) + member, float(advantages[member])
+                for place, _ in sampled_places(rollout):
+                    gap = logp_S_T[row, place - 1] - old_S_T[row, place - 1]
+                    bounded = gap.exp().clamp(1 - chosen.clip_low, 1 + chosen.clip_high)
+                    losses.append(-torch.minimum(gap.exp() * advantage, bounded * advantage))
+                    gaps.append(float(gap.detach()))
+                    num_low += advantage < 0 and math.exp(gaps[-1]) < 1 - chosen.clip_low
+                    num_high += advantage > 0 and math.exp(gaps[-1]) > 1 + chosen.clip_high
+        loss = torch.stack(losses).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        steps.append(
+            PlainStep(
+                loss=float(loss.detach()),
+                grad_norm=float(norm),
+                log_ratios=gaps,
+                num_low=num_low,
+                num_high=num_high,
+            )
+        )
+    return steps
+
+
+def drawn_order(spec: RunSpec, step: int = 0, epoch: int = 0) -> list[list[int]]:
+    """Return the order that seed and step name, cut into equal parts."""
+    stream = np.random.Philox(key=[spec.seed, 2**32], counter=[0, 0, epoch, step])
+    order = np.random.Generator(stream).permutation(spec.train.prompts_per_step).tolist()
+    size = len(order) // spec.train.mini_batches
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_epoch_of_four_mini_batches_is_verls_own(
+    tmp_path: Path, tiny_model_dir: Path, epochs: int
+) -> None:
+    # With the usual eps the rounding of gradients near 0, not their formula, would decide where they lead.
+    spec = tiny_spec(train=FOUR | {"epochs": epochs}, algorithm=CLIPPED, optimizer={"lr": 1e-3, "eps": 1e-5})
+    made = train(tmp_path, tiny_model_dir, spec)
+    rollouts = read_rollouts(made.run_dir.rollouts_path(1))
+    groups = [rollouts[start : start + 4] for start in range(0, len(rollouts), 4)]
+    assert any(len({one.outcome.reward for one in group}) > 1 for group in groups)
+    module = AutoModelForCausalLM.from_pretrained(
+        tiny_model_dir, dtype=torch.float32, attn_implementation="eager"
+    )
+    module.eval()  # type: ignore[no-untyped-call]
+    # The pad token is the terminator here, and is trained.
+    module.get_input_embeddings().padding_idx = None
+    before = {name: value.detach().clone() for name, value in module.named_parameters()}
+    order = [part for epoch in range(epochs) for part in drawn_order(spec, epoch=epoch)]
+    steps = plain_update(module, groups, order, spec)
+    found, expected = exported(made.run_dir), dict(module.named_parameters())
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name].detach(), rtol=0.0, atol=1e-6)
+    moved = max(float((found[name] - before[name]).abs().max()) for name in found)
+    assert moved > 1e-3, "the weights hardly moved, so the comparison would say little"
+
+    # Clipping really acted, and the numbers of the step are those of plain PyTorch.
+    num_low, num_high = sum(step.num_low for step in steps), sum(step.num_high for step in steps)
+    assert num_low > 0
+    assert num_high > 0
+    (line,) = made.run_dir.metrics.read()
+    gaps = np.array([gap for step in steps for gap in step.log_ratios])
+    assert line["num_optimizer_steps"] == 4 * epochs
+    assert line["clip_low_frac"] == pytest.approx(num_low / len(gaps))
+    assert line["clip_high_frac"] == pytest.approx(num_high / len(gaps))
+    assert line["approx_kl_nats"] == pytest.approx(float((np.expm1(gaps) - gaps).mean()), rel=1e-3)
+    quantiles = np.quantile(np.exp(gaps), (0.01, 0.5, 0.99))
+    told = [line[f"ratio_p{name}"] for name in ("01", "50", "99")]
+    assert told == pytest.approx(quantiles.tolist(), abs=1e-5)
+    assert line["loss"] == pytest.approx(float(np.mean([step.loss for step in steps])), abs=1e-6)
+    assert line["grad_norm"] == pytest.approx(max(step.grad_norm for step in steps), rel=1e-4)
+    # One version, however many optimizer steps.
+    assert line["policy_version"] == 1
+
+
+def test_the_change_of_a_step_over_the_weights_is_measured(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = train(tmp_path, tiny_model_dir, tiny_spec(train={"steps": 1, "checkpoint_every": 1}))
+    before = load_file(tiny_model_dir / "model.safetensors")
+    after = exported(made.run_dir)
+    change = math.sqrt(
+        sum(float((after[name].double() - before[name].double()).square().sum()) for name in after)
+    )
+    weights = math.sqrt(sum(float(before[name].double().square().sum()) for name in after))
+    (line,) = made.run_dir.metrics.read()
+    assert line["update_ratio"] == pytest.approx(change / weights, rel=1e-4)
+
+
+SEVERAL = {"steps": 4, "prompts_per_step": 4, "mini_batches": 2, "epochs": 2, "checkpoint_every": 2}
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "sapo"])
+def test_algorithms_that_were_one_differ(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
+    """With one optimizer step all four give the same weights bit by bit; with several none do."""
+
+    def weights(sections: dict[str, Any], one: str) -> dict[str, torch.Tensor]:
+        spec = tiny_spec(train={"steps": 1, "prompts_per_step": 4, **sections}, algorithm={"name": one})
+        return exported(train(tmp_path / one / str(len(sections)), tiny_model_dir, spec).run_dir)
+
+    other = "grpo" if name != "grpo" else "gspo"
+    pairs = [(weights(sections, name), weights(sections, other)) for sections in ({}, {"mini_batches": 4})]
+    # Every token of cispo weighs the same.
+    if "cispo" not in (name, other):
+        assert all(torch.equal(pairs[0][0][key], pairs[0][1][key]) for key in pairs[0][0])
+    assert any(not torch.equal(pairs[1][0][key], pairs[1][1][key]) for key in pairs[1][0])
+
+
+def test_a_resumed_run_draws_the_same_mini_batches(tmp_path: Path, tiny_model_dir: Path) -> None:
+    optimizer = {"lr": 3e-3, "schedule": "cosine", "warmup_steps": 3, "final_frac": 0.1}
+    spec = tiny_spec(
+        train=SEVERAL | {"max_kl": 0.05}, optimizer=optimizer, algorithm={"entropy_weight": 0.01}
+    )
+    whole = train(tmp_path / "whole", tiny_model_dir, spec)
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path / "cut"))
+
+    class Stopping(LocalLearner):
+        """Dies in the middle of the third batch."""
+
+        async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
+            if plan is not None and plan.place == 9:
+                raise RuntimeError("killed")
+            return await super().step_terms(terms, plan)
+
+    with pytest.raises(RuntimeError, match="killed"):
+        made.run(lambda roles: replace(roles, learner=Stopping(learner_of(roles))))
+    run = RunDir.open(made.run_dir.path)
+    run.acquire()
+    Composition(spec, tiny_model_dir, run).run()
+    assert read_curve(run.path) == read_curve(whole.run_dir.path)
+    lines = run.metrics.read()
+    assert [line["policy_version"] for line in lines] == [1, 2, 3, 4]
+    # Whatever a bound left out of earlier batches, the rate follows from the place in the run.
+    assert all(line["lr"] <= 3e-3 for line in lines)
+    assert lines[-1]["lr"] < lines[1]["lr"]
+
+
+def test_the_rate_reaches_its_end_with_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    spec = tiny_spec(train=SEVERAL, optimizer={"lr": 1e-3, "schedule": "linear", "final_frac": 0.5})
+    lines = train(tmp_path, tiny_model_dir, spec).run_dir.metrics.read()
+    # The last of 4, 8, 12 and 16 optimizer steps has 3, 7, 11 and 15 before it: 1 - 0.5 x place / 16.
+    expected = [1e-3 * (1 - 0.5 * place / 16) for place in (3, 7, 11, 15)]
+    assert [line["lr"] for line in lines] == pytest.approx(expected)
+
+
+class Poisoning(LocalLearner):
+    """Trains, but some optimizer steps are given what nobody knows."""
+
+    places: tuple[int, ...] = ()
+
+    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
+        assert plan is not None
+        if plan.place in self.places:
+            nothing = [
+                np.full(len(reply.engine_logprobs), np.nan, dtype=np.float32)
+                for group in terms[0].groups
+                for reply in group.replies
+            ]
+            terms = [replace(terms[0], groups=with_logprobs(terms[0].groups, "proximal", nothing))]
+        return await super().step_terms(terms, plan)
+
+
+def test_a_mini_batch_that_is_not_finite_is_refused_and_the_others_go_on(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    def poison(roles: Roles) -> Roles:
+        learner = Poisoning(learner_of(roles))
+        learner.places = (1,)
+        return replace(roles, learner=learner)
+
+    spec = tiny_spec(train={**FOUR, "steps": 2}, algorithm={"zero_variance": "keep"})
+    made = train(tmp_path, tiny_model_dir, spec, poison)
+    first, second = made.run_dir.metrics.read()
+    assert (first["num_optimizer_steps"], first["num_refused_steps"]) == (3.0, 1.0)
+    assert second["num_optimizer_steps"] == 4.0
+    assert "num_refused_steps" not in second
+    assert [line["policy_version"] for line in (first, second)] == [1, 2]
+    assert made.notes.causes("tripwire").count("non_finite") == 1
+    assert math.isfinite(first["loss"])
+    assert all(bool(value.isfinite().all()) for value in exported(made.run_dir).values())
+
+
+def test_a_batch_of_which_no_step_is_finite_is_one_without_update(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    def poison(roles: Roles) -> Roles:
+        learner = Poisoning(learner_of(roles))
+        learner.places = tuple(range(4 * 8))
+        return replace(roles, learner=learner)
+
+    spec = tiny_spec(train={**FOUR, "steps": 8}, algorithm={"zero_variance": "keep"})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    with pytest.raises(RunStopped, match="in a row without an update"):
+        made.run(poison)
+    lines = made.run_dir.metrics.read()
+    assert {line["policy_version"] for line in lines} == {0}
+    assert {line["num_refused_steps"] for line in lines} == {4.0}
+
+
+@pytest.mark.parametrize(("max_kl", "num_taken", "num_left_out"), [(1e-9, 1, 3), (10.0, 4, 0)])
+def test_a_batch_ends_where_the_policy_is_too_far_from_where_it_began(
+    tmp_path: Path, tiny_model_dir: Path, max_kl: float, num_taken: int, num_left_out: int
+) -> None:
+    spec = tiny_spec(train=FOUR | {"max_kl": max_kl, "steps": 2}, algorithm={"zero_variance": "keep"})
+    made = train(tmp_path, tiny_model_dir, spec)
+    for line in made.run_dir.metrics.read():
+        assert line["num_optimizer_steps"] == num_taken
+        assert line.get("num_left_out_steps", 0) == num_left_out
+        assert line["approx_kl_nats"] > 0.0
+        assert line["policy_version"] == line["step"]
+    # What is left out is no failure.
+    assert made.notes.causes("tripwire") == []
+
+
+def test_what_cannot_matter_is_said_by_the_gate_and_at_the_end(tmp_path: Path, tiny_model_dir: Path) -> None:
+    spec = tiny_spec(algorithm={"name": "gspo", "clip_low": 0.1, "mode": "decoupled"})
+    made = train(tmp_path, tiny_model_dir, spec)
+    told = [event for event in made.notes.events if event.cause == "ratio"]
+    assert [event.kind.value for event in told] == ["gate", "notice", "notice"]
+    assert "algorithm.clip_low=0.1 stops nothing" in told[0].detail
+    assert "'gspo' learns as 'grpo' does" in told[0].detail
+    # No forward was made to find out that ratios are 1.
+    assert all("approx_kl_nats" not in line for line in made.run_dir.metrics.read())
+
+
+# --- cutting a batch
+
+TRAIN = TrainSpec(prompts_per_step=6, mini_batches=3, epochs=2)
+
+
+def replies_of(groups: Sequence[PackedGroup]) -> list[bytes]:
+    return [reply.token_ids.tobytes() for group in groups for reply in group.replies]
+
+
+def test_every_epoch_takes_every_reply_once_in_an_order_of_its_own() -> None:
+    algorithm = replace(build_algorithm(AlgorithmSpec()), zero_variance="keep")
+    batch = build_batch(algorithm, ragged_groups(), REPLY_LIMIT)
+    steps = cut_batch(algorithm, batch, TRAIN, seed=5, step=7)
+    assert len(steps) == 6
+    epochs = [steps[:3], steps[3:]]
+    for epoch in epochs:
+        assert sorted(reply for part in epoch for reply in replies_of(part)) == sorted(
+            replies_of(batch.groups)
+        )
+    found = [[replies_of(part) for part in epoch] for epoch in epochs]
+    assert found[0] != found[1]
+    again = cut_batch(algorithm, batch, TRAIN, seed=5, step=7)
+    assert [replies_of(part) for part in again] == [replies_of(part) for part in steps]
+    others = [cut_batch(algorithm, batch, TRAIN, seed=seed, step=step) for seed, step in ((5, 8), (6, 7))]
+    assert all(
+        [replies_of(part) for part in other] != [replies_of(part) for part in steps] for other in others
+    )
+
+
+@pytest.mark.parametrize("aggregation", Aggregation)
+def test_a_mini_batch_is_weighed_as_a_batch_of_its_groups_alone(aggregation: Aggregation) -> None:
+    algorithm = replace(build_algorithm(AlgorithmSpec()), zero_variance="skip", aggregation=aggregation)
+    groups = ragged_groups()
+    batch = build_batch(algorithm, groups, REPLY_LIMIT)
+    steps = cut_batch(algorithm, batch, TRAIN, seed=5, step=0)
+    # Groups that are not forwarded count with their mini-batch.
+    for part, chosen in zip(steps, drawn(batch_size=5, parts=3), strict=True):
+        alone = build_batch(algorithm, [groups[index] for index in sorted(chosen)], REPLY_LIMIT)
+        found = [reply.weight for group in part for reply in group.replies]
+        assert found == pytest.approx([reply.weight for group in alone.groups for reply in group.replies])
+        assert replies_of(part) == replies_of(alone.groups)
+
+
+def drawn(*, batch_size: int, parts: int) -> list[list[int]]:
+    """Return both epochs' parts of seed 5 and step 0; the last of the six groups counts nowhere."""
+    found: list[list[int]] = []
+    for epoch in range(2):
+        stream = np.random.Philox(key=[5, 2**32], counter=[0, 0, epoch, 0])
+        order = np.random.Generator(stream).permutation(batch_size)
+        found += [part.tolist() for part in np.array_split(order, parts)]
+    return found
+
+
+def test_groups_that_do_not_count_are_in_no_mini_batch() -> None:
+    algorithm = replace(build_algorithm(AlgorithmSpec()), zero_variance="drop")
+    groups = [World(seed).group(2, [[2], [3]], [1.0, float(seed % 2)]) for seed in range(4)]
+    batch = build_batch(algorithm, groups, REPLY_LIMIT)
+    steps = cut_batch(algorithm, batch, TrainSpec(mini_batches=4), seed=0, step=0)
+    # Two of four have a difference: two mini-batches of one group each, of weight 1.
+    assert [len(part) for part in steps] == [1, 1]
+    assert [sum(len(r.engine_logprobs) * r.weight for r in part[0].replies) for part in steps] == [1.0, 1.0]
+
+
+# --- where ratios start
+
+
+def window_terms(roles: Roles, spec: RunSpec) -> StepTerms:
+    return StepTerms(spec=spec, roles=roles, task=SpellTask())
+
+
+def test_ratios_of_a_window_start_from_the_weights_that_the_engine_was_given(tmp_path: Path) -> None:
+    """Two batches of one publication: the second is not what the policy began it with."""
+    learner = LocalLearner(build_learner(make_model(tmp_path), lr=1e-2))
+    roles = Roles(learner=learner, engine=None, publisher=None, tokenizer=None)  # type: ignore[arg-type]
+    spec = tiny_spec(
+        train={"sync_every": 2, "max_staleness": 1},
+        placement={"kind": "process"},
+        algorithm={"mode": "decoupled", "zero_variance": "keep", "correction": "none"},
+    )
+    groups = ragged_groups()
+
+    async def run() -> list[StepReport]:
+        terms = window_terms(roles, spec)
+        reports = []
+        for step in range(4):
+            if step % 2 == 0:
+                await terms.begin_window()
+            began = await learner.score(terms.credit(groups).groups, 1.0)
+            (only,) = await terms.build(step, terms.credit(groups), groups, [])
+            proximal = [reply.proximal_logprobs for group in only[0].groups for reply in group.replies]
+            is_own = all(np.array_equal(a, b) for a, b in zip(proximal, began, strict=True) if b is not None)
+            assert is_own == (step % 2 == 0)
+            reports.append(await learner.step_terms(only))
+        return reports
+
+    reports = asyncio.run(run())
+    moved = [bool(np.abs(report.ratio_M - 1.0).max() > 1e-3) for report in reports]
+    assert moved == [False, True, False, True]
+
+
+def test_weights_that_were_held_are_scored_and_change_nothing(tmp_path: Path) -> None:
+    learner = build_learner(make_model(tmp_path, dtype="bfloat16"), dtype="bfloat16", lr=1e-2)
+    group = World().packed(4, [5, 3])
+    learner.hold()
+    (before, _) = learner.score([group], 1.0)
+    learner.step_terms(_term(group))
+    (after, _) = learner.score([group], 1.0)
+    assert not np.array_equal(before, after)
+    for _ in range(2):
+        (held, _) = learner.score([group], 1.0, is_held=True)
+        assert np.array_equal(held, before)
+        assert np.array_equal(learner.score([group], 1.0)[0], after)
+    learner.hold()
+    assert np.array_equal(learner.score([group], 1.0, is_held=True)[0], after)
+
+
+def _term(group: PackedGroup) -> list[Term]:
+    from strop.train.terms import rl_term
+
+    return [rl_term(build_algorithm(AlgorithmSpec(correction="none")), [group], 1.0)]
+
+
+# --- a penalty in the reward
+
+
+def test_penalties_in_the_reward_by_hand() -> None:
+    """Log-ratios [0.5, -0.2] and [1.0], beta 0.1: a token pays for itself and for all that come later."""
+    algorithm = build_algorithm(
+        AlgorithmSpec(name="reinforce_pp"), ReferenceSpec(kl_beta=0.1), TrainSpec(mini_batches=2)
+    )
+    group = World().packed(3, [2, 1])
+    rewards = (1.0, 0.0)
+    group = replace(
+        group,
+        replies=tuple(
+            replace(reply, advantage=reward) for reply, reward in zip(group.replies, rewards, strict=True)
+        ),
+    )
+    proximal = [np.array([-1.0, -2.0], np.float32), np.array([-1.0], np.float32)]
+    reference = [np.array([-1.5, -1.8], np.float32), np.array([-2.0], np.float32)]
+    sided = with_logprobs(with_logprobs([group], "proximal", proximal), "reference", reference)
+    # 1 - 0.1 x 0.3, 1 + 0.1 x 0.2, 0 - 0.1 x 1
+    plain = penalize_rewards(replace(algorithm, over_batch="none"), sided)
+    found = [reply.token_advantages for reply in plain[0].replies]
+    assert np.concatenate([one for one in found if one is not None]) == pytest.approx([0.97, 1.02, -0.1])
+    # Mean 0.63, spread sqrt((0.34^2 + 0.39^2 + 0.73^2) / 3) = 0.516592
+    whitened = penalize_rewards(algorithm, sided)
+    found = [reply.token_advantages for reply in whitened[0].replies]
+    joined = np.concatenate([one for one in found if one is not None])
+    assert joined == pytest.approx([0.658160, 0.754948, -1.413108], abs=1e-5)
+
+
+def test_a_penalty_in_the_reward_pulls_to_the_reference(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """K3: in expectation the gradient of k1 in the reward is that of KL(policy || reference)."""
+    policy_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    reference_V = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    # One token each, as often as it is likely: ten samples of three outcomes.
+    gap_V = (policy_V / reference_V).log()
+    advantage_V = -gap_V
+    # d logp_v / d logits = onehot(v) - policy; the loss is -A logp.
+    weighed_V = policy_V * -advantage_V
+    gradient = weighed_V - policy_V * weighed_V.sum()
+    assert gradient.tolist() == pytest.approx([-0.114895, -0.014241, 0.129136], abs=1e-6)
+    # And the run does what the formula says: it reports the distance, and is trained by token.
+    spec = tiny_spec(
+        train={**FOUR, "steps": 2}, algorithm={"name": "reinforce_pp"}, reference={"kl_beta": 0.5}
+    )
+    made = train(tmp_path, tiny_model_dir, spec)
+    first, second = made.run_dir.metrics.read()
+    assert first["reference_kl_nats"] > 0.0
+    assert [line["num_optimizer_steps"] for line in (first, second)] == [4.0, 4.0]
+    unpenalized = spec.model_copy(update={"reference": ReferenceSpec()})
+    other = train(tmp_path / "other", tiny_model_dir, unpenalized)
+    assert "reference_kl_nats" not in other.run_dir.metrics.read()[0]
+    found, expected = exported(made.run_dir), exported(other.run_dir)
+    assert any(not torch.equal(found[name], expected[name]) for name in found)
