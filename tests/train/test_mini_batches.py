@@ -138,13 +138,18 @@ def test_an_epoch_of_four_mini_batches_is_verls_own(
     tmp_path: Path, tiny_model_dir: Path, epochs: int
 ) -> None:
     # With the usual eps the rounding of gradients near 0, not their formula, would decide where they lead.
-    spec = tiny_spec(train=FOUR | {"epochs": epochs}, algorithm=CLIPPED, optimizer={"lr": 1e-3, "eps": 1e-5})
+    ranges = {"clip_low": 0.006, "clip_high": 0.01}
+    spec = tiny_spec(
+        train=FOUR | {"epochs": epochs},
+        algorithm=CLIPPED | ranges,
+        optimizer={"lr": 2e-4, "eps": 1e-5},
+    )
     made = train(tmp_path, tiny_model_dir, spec)
     rollouts = read_rollouts(made.run_dir.rollouts_path(1))
     groups = [rollouts[start : start + 4] for start in range(0, len(rollouts), 4)]
     assert any(len({one.outcome.reward for one in group}) > 1 for group in groups)
     module = AutoModelForCausalLM.from_pretrained(
-        tiny_model_dir, dtype=torch.float32, attn_implementation="eager"
+        tiny_model_dir, dtype=torch.float64, attn_implementation="eager"
     )
     module.eval()  # type: ignore[no-untyped-call]
     # The pad token is the terminator here, and is trained.
@@ -154,9 +159,9 @@ def test_an_epoch_of_four_mini_batches_is_verls_own(
     steps = plain_update(module, groups, order, spec)
     found, expected = exported(made.run_dir), dict(module.named_parameters())
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name].detach(), rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(value.double(), expected[name].detach(), rtol=0.0, atol=1e-6)
     moved = max(float((found[name] - before[name]).abs().max()) for name in found)
-    assert moved > 1e-3, "the weights hardly moved, so the comparison would say little"
+    assert moved > 5e-4, "the weights hardly moved, so the comparison would say little"
 
     # Clipping really acted, and the numbers of the step are those of plain PyTorch.
     num_low, num_high = sum(step.num_low for step in steps), sum(step.num_high for step in steps)
@@ -170,7 +175,7 @@ def test_an_epoch_of_four_mini_batches_is_verls_own(
     assert line["approx_kl_nats"] == pytest.approx(float((np.expm1(gaps) - gaps).mean()), rel=1e-3)
     quantiles = np.quantile(np.exp(gaps), (0.01, 0.5, 0.99))
     told = [line[f"ratio_p{name}"] for name in ("01", "50", "99")]
-    assert told == pytest.approx(quantiles.tolist(), abs=1e-5)
+    assert told == pytest.approx(quantiles.tolist(), rel=1e-4)
     assert line["loss"] == pytest.approx(float(np.mean([step.loss for step in steps])), abs=1e-6)
     assert line["grad_norm"] == pytest.approx(max(step.grad_norm for step in steps), rel=1e-4)
     # One version, however many optimizer steps.
