@@ -50,7 +50,7 @@ class Letters:
 
     name = "letters"
     version = "1"
-    limits = TaskLimits(max_reply_tokens=MAX_TOKENS, stop_strings=(STOP,))
+    limits = TaskLimits(max_reply_tokens=MAX_TOKENS, stop_strings=(STOP,), max_reward=2.0)
 
     def examples(self, split: Split) -> Sequence[Example]:
         return [make_example(self.name, {"question": "?"}, None)]
