@@ -37,7 +37,7 @@ class ArithmeticSpec(TaskSection):
 
     @property
     def num_train(self) -> int:
-        """Pairs to train on. Where an odd number of an even one is held out, a mirror is in no split."""
+        """Pairs to train on. Of an odd number held out of an even one, the last mirror is in no split."""
         is_odd_of_even = self.num_held_out % 2 == 1 and self.num_pairs % 2 == 0
         return self.num_pairs - self.num_held_out - is_odd_of_even
 
@@ -88,12 +88,6 @@ class ReverseTextSpec(TaskSection):
     )
     min_words: int = Field(default=1, ge=1, le=1000, description="Fewest words of a text, included.")
     max_words: int = Field(default=4, ge=1, le=1000, description="Most words of a text, included.")
-    partial_marks: Literal["beginning", "any-order"] = Field(
-        default="beginning",
-        description="What a wrong reply earns a part of the marks for: the letters that are right from its"
-        " beginning, or letters in the right order anywhere. The second pays for one word said to everybody;"
-        " it is here to see a run collapse, and for random models, which earn something by it.",
-    )
 
     @model_validator(mode="after")
     def _check_range(self) -> ReverseTextSpec:
