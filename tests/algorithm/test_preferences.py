@@ -97,7 +97,7 @@ def test_no_tokens_have_no_loss() -> None:
 def test_the_gradient_of_every_token_is_that_of_autograd(preference: Preference) -> None:
     tokens = pair_tokens()
     leaf_M = tokens.logprob_M.clone().requires_grad_()
-    gains = (leaf_M - tokens.reference_logprob_M).split([2, 2, 1, 1])
+    gains = torch.split(leaf_M - tokens.reference_logprob_M, [2, 2, 1, 1])
     of_replies = [gain.mean() if preference.is_per_token else gain.sum() for gain in gains]
     margins = torch.stack([of_replies[0] - of_replies[1], of_replies[2] - of_replies[3]])
     (expected_M,) = torch.autograd.grad(preference.judge(margins)[0].sum(), leaf_M)

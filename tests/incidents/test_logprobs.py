@@ -31,6 +31,7 @@ from strop.train.batch import build_batch
 from strop.train.gate import check_parity
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
 from strop.train.tripwires import find_alarms
+from strop.train.updating import Update
 from tests.fixtures.tiny_run import learner_of
 from tests.incidents.faulty_engines import (
     TamperedEngine,
@@ -147,7 +148,7 @@ def test_log_3_drift_at_learning_rate_0_raises_an_alarm(model_dir: Path) -> None
         batch = build_batch(ALGORITHMS["grpo"], [_with_difference(group) for group in judged], REPLY_LIMIT)
         learner = Learner(load_model(model_dir), OptimizerSpec(lr=1e-30))
         report = learner.step(batch.groups, temperature=1.0, token_terms=reinforce)
-        alarms = find_alarms(ALARMS, 1, measure_update(report))
+        alarms = find_alarms(ALARMS, 1, measure_update(Update(steps=(report,))))
         causes[name] = [alarm.cause for alarm in alarms]
     assert causes == {"true": [], "drifted": ["logprob_drift"]}
 
@@ -244,7 +245,7 @@ def test_log_5_updates_that_vanish_in_16_bits_raise_an_alarm(bf16_dir: Path) -> 
         model = load_model(bf16_dir, "bfloat16")
         learner = Learner(model, OptimizerSpec(lr=1e-6), masters=kind(model))
         report = learner.step(batch.groups, temperature=1.0, token_terms=algorithm)
-        metrics = measure_batch(batch) | measure_update(report)
+        metrics = measure_batch(batch) | measure_update(Update(steps=(report,)))
         quiet = TripwireSpec(max_drift_nats=None)
         seen[kind.__name__] = [alarm.cause for alarm in find_alarms(quiet, 1, metrics)]
         copies[kind.__name__] = report.changed_frac
@@ -308,7 +309,7 @@ def test_log_7_a_spike_in_any_micro_batch_is_seen(model_dir: Path, max_positions
     for judged in (groups, [with_engine_logprob(groups[0], 0, 0, -60.0), *groups[1:]]):
         batch = build_batch(ALGORITHMS["grpo"], judged, REPLY_LIMIT)
         report = learner.step(batch.groups, temperature=1.0, token_terms=nothing)
-        metrics.append(measure_update(report))
+        metrics.append(measure_update(Update(steps=(report,))))
         assert len(report.drift_M) == batch.credit.num_forwarded_tokens
     calm, spiked = metrics
     assert calm["drift_max_nats"] < 20.0 < 40.0 < spiked["drift_max_nats"]
@@ -326,7 +327,9 @@ def test_log_7_what_was_not_computed_is_absent(model_dir: Path) -> None:
     assert measure_rollouts([group])["entropy_nats"] > 0.0
     # An empty step has no drift, and no share of changed masters either.
     report = build_learner(model_dir).step([], temperature=1.0, token_terms=reinforce)
-    assert {"drift_mean_nats", "master_changed_frac"} & measure_update(report).keys() == set()
+    assert {"drift_mean_nats", "master_changed_frac"} & measure_update(
+        Update(steps=(report,))
+    ).keys() == set()
 
 
 def test_log_7_stages_add_up_to_the_step() -> None:

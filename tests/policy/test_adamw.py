@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ def test_masters_move_as_by_adamw(monkeypatch: pytest.MonkeyPatch, block: int) -
     masters, others = draw_masters(0), draw_masters(0)
     matrices = [master for master in others.values() if master.dim() > 1]
     vectors = [master for master in others.values() if master.dim() == 1]
+    parts: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        parts,
         lr=SPEC.lr,
         betas=(SPEC.beta1, SPEC.beta2),
         eps=SPEC.eps,

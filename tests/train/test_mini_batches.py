@@ -148,7 +148,7 @@ def test_an_epoch_of_four_mini_batches_is_verls_own(
     rollouts = read_rollouts(made.run_dir.rollouts_path(1))
     groups = [rollouts[start : start + 4] for start in range(0, len(rollouts), 4)]
     assert any(len({one.outcome.reward for one in group}) > 1 for group in groups)
-    module = AutoModelForCausalLM.from_pretrained(
+    module: Any = AutoModelForCausalLM.from_pretrained(
         tiny_model_dir, dtype=torch.float64, attn_implementation="eager"
     )
     module.eval()  # type: ignore[no-untyped-call]
@@ -420,7 +420,7 @@ def test_ratios_of_a_window_start_from_the_weights_that_the_engine_was_given(tmp
             began = await learner.score(terms.credit(groups).groups, 1.0)
             (only,) = await terms.build(step, terms.credit(groups), groups, [])
             proximal = [reply.proximal_logprobs for group in only[0].groups for reply in group.replies]
-            is_own = all(np.array_equal(a, b) for a, b in zip(proximal, began, strict=True) if b is not None)
+            is_own = all(np.array_equal(a, b) for a, b in zip(proximal, began, strict=True) if a is not None)
             assert is_own == (step % 2 == 0)
             reports.append(await learner.step_terms(only))
         return reports

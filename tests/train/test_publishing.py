@@ -68,7 +68,8 @@ class Misreporting:
     change: dict[str, Any]
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
-        return replace(await self.engine.update(update), **self.change)
+        receipt: WeightReceipt = await self.engine.update(update)
+        return replace(receipt, **self.change)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

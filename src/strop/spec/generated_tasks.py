@@ -88,6 +88,12 @@ class ReverseTextSpec(TaskSection):
     )
     min_words: int = Field(default=1, ge=1, le=1000, description="Fewest words of a text, included.")
     max_words: int = Field(default=4, ge=1, le=1000, description="Most words of a text, included.")
+    partial_marks: Literal["beginning", "any-order"] = Field(
+        default="beginning",
+        description="What a wrong reply earns a part of the marks for: the letters that are right from its"
+        " beginning, or letters in the right order anywhere. The second pays for one word said to everybody;"
+        " it is here to see a run collapse, and for random models, which earn something by it.",
+    )
 
     @model_validator(mode="after")
     def _check_range(self) -> ReverseTextSpec:
