@@ -249,8 +249,19 @@ MANY_SHARES = tuple(
 
 @pytest.mark.parametrize("num_examples", [1, 5, 20, 100])
 def test_a_share_is_covered_near_the_ends_too(num_examples: int) -> None:
-    # Wilson's interval: 0.84 where one of n is a rare success.
     assert cover_share(num_examples, (*FEW_SHARES, 0.17 / num_examples)) > 0.92
+
+
+@pytest.mark.parametrize("num_examples", [1, 5, 20, 100, 1000])
+def test_wilsons_interval_does_not_cover_rare_successes(num_examples: int) -> None:
+    # Its lower end for one of n is 0.177 / n, so that of a smaller share only 0 of n is covered.
+    z2 = 1.959964**2
+    share = 1 / num_examples
+    half = math.sqrt(z2 * (share * (1 - share) / num_examples + z2 / (4 * num_examples**2)))
+    low = (share + z2 / (2 * num_examples) - half) / (1 + z2 / num_examples)
+    assert (1 - 0.99 * low) ** num_examples < 0.86
+    # Ours begins lower.
+    assert once(1, num_examples).low < 0.5 * low
 
 
 @pytest.mark.slow
@@ -260,8 +271,8 @@ def test_a_share_is_covered_whatever_it_is(num_examples: int) -> None:
 
 
 def pairs_of(shares: Iterable[float]) -> list[tuple[float, float]]:
-    each = tuple(shares)
-    return [(one, other) for one in each for other in each if one + other <= 1.0]
+    listed = list(shares)
+    return [(one, other) for one in listed for other in listed if one + other <= 1.0]
 
 
 @pytest.mark.parametrize("num_examples", [2, 6, 15])

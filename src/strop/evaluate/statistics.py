@@ -48,9 +48,9 @@ def _interval_of_mean(
     An adjusted Wald interval: as if `PSEUDO_PROBLEMS` more had scored the least, and as many the most, that
     a score can be (`ends`). So it has width where all scores are alike, and allows for a few problems of a
     kind that the sample does not hold. By enumeration, at nominal 95 %, it covers a share of right answers
-    in at least 92 % of cases, for 1 to 1000 problems and every share, where Wilson's interval falls to 84 %
-    for rare ones; and a paired difference in at least 92.5 %, for 2 to 100 problems and whatever rises and
-    falls, where Tango's score interval falls to 86 %. Graded scores vary less and are covered more often.
+    in at least 92 % of cases, for 1 to 1000 problems and every share, where Wilson's interval falls below
+    86 % for rare ones; and a paired difference in at least 92.5 %, for 2 to 100 problems and whatever rises
+    and falls. Graded scores vary less and are covered more often.
 
     `problems_P` names the problem that each example poses; examples of one problem are no independent
     draws. None: each poses its own.

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from strop.errors import ConfigError, DataError, StropError
-from strop.rollout import Outcome, Split
+from strop.rollout import Outcome, Split, make_example
 from strop.spec import ResolvedSpec, load_spec, write_spec
 from strop.spec.explain import explain
 from strop.spec.task import BlendSpec, MixtureSpec, TaskSpec, UserTaskSpec
-from strop.tasks import Task, build_task, build_warm_task, task_builder
+from strop.tasks import Task, build_task, build_warm_task, problem_of, task_builder
 from strop.tasks.judging import open_judge
 from strop.tasks.user import own_task
 from tests.fixtures.judging import run_self_test
@@ -81,6 +81,26 @@ def test_a_class_is_a_task(tmp_path: Path) -> None:
     assert task.limits.verify_limit_s == 10.0
     found = judge(load(tmp_path).spec.task, "It is 4", "5")
     assert [(one.reward, one.is_correct) for one in found] == [(1.0, True), (0.0, False)]
+
+
+NAMES = """
+    def problem_of(self, example):
+        return example.fields["n"] % 7
+"""
+
+
+def test_a_class_may_say_which_examples_pose_one_problem(tmp_path: Path) -> None:
+    def task_in(name: str, code: str) -> Task:
+        (tmp_path / name).mkdir()
+        return task_of(tmp_path / name, code=code)
+
+    plain, named = task_in("plain", CODE), task_in("named", CODE + NAMES)
+    example = named.examples(Split.TRAIN)[1]
+    assert (problem_of(plain, example), problem_of(named, example)) == (None, "Doubling 3")
+    # Of an example that it has not made, a task says nothing.
+    assert problem_of(named, make_example("Doubling", {"n": -1}, "-2")) is None
+    with pytest.raises(ConfigError, match=r"own\.py.*name the problem of \{'n': 2\}.*ZeroDivisionError"):
+        task_in("broken", CODE + NAMES.replace("% 7", "% 0")).examples(Split.TRAIN)
 
 
 def test_its_settings_are_those_of_the_run_file(tmp_path: Path) -> None:
