@@ -7,8 +7,9 @@ name and reason stops the run with exit code 76.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -83,7 +84,8 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     checks += [await check_verifier(gate), await check_audit(gate, accepted)]
     if judge_sections(gate.spec.task):
         checks.append(await check_judges(gate))
-    checks += [check(gate) for check in _PLAN_CHECKS]
+    # Aside: of large data it takes seconds, and the loop has to answer meanwhile.
+    checks += [check_schedule(gate), await asyncio.to_thread(check_overlap, gate), check_room(gate)]
     if gate.demonstrations is not None:
         checks.append(check_demonstrations(gate))
     idle = find_idle_settings(gate.spec)
@@ -393,14 +395,15 @@ async def _name_cause(
     return "weights, position ids, template or dtype differ between engine and trainer"
 
 
-_PLAN_CHECKS: tuple[Callable[[GateInput], GateCheck], ...] = (check_schedule, check_overlap, check_room)
 _ALL_CHECKS = (
     check_prompt,
     check_weights,
     check_verifier,
     check_audit,
     check_judges,
-    *_PLAN_CHECKS,
+    check_schedule,
+    check_overlap,
+    check_room,
     check_kl,
     check_demonstrations,
     check_terminator,
