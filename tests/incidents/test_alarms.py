@@ -16,6 +16,8 @@ from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.contract import ReplyScore, WeightReceipt, WeightUpdate
 from strop.errors import RunStopped
 from strop.evaluate import EvalSettings, Validity, evaluate_task
+from strop.policy.learner import LossTerm, StepReport, Term
+from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.record import Event
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, FinishReason, IntArray, Message, Outcome, Split, make_example
@@ -297,3 +299,36 @@ def test_opt_6_a_collapse_ends_the_run_by_itself_with_the_checkpoint_before_it(
     assert alarm.detail.count("; for example ") == 1
     assert len(alarm.example_ids) > 1
     assert made.run_dir.events.read()[-1].kind == "stop"
+
+
+def nothing(tokens: ScoredTokens, /) -> TokenTerms:
+    """A loss that was zeroed out."""
+    zero_M = 0.0 * tokens.advantage_M
+    return TokenTerms(loss_N=zero_M, grad_N=zero_M)
+
+
+@pytest.mark.parametrize("is_zeroed", [True, False])
+def test_cfg_4_a_loss_that_was_zeroed_out_is_named_in_its_first_step(
+    tmp_path: Path, tiny_model_dir: Path, *, is_zeroed: bool
+) -> None:
+    """Incident: tests of losses looked at shapes alone, and forked loops lost what they were for."""
+
+    def zero_out(roles: Roles) -> Roles:
+        step_terms = roles.learner.step_terms
+
+        async def step(terms: Sequence[Term]) -> StepReport:
+            return await step_terms(
+                [replace(term, token_terms=nothing) for term in terms if isinstance(term, LossTerm)]
+            )
+
+        if is_zeroed:
+            roles.learner.step_terms = step  # type: ignore[method-assign]
+        return roles
+
+    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path))
+    made.run(zero_out)
+    (line,) = made.notes.steps
+    assert line["num_signal_tokens"] > 0.0
+    found = alarms_of(made, "no_gradient")
+    assert len(found) == is_zeroed
+    assert (line["grad_norm"] == 0.0) is is_zeroed

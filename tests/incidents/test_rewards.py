@@ -14,7 +14,7 @@ import pytest
 
 from strop.engine.dummy import DummyEngine
 from strop.environments import Action, Environment, RolloutPlan, ScriptedEnvironment, SingleTurn, run_group
-from strop.errors import CheckRefused, DataError, RunStopped
+from strop.errors import CheckRefused, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import (
     Example,
@@ -272,7 +272,9 @@ def test_rew_9_a_reward_that_raises_says_which_type(tmp_path: Path) -> None:
     ] * 3
 
 
-def test_rew_10_a_score_beyond_its_bounds_never_becomes_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rew_10_a_data_set_that_gives_an_impossible_score_is_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Incident: an accuracy of 2.39 came from a simulated scorer and was used as a reward."""
     pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
     from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
@@ -281,8 +283,16 @@ def test_rew_10_a_score_beyond_its_bounds_never_becomes_a_reward(monkeypatch: py
     task = ReasoningGym(spec)
     example = task.examples(Split.TRAIN)[0]
     monkeypatch.setattr(ChainSumDataset, "score_answer", lambda self, answer, entry: 2.39)
-    with pytest.raises(DataError, match=re.escape("scored a reply with 2.39. Allowed: scores from 0 to 1")):
-        task.verify(example, "1")
+    replies = DummyEngine(Tokenizer.load(tiny_tokenizer(tmp_path)), ["1"])
+    plan = RolloutPlan(
+        example=example, step=0, sample_index=0, run_seed=0, sampling=Sampling(), max_reply_tokens=64
+    )
+    world = partial(SingleTurn, task)
+    (rollout,) = asyncio.run(run_group(world, replies, Tokenizer.load(tmp_path), [plan])).rollouts
+    assert rollout.outcome.reward is None
+    assert rollout.outcome.failure is not None
+    assert (rollout.outcome.failure.owner, rollout.outcome.failure.kind) == (FailureOwner.TASK, "ceiling")
+    assert "a score of 2.39 (score 2.39). Allowed: 0 to 1" in rollout.outcome.failure.detail
 
 
 def test_built_in_tasks_pass_the_test_that_the_broken_ones_fail() -> None:

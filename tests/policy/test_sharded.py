@@ -352,8 +352,12 @@ def test_whole_replies_pairs_and_teachers_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_all_ranks_report_alike(played: dict[int, list[Scene]], num_ranks: int) -> None:
+def test_log_7_all_ranks_report_alike(played: dict[int, list[Scene]], num_ranks: int) -> None:
+    """Incident: KL and clip fraction came from one micro-batch of rank 0, about 1/32 of the data."""
     first = played[num_ranks][0]
+    # What the last rank alone was given is seen on the first, which had nothing.
+    num_tokens = sum(int(reply.is_scored.sum()) for group in batch(5) for reply in group.replies)
+    assert [len(scene["one rank only"].drift_M) for scene in played[num_ranks]] == [num_tokens] * num_ranks
     for scene in played[num_ranks][1:]:
         for name in ("two terms", "after"):
             one, other = scene[name], first[name]
@@ -399,9 +403,17 @@ def test_what_one_rank_cannot_do_no_rank_does(played: dict[int, list[Scene]], nu
         assert scene["not finite"].startswith("LearnerError: step 8 has loss ")
         assert "norm nan. Allowed: finite values" in scene["not finite"]
         assert "ranks take different steps: rank 0 step 8 of ['term True'];" in scene["other terms"]
-        assert "step 8 was given the same samples on ranks 0 and 1." in scene["whole batch"]
         assert scene["no room"].startswith("StoreError: ")
         assert "absent/weights.partial could not be written" in scene["no room"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_prc_9_ranks_that_are_all_given_the_whole_batch_are_refused(
+    played: dict[int, list[Scene]], num_ranks: int
+) -> None:
+    """Incident: sharded ranks all did the whole work, and nothing was wrong but the time."""
+    for scene in played[num_ranks]:
+        assert "step 8 was given the same samples on ranks 0 and 1." in scene["whole batch"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

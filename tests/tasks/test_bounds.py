@@ -159,8 +159,8 @@ def test_a_reward_function_of_the_users_is_held_to_what_the_run_file_says(tmp_pa
     assert found == [None, None, None, "ceiling"]
     # The bounds are part of the version, and the usual one changes none.
     versions = {
-        build_task(spec_of(tmp_path, code=code)).version,
-        build_task(spec_of(tmp_path, code=code, min_reward=-1.0)).version,
+        build_task(spec).version
+        for spec in (spec_of(tmp_path, code=code), spec_of(tmp_path, code=code, min_reward=-1.0))
     }
     assert len(versions) == 2
     assert build_task(spec_of(tmp_path, code=code, min_reward=0.0)).version in versions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,14 @@ def test_a_task_without_right_and_wrong_is_watched_by_its_replies_alone() -> Non
     assert ended is not None
     various = straight(60, reward_mean=(0.2, 0.6), common_reply_frac=(0.0, 0.0), entropy_nats=(3.0, 0.4))
     assert watch_curve(various) == ([[]] * 60, None)
+
+
+def test_every_alarm_is_on_the_page() -> None:
+    root = Path(__file__).parents[2]
+    source = "".join(path.read_text() for path in (root / "src" / "strop" / "train").glob("*.py"))
+    named = re.findall(r'cause="(\w+)"|TRIPWIRE, "(\w+)"|return "(\w+)", \(', source)
+    causes = {cause for names in named for cause in names if cause} | SIGNS - {"tripwire"}
+    causes |= {"ceiling", "impossible_value", "length_explosion"}
+    assert len(causes) > 25
+    page = (root / "docs" / "alarms.md").read_text()
+    assert {cause for cause in causes - {"tripwire", "notice"} if f"`{cause}`" not in page} == set()

@@ -119,6 +119,12 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
             " optimizer.lr, and check that masters are float32"
         )
         alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="vanishing_updates", detail=detail))
+    if has_signal and metrics.get("grad_norm") == 0.0:
+        detail = (
+            "grad_norm=0 although tokens of the step have an advantage: the loss has no gradient, so nothing"
+            " can be learned; look at the algorithm's loss, and at a clip that holds every token"
+        )
+        alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="no_gradient", detail=detail))
     alarms += _find_dominant_term(spec.max_term_norm_ratio, step, metrics)
     broken_frac = metrics.get("prefix_break_frac", 0.0)
     if broken_frac > 0.0:

@@ -156,6 +156,7 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         ("zero_variance_frac", "Groups without signal", True),
         ("truncated_frac", "Replies cut at their limit", True),
         ("entropy_nats", "Entropy (nats per token)", False),
+        ("prompt_dependence", "How far replies tell their prompts (0: by chance)", False),
         ("drift_mean_nats", "Engine-trainer drift (nats)", False),
         ("reply_tokens_mean", "Reply length (tokens)", False),
         ("grad_norm", "Gradient norm", False),

@@ -58,7 +58,9 @@ def test_a_stored_audit_is_found_by_the_tasks_version(
     assert find_audit("capitals", "2") is None
 
 
-@pytest.mark.parametrize("change", [{"verdict": "green"}, {"probes": []}, {"schema": 3}, {"chance": None}])
+@pytest.mark.parametrize(
+    "change", [{"verdict": "green"}, {"probes": []}, {"schema": SCHEMA + 1}, {"chance": None}]
+)
 def test_a_changed_audit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:

@@ -125,13 +125,18 @@ def _sort_words(text: str) -> str:
 
 
 def share_of_beginning(reply: str, gold: str) -> float:
-    """Return how much of a text is right from its beginning: common letters there by the longer length.
+    """Return how much of a text is right from its beginning: common letters there by those of the longer one.
 
-    1 if and only if the two are equal; two empty texts are.
+    Case, and what stands between letters, do not count: R-I-V is riv. 1 if and only if all letters are equal.
     """
+    reply, gold = _letters(reply), _letters(gold)
     pairs = zip(reply, gold, strict=False)
     num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return num_right / max(len(reply), len(gold)) if reply or gold else 1.0
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text.casefold()))
 
 
 def subsequence_ratio(reply: str, gold: str) -> float:
