@@ -59,16 +59,19 @@ def test_a_policy_that_is_its_reference_starts_at_ln_2() -> None:
     assert terms.grad_N[4:].tolist() == [-0.05, 0.05]
 
 
-def test_what_is_reported_of_pairs_by_hand() -> None:
-    terms = Preference(name="dpo", beta=0.1)(pair_tokens())
+@pytest.mark.parametrize("is_per_token", [False, True])
+def test_what_is_reported_of_pairs_by_hand(is_per_token: bool) -> None:
+    terms = Preference(name="dpo", beta=0.1, is_per_token=is_per_token)(pair_tokens())
     # Two pairs of equal weight. The better reply gained 1 - 0, the worse one 0.5 - 1; the others nothing.
+    # Per token that is half of it, for replies of two tokens.
     found = {name: float(share_M.sum()) / 2 for name, share_M in terms.shares.items()}
+    scale = 0.5 if is_per_token else 1.0
     assert found == pytest.approx(
         {
             "pair_accuracy": 0.5,
-            "pair_margin_nats": 0.75,
-            "pair_better_gain_nats": 0.5,
-            "pair_worse_gain_nats": -0.25,
+            "pair_margin_nats": scale * 0.75,
+            "pair_better_gain_nats": scale * 0.5,
+            "pair_worse_gain_nats": scale * -0.25,
         }
     )
 

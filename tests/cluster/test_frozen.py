@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from strop.algorithm import ALGORITHMS
 from strop.cluster import LearnerRole, ModelSource, Roles
 from strop.cluster.frozen import with_frozen
 from strop.cluster.local_learner import LocalLearner
 from strop.cluster.ray.learners import LearnerRank, RayLearner
 from strop.engine.dummy import DummyEngine
 from strop.errors import ConfigError
+from strop.policy.packing import with_logprobs
+from strop.policy.step_report import StepPlan, StepReport
 from strop.spec.run import RunSpec
 from strop.tokenizer import Tokenizer
+from strop.train.terms import rl_term
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import tiny_spec
 from tests.policy.worlds import World, build_learner
@@ -121,3 +126,31 @@ def test_ranks_elsewhere_score_their_shares_and_have_the_teacher(tiny_model_dir:
         for actual, one in zip(asyncio.run(scorer.score(groups, 0.7)), expected, strict=True):
             np.testing.assert_allclose(actual, one, atol=1e-4)
     assert [rank._learner.teacher is not None for rank in ranks] == [True, True]
+
+
+def test_what_a_step_is_within_the_run_crosses_to_ranks(tiny_model_dir: Path) -> None:
+    spec = tiny_spec(
+        train={"steps": 2, "mini_batches": 3}, optimizer={"lr": 1e-2, "schedule": "linear", "final_frac": 0.5}
+    )
+    rank = LearnerRank.__new__(LearnerRank)
+    facts = rank.load(spec, ModelSource(path=tiny_model_dir, digest="unused"), 0, 1, ("unused", 0))
+    far = RayLearner([NearRank(rank)], NoDeaths(), facts)  # type: ignore[arg-type]
+    group = World(2).packed(4, [3, 5])
+
+    async def act() -> tuple[list[StepReport], list[list[float]]]:
+        await far.hold()
+        before = (await far.score([group], 1.0))[0].tolist()
+        algorithm = replace(ALGORITHMS["grpo"], mode="decoupled")
+        sided = with_logprobs([group], "proximal", await far.score([group], 1.0))
+        terms = [rl_term(algorithm, sided, 1.0)]
+        plans = [StepPlan(version=1, place=0), StepPlan(version=1, place=3), StepPlan(version=2, max_kl=1e-9)]
+        reports = [await far.step_terms(terms, plan) for plan in plans]
+        held = (await far.score([group], 1.0, is_held=True))[0].tolist()
+        return reports, [before, held, (await far.score([group], 1.0))[0].tolist()]
+
+    reports, (before, held, now) = asyncio.run(act())
+    # Six optimizer steps in the run: the first at the full rate, the fourth at 1 - 0.5 x 3 / 6 of it.
+    assert [report.lr for report in reports[:2]] == pytest.approx([1e-2, 7.5e-3])
+    assert [report.is_taken for report in reports] == [True, True, False]
+    assert far.version == 1
+    assert before == held != now

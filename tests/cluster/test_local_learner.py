@@ -21,7 +21,7 @@ class Recorder:
     def __init__(self) -> None:
         self.threads: list[int] = []
 
-    def step_terms(self, terms: Any) -> Any:
+    def step_terms(self, terms: Any, plan: Any) -> Any:
         self.threads.append(threading.get_ident())
         return SimpleNamespace()
 

@@ -439,3 +439,47 @@ def test_every_assumption_has_its_reason() -> None:
     assert [one.value for one in assumptions] == [6.0, 0.5, 0.0001, 0.5, 0.5, 0.0, 1.0]
     assert all(one.why for one in assumptions)
     assert "by hand" in assumptions[3].why
+
+
+def learning_s(**sections: Any) -> float:
+    spec = make_spec(**sections)
+    work = Work(
+        spec=spec,
+        size=SIZE,
+        prompt_tokens_mean=10.0,
+        max_reply_tokens=8,
+        num_eval_examples=0,
+        num_evals=0,
+    )
+    speeds = choose_speeds(spec, MACHINE, MEASURED, CPU_EFFICIENCY)
+    parts = {part.name: part.amount for part in estimate_time(work, speeds).step_parts}
+    return parts["learn"]
+
+
+def test_optimizer_steps_and_the_forward_of_old_log_probabilities_take_their_time() -> None:
+    """Of the arithmetic a forward is a third; the optimizer moves 4000 + 3 x 8000 bytes each time."""
+    one = learning_s()
+    update = state_bytes(SIZE, "bfloat16") / (8.0e9 * CPU_EFFICIENCY.update_frac)
+    arithmetic = one - update
+    four = learning_s(train={"prompts_per_step": 4, "rollouts_per_prompt": 4, "mini_batches": 4})
+    twice = learning_s(train={"prompts_per_step": 4, "rollouts_per_prompt": 4, "epochs": 2})
+    assert four == pytest.approx(arithmetic * 4 / 3 + 4 * update, rel=1e-3)
+    assert twice == pytest.approx(arithmetic * 7 / 3 + 2 * update, rel=1e-3)
+    # Ratios that start at the engine's values ask for no forward.
+    bypass = learning_s(
+        train={"prompts_per_step": 4, "rollouts_per_prompt": 4, "epochs": 2}, algorithm={"mode": "bypass"}
+    )
+    assert bypass == pytest.approx(2 * one, rel=1e-9)
+    # Neither does one that is 1 by construction.
+    assert learning_s(algorithm={"mode": "decoupled"}) == one
+
+
+def test_weights_that_ratios_start_from_are_held_beside_the_others() -> None:
+    window = {"sync_every": 2, "max_staleness": 1, "prompts_per_step": 4, "rollouts_per_prompt": 4}
+    apart = {"placement": {"kind": "process"}}
+    names = {}
+    for mode in ("single", "decoupled"):
+        spec = make_spec(train=window, algorithm={"mode": mode}, **apart)
+        names[mode] = {part.name: part.amount for part in split_memory(spec, SIZE, 8, 10)}
+    assert names["decoupled"]["weights that ratios start from (fp32)"] == 8000
+    assert "weights that ratios start from (fp32)" not in names["single"]

@@ -376,3 +376,64 @@ def test_a_simulation_needs_what_a_plan_may_lack(plan_it: PlanIt) -> None:
     with pytest.raises(ConfigError, match="the data of task gsm8k is not on this machine"):
         plan_work(load_spec("run.toml", ["task.name=gsm8k", "task.source=org/absent"]))
     assert plan_work(load_spec("run.toml")).work.max_reply_tokens > 0
+
+
+def values_of(plan: Plan) -> dict[str, str]:
+    return {value.name: str(value.value) for value in (*plan.algorithm, *plan.optimizer)}
+
+
+def test_several_optimizer_steps_are_planned(plan_it: PlanIt) -> None:
+    one = plan_it()
+    several = plan_it("train.mini_batches=4", "train.epochs=2", "algorithm.name=dr_grpo")
+    assert (one.schedule.steps_per_batch, several.schedule.steps_per_batch) == (1, 8)
+    assert (values_of(one)["algorithm.mode"], values_of(several)["algorithm.mode"]) == ("single", "decoupled")
+    # 2 of 8 prompts with 8 rollouts each are in a mini-batch.
+    assert values_of(several)["weight of a token"].startswith("1 / (16 rollouts x ")
+    token_mean = plan_it("train.mini_batches=4", "algorithm.name=dapo")
+    assert values_of(token_mean)["weight of a token"] == "1 / scored tokens of the mini-batch"
+    assert one.time is not None
+    assert several.time is not None
+    assert several.time.num_positions == 2 * one.time.num_positions
+    parts = [{part.name: part.amount for part in plan.time.step_parts} for plan in (one, several)]  # type: ignore[union-attr]
+    assert parts[1]["generate"] == parts[0]["generate"]
+    assert parts[1]["learn"] > 2 * parts[0]["learn"]
+
+
+def test_a_rate_that_falls_is_planned_to_its_end(plan_it: PlanIt) -> None:
+    assert "lr of the last optimizer step" not in values_of(plan_it())
+    words = ["optimizer.lr=1e-4", "optimizer.schedule=linear", "optimizer.final_frac=0.5", "train.steps=10"]
+    # 1 - 0.5 x 9 / 10, and with four steps in each 1 - 0.5 x 39 / 40
+    assert values_of(plan_it(*words))["lr of the last optimizer step"] == "5.5e-05"
+    assert values_of(plan_it(*words, "train.epochs=4"))["lr of the last optimizer step"] == "5.12e-05"
+
+
+def test_what_cannot_matter_is_told_before_a_run(plan_it: PlanIt) -> None:
+    assert not any("every probability ratio is 1" in notice for notice in plan_it().notices)
+    (told,) = [one for one in plan_it("algorithm.clip_high=0.3").notices if "ratio is 1" in one]
+    assert told.startswith("algorithm.clip_high=0.3 stops nothing: a step takes one optimizer step")
+    assert not any(
+        "ratio is 1" in one for one in plan_it("algorithm.clip_high=0.3", "train.epochs=2").notices
+    )
+
+
+def test_no_setting_is_shown_that_takes_no_part(plan_it: PlanIt) -> None:
+    sapo = values_of(plan_it("algorithm.name=sapo", "train.epochs=2"))
+    assert not {"algorithm.clip_low", "algorithm.clip_high"} & sapo.keys()
+    assert "algorithm.sapo_temperature_pos" in sapo
+    assert "algorithm.sapo_temperature_pos" not in values_of(plan_it())
+    bypass = values_of(plan_it("algorithm.name=dppo"))
+    assert bypass["algorithm.correction"] == "none"
+    assert "algorithm.correction_cap" not in bypass
+    exact = values_of(plan_it("train.terms=distill", "teacher.source=initial"))
+    assert not any(name.startswith("algorithm.") for name in exact)
+    assert exact["teacher.divergence"] == "jsd"
+    sampled = values_of(plan_it("train.terms=distill", "teacher.source=initial", "teacher.form=sampled"))
+    assert (sampled["algorithm.correction"], sampled["algorithm.correction_cap"]) == ("tis_token", "2.0")
+
+
+def test_where_a_penalty_stands_is_planned(plan_it: PlanIt) -> None:
+    beta = "reference.kl_beta=0.1"
+    in_reward = values_of(plan_it("algorithm.name=reinforce_pp", beta))
+    assert in_reward["KL to the reference"] == "0.1 x log-ratio (k1), in the reward"
+    assert in_reward["algorithm.advantage"] == "keep_reward, then whitened over all tokens of the batch"
+    assert "KL to the reference" not in values_of(plan_it("algorithm.name=reinforce_pp_baseline", beta))

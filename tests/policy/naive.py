@@ -58,6 +58,26 @@ def naive_gradients(
     return NaiveResult(loss=float(loss.detach()), gradients=gradients)
 
 
+def naive_entropy_gradients(
+    path: Path, algorithm: Algorithm, groups: Sequence[Group], *, temperature: float, reply_limit: int
+) -> NaiveResult:
+    """Compute the weighed entropy of the distribution behind every sampled token, and its gradient."""
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    module.eval()  # type: ignore[no-untyped-call]
+    members = _credited_members(algorithm, groups, reply_limit)
+    total = torch.zeros(())
+    for rollout, _, weight in members:
+        token_ids = torch.tensor([[int(i) for turn in rollout.turns for i in turn.token_ids]])
+        logits = module(input_ids=token_ids, use_cache=False).logits[0].float() / temperature
+        logp = torch.log_softmax(logits, dim=-1)
+        entropy = -(logp.exp() * logp).sum(dim=-1)
+        for place, _ in sampled_places(rollout):
+            total = total + weight * entropy[place - 1]
+    total.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return NaiveResult(loss=float(total.detach()), gradients=gradients)
+
+
 def padded_logprobs(module: Any, rollouts: Sequence[Rollout], temperature: float) -> torch.Tensor:
     """Return the log-probability of every next token. Shapes: (S, T - 1). Pads are random ids."""
     rows = [[int(i) for turn in rollout.turns for i in turn.token_ids] for rollout in rollouts]

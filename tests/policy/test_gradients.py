@@ -7,17 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from strop.algorithm import ALGORITHMS, Algorithm
 from strop.algorithm.corrections import CORRECTIONS
 from strop.algorithm.losses import CLIPPED
+from strop.errors import LengthMismatch
 from strop.policy.packing import PackedBatch, PackedGroup, split_by_budget
 from strop.rollout import Group
 from strop.train.batch import build_batch
 from strop.train.terms import rl_term
-from tests.policy.naive import naive_gradients
+from tests.policy.naive import naive_entropy_gradients, naive_gradients
 from tests.policy.worlds import (
     REPLY_LIMIT,
     Gradients,
@@ -151,6 +153,62 @@ def test_skipping_without_advantage_is_keeping(model_dir: Callable[..., Path], n
     assert kept.num_counted_tokens == skipped.num_counted_tokens
     expected = packed_gradients(model_dir(), keeping, groups)
     assert relative_error(packed_gradients(model_dir(), algorithm, groups), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("max_positions", [None, 9])
+def test_an_entropy_bonus_has_the_naive_gradient(
+    model_dir: Callable[..., Path], max_positions: int | None
+) -> None:
+    """Minus eta x weight x entropy of every scored token, those without advantage among them."""
+    algorithm = replace(plain("dapo"), entropy_weight=0.2, zero_variance="keep")
+    path, groups = model_dir(), ragged_groups()
+    policy = naive_gradients(
+        path, algorithm, groups, temperature=0.7, reply_limit=REPLY_LIMIT, is_corrected=False
+    )
+    bonus = naive_entropy_gradients(path, algorithm, groups, temperature=0.7, reply_limit=REPLY_LIMIT)
+    expected = {name: policy.gradients[name] - 0.2 * bonus.gradients[name] for name in policy.gradients}
+    batch = build_batch(algorithm, groups, REPLY_LIMIT)
+    term = rl_term(algorithm, batch.groups, 0.7)
+    learner = build_learner(path, max_positions=max_positions)
+    assert relative_error(learner.term_gradients(term), expected) <= TOLERANCE
+    report = learner.step_terms([term])
+    assert report.loss == pytest.approx(policy.loss - 0.2 * bonus.loss, rel=1e-4)
+    # Every token weighs the same here, so the mean entropy is the weighed sum.
+    assert report.totals["policy_entropy_nats"].mean == pytest.approx(bonus.loss, rel=1e-5)
+    assert report.totals["policy_entropy_nats"].count == batch.credit.num_counted_tokens
+
+
+def test_advantages_of_tokens_stand_in_for_that_of_the_reply(model_dir: Callable[..., Path]) -> None:
+    groups = [World(seed).packed(3, [4, 2, 1]) for seed in range(2)]
+    each = [
+        replace(
+            group,
+            replies=tuple(
+                replace(reply, advantage=9.0, token_advantages=np.full(len(reply.token_ids), 1.0, np.float32))
+                for reply in group.replies
+            ),
+        )
+        for group in groups
+    ]
+    mixed = [replace(each[0], replies=(each[0].replies[0], *groups[0].replies[1:])), groups[1]]
+    learner = build_learner(model_dir())
+    expected = learner.gradients(groups, temperature=1.0, token_terms=reinforce)
+    for given in (each, mixed):
+        found = learner.gradients(given, temperature=1.0, token_terms=reinforce)
+        assert relative_error(found, expected) == 0.0
+    # In the order of the reply's tokens: the first one alone has a gradient.
+    first = replace(groups[0].replies[0], token_advantages=np.array([1, 0, 0, 0], np.float32))
+    only = learner.gradients([replace(groups[0], replies=(first,))], temperature=1.0, token_terms=reinforce)
+    short = replace(
+        groups[0].replies[0],
+        token_ids=first.token_ids[:1],
+        is_scored=first.is_scored[:1],
+        engine_logprobs=first.engine_logprobs[:1],
+    )
+    alone = learner.gradients([replace(groups[0], replies=(short,))], temperature=1.0, token_terms=reinforce)
+    assert relative_error(only, alone) <= TOLERANCE
+    with pytest.raises(LengthMismatch, match="4 scored tokens and 3 advantages"):
+        replace(first, token_advantages=np.zeros(3, np.float32))
 
 
 def test_each_prompt_is_fed_once_and_no_position_is_a_pad() -> None:

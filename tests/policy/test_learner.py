@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from strop.algorithm import ALGORITHMS
 from strop.errors import CorruptRecord, DataError, LearnerError
-from strop.policy.learner import Learner
-from strop.policy.objective import ScoredTokens, TokenTerms
-from strop.policy.packing import PackedGroup, PackedReply
-from strop.policy.step_report import StepReport
-from tests.policy.worlds import World, build_learner, make_model, reinforce
+from strop.policy.learner import Learner, LossTerm, Term
+from strop.policy.objective import ScoredTokens, TokenTerms, TokenTermsFn
+from strop.policy.packing import PackedGroup, PackedReply, with_logprobs
+from strop.policy.step_report import StepPlan, StepReport
+from strop.spec.optimizer import OptimizerSpec
+from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
 
 LR = 3e-3
 Tensors = dict[str, torch.Tensor]
@@ -312,3 +315,78 @@ def test_counters_are_plain_json(model_dir: Path, tmp_path: Path) -> None:
     take(learner, signal())
     learner.save_state(tmp_path)
     assert json.loads((tmp_path / "learner.json").read_text()) == {"version": 1, "num_steps": 1}
+
+
+def test_optimizer_steps_of_one_batch_make_one_version(model_dir: Path, tmp_path: Path) -> None:
+    learner = build_learner(model_dir, lr=LR)
+    for place in range(3):
+        learner.step_terms(terms_of(signal(place)), StepPlan(version=1, place=place))
+    learner.save_state(tmp_path)
+    assert json.loads((tmp_path / "learner.json").read_text()) == {"version": 1, "num_steps": 3}
+    other = build_learner(model_dir, lr=LR)
+    other.load_state(tmp_path)
+    # The moments' bias follows from three steps, whatever the version says.
+    one, two = (each.step_terms(terms_of(signal(9)), StepPlan(version=2)) for each in (learner, other))
+    assert (one.grad_norm, one.update_ratio) == (two.grad_norm, two.update_ratio)
+    assert_equal(state_of(learner, tmp_path / "one"), state_of(other, tmp_path / "two"))
+
+
+def test_the_rate_follows_from_the_place_in_the_run(model_dir: Path) -> None:
+    spec = OptimizerSpec(lr=LR, schedule="linear", warmup_steps=2)
+    learner = Learner(load_model(model_dir), spec, num_steps=12)
+    places = [0, 1, 2, 7, 11]
+    reports = [learner.step_terms(terms_of(signal()), StepPlan(place=place)) for place in places]
+    # Thirds while it warms up, then the share of the 10 steps that is left.
+    expected = [LR / 3, LR * 2 / 3, LR, LR * 0.5, LR * 0.1]
+    assert [report.lr for report in reports] == pytest.approx(expected)
+    # Where nobody names it, it is as many as were taken.
+    assert learner.step_terms(terms_of(signal())).lr == pytest.approx(LR * 0.7)
+    # AdamW moves by about the rate: what is measured falls with it.
+    assert reports[4].update_ratio < 0.3 * reports[2].update_ratio
+
+
+def test_a_step_too_far_from_where_ratios_start_moves_nothing(model_dir: Path, tmp_path: Path) -> None:
+    algorithm = replace(ALGORITHMS["grpo"], mode="decoupled")
+    learner = build_learner(model_dir, lr=LR)
+    groups = with_logprobs(signal(), "proximal", learner.score(signal(), 1.0))
+    terms = terms_of(groups, algorithm)
+    first = learner.step_terms(terms, StepPlan(version=1, max_kl=1e-9))
+    assert (first.is_taken, learner.version) == (True, 1)
+    before = state_of(learner, tmp_path / "before")
+    second = learner.step_terms(terms, StepPlan(version=2, max_kl=1e-9))
+    assert (second.is_taken, second.update_ratio, second.changed_frac, learner.version) == (
+        False,
+        0.0,
+        0.0,
+        1,
+    )
+    assert second.totals["approx_kl_nats"].mean > 1e-9
+    assert second.totals["approx_kl_nats"].count == 9
+    assert_equal(state_of(learner, tmp_path / "after"), before)
+    # Nothing of its gradient is left: the next step is that of a learner that never saw it.
+    other = build_learner(model_dir, lr=LR)
+    other.load_state(tmp_path / "before")
+    norms = [each.step_terms(terms, StepPlan(version=2)).grad_norm for each in (learner, other)]
+    assert norms[0] == norms[1]
+
+
+def test_means_over_tokens_are_those_of_any_micro_batch(model_dir: Path) -> None:
+    algorithm = replace(ALGORITHMS["grpo"], mode="decoupled", clip_low=0.01, clip_high=0.01)
+    groups = [World(seed).packed(3, [4, 2], advantage=1.0 - seed) for seed in range(4)]
+    found = []
+    for max_positions in (None, 8):
+        learner = build_learner(model_dir, max_positions=max_positions, lr=LR)
+        sided = with_logprobs(groups, "proximal", learner.score(groups, 1.0))
+        learner.step_terms(terms_of(sided, algorithm))
+        found.append(learner.step_terms(terms_of(sided, algorithm)))
+    assert found[1].num_micro_batches == 4 * found[0].num_micro_batches
+    for name in ("approx_kl_nats", "clip_low_frac", "clip_high_frac"):
+        whole, split = (report.totals[name] for report in found)
+        assert whole.count == split.count == 24
+        assert split.mean == pytest.approx(whole.mean, rel=1e-3)
+        assert whole.mean > 0.0
+    assert sorted(found[1].ratio_M.tolist()) == pytest.approx(sorted(found[0].ratio_M.tolist()), rel=1e-4)
+
+
+def terms_of(groups: Sequence[PackedGroup], rule: TokenTermsFn = reinforce) -> list[Term]:
+    return [LossTerm(name="loss", groups=groups, temperature=1.0, token_terms=rule)]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from strop.algorithm.catalog import GSPO
+from strop.algorithm.catalog import GRPO, GSPO
 from strop.algorithm.distillation import Divergence
 from strop.algorithm.preferences import Preference
 from strop.errors import CorruptRecord, LearnerError, StoreError
@@ -34,7 +34,7 @@ from strop.policy.objective import Scope, ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.policy.sharded.build import shard_learner
 from strop.policy.shares import restore_order, split_shares
-from strop.policy.step_report import StepReport
+from strop.policy.step_report import StepPlan, StepReport
 from strop.policy.weights import export_tensors, load_published, own_tensors, weights_digest
 from strop.rollout import FloatArray
 from strop.spec.lora import LoraSpec
@@ -137,6 +137,25 @@ def play_frozen(
     return frozen.score(take(batch(10)), 0.7), learner.step_terms(terms)
 
 
+def play_update(learner: Learner, take: Callable[..., list[PackedGroup]]) -> Scene:
+    """Take a batch in two mini-batches, be stopped in a third, and ask the weights that it began with."""
+    learner.hold()
+    algorithm = replace(GRPO, mode="decoupled", clip_low=0.01, clip_high=0.01)
+    parts = [
+        with_logprobs(share, "proximal", learner.score(share, 0.7))
+        for share in (take(batch(20, 4)), take(batch(21, 3)), take(batch(20, 4)))
+    ]
+    terms = [replace(term(part, rule=algorithm), entropy_weight=0.1) for part in parts]
+    plans = [StepPlan(version=1, place=place) for place in range(2)]
+    scene: Scene = {
+        "reports": [learner.step_terms([one], plan) for one, plan in zip(terms, plans, strict=False)],
+        "stopped": learner.step_terms([terms[2]], StepPlan(version=2, place=2, max_kl=1e-9)),
+        "held": learner.score(take(batch(20, 4)), 0.7, is_held=True),
+        "version": learner.version,
+    }
+    return {**scene, "now": learner.score(take(batch(20, 4)), 0.7)}
+
+
 def sharded(
     model_dir: Path, *, dtype: str = "float32", change: Change = lambda model: None, **spec: Any
 ) -> Learner:
@@ -202,6 +221,7 @@ def play_rank(models: dict[str, Path], kept: Path, target: Path) -> Scene:
     scene["resumed"] = [resume(models["tied"], path) for path in sorted(kept.iterdir())]
     scene["adapted"] = play_adapted(sharded(models["rounded"], dtype="bfloat16", change=adapt), own, target)
     scene["rounded"] = play_rounded(models["rounded"], target)
+    scene["update"] = play_update(sharded(models["tied"]), own)
     scene["frozen"] = play_frozen(sharded(models["tied"]), frozen_rank(models["untied"], BUDGET), own)
     return scene
 
@@ -352,6 +372,39 @@ def test_whole_replies_pairs_and_teachers_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_mini_batches_of_a_batch_are_those_of_one_process(
+    played: dict[int, list[Scene]], models: dict[str, Path], num_ranks: int
+) -> None:
+    learner = single(models["tied"])
+    before = learner.score(batch(20, 4), 0.7)
+    expected = play_update(learner, whole)
+    assert [report.is_taken for report in expected["reports"]] == [True, True]
+    assert not expected["stopped"].is_taken
+    for scene in (one["update"] for one in played[num_ranks]):
+        assert scene["version"] == expected["version"] == 1
+        for report, other in zip(
+            [*scene["reports"], scene["stopped"]], [*expected["reports"], expected["stopped"]], strict=True
+        ):
+            assert_same_step(report, other)
+            assert report.is_taken == other.is_taken
+            assert report.update_ratio == pytest.approx(other.update_ratio, rel=1e-4)
+            assert report.totals.keys() == other.totals.keys()
+            for name, total in report.totals.items():
+                assert total.count == other.totals[name].count
+                assert total.mean == pytest.approx(other.totals[name].mean, rel=1e-2, abs=1e-6)
+            np.testing.assert_allclose(np.sort(report.ratio_M), np.sort(other.ratio_M), rtol=1e-3)
+        # Every rank was told the same, whatever it has of the batch.
+        assert scene["stopped"].totals == played[num_ranks][0]["update"]["stopped"].totals
+    assert {"clip_low_frac", "clip_high_frac", "policy_entropy_nats"} <= expected["stopped"].totals.keys()
+    groups = batch(20, 4)
+    shares = split_shares(groups, num_ranks)
+    for name, there in (("held", before), ("now", expected["now"])):
+        found = restore_order(groups, shares, [one["update"][name] for one in played[num_ranks]])
+        for actual, one in zip(found, there, strict=True):
+            np.testing.assert_allclose(actual, one, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_log_7_all_ranks_report_alike(played: dict[int, list[Scene]], num_ranks: int) -> None:
     """Incident: KL and clip fraction came from one micro-batch of rank 0, about 1/32 of the data."""
     first = played[num_ranks][0]
@@ -400,7 +453,7 @@ def test_replies_are_scored_on_the_rank_that_has_them(
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_what_one_rank_cannot_do_no_rank_does(played: dict[int, list[Scene]], num_ranks: int) -> None:
     for scene in played[num_ranks]:
-        assert scene["not finite"].startswith("LearnerError: step 8 has loss ")
+        assert scene["not finite"].startswith("LearnerError: optimizer step 8 has loss ")
         assert "norm nan. Allowed: finite values" in scene["not finite"]
         assert "ranks take different steps: rank 0 step 8 of ['term True'];" in scene["other terms"]
         assert scene["no room"].startswith("StoreError: ")

@@ -22,6 +22,7 @@ from strop.train import gate as gate_module
 from strop.train import terms as terms_module
 from strop.train.demonstrations import Demonstration, Demonstrations
 from strop.train.measure import measure_update
+from strop.train.updating import Update
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.tiny_run import (
     GOLD,
@@ -297,8 +298,9 @@ def test_terms_are_told_apart_only_where_there_are_several(tmp_path: Path, tiny_
     roles = made.run()
     assert made.demonstrations is not None
     report = learner_of(roles).step_terms([terms_module.sft_term(made.demonstrations.members, 1.0)])
-    assert not OF_TERMS & measure_update(report).keys()
-    mixed = measure_update(report, is_mixed=True)
+    update = Update(steps=(report,))
+    assert not OF_TERMS & measure_update(update).keys()
+    mixed = measure_update(update, is_mixed=True)
     assert (mixed["loss_sft"], mixed["grad_norm_sft"]) == (report.loss, report.grad_norm)
     assert np.isfinite(report.loss)
     asyncio.run(roles.engine.close())

@@ -92,6 +92,37 @@ def test_parts_have_their_charts_whatever_they_are_called(tmp_path: Path) -> Non
     assert "a<b" not in page
 
 
+def test_what_the_learner_knows_of_its_steps_has_charts(tmp_path: Path) -> None:
+    titles = [
+        "Change of the weights by a step, over the weights",
+        "KL to the reference (nats per token)",
+        "KL from where the batch began (nats per token)",
+        "Tokens stopped at the lower bound",
+        "Tokens stopped at the upper bound",
+        "Entropy over the vocabulary (nats per token)",
+        "Probability ratio of trained tokens",
+    ]
+    run = make_run(tmp_path, num_steps=2, eval_steps=())
+    # A number that was never measured has no chart.
+    assert not [title for title in titles if title in render_report(read_run_record(run.path))]
+    told = {
+        "update_ratio": 1e-4,
+        "reference_kl_nats": 0.02,
+        "approx_kl_nats": 0.001,
+        "clip_low_frac": 0.01,
+        "clip_high_frac": 0.02,
+        "policy_entropy_nats": 1.5,
+        "ratio_p01": 0.8,
+        "ratio_p50": 1.0,
+        "ratio_p99": 1.25,
+    }
+    run.metrics.append(3, {"seconds_step": 1.0, **told})
+    page = render_report(read_run_record(run.path))
+    assert [title for title in titles if title not in page] == []
+    for words in ("99th percentile: 1.250", "median: 1.000", "1st percentile: 0.800"):
+        assert words in page
+
+
 def test_the_page_is_well_formed_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path).path)
     # Void elements are closed here only because XML wants it; everything else must be balanced.

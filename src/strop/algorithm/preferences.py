@@ -54,10 +54,10 @@ class Preference:
     def __call__(self, tokens: ScoredTokens, /) -> TokenTerms:
         """Return every token's share of its pair's loss, and its gradient. Nothing is differentiated."""
         sign_M, is_better_M = tokens.advantage_M, tokens.advantage_M > 0
-        gain_M = tokens.logprob_M.detach() - tokens.reference_logprob_M
-        one_M = gain_M.new_ones(gain_M.shape)
+        one_M = tokens.advantage_M.new_ones(tokens.advantage_M.shape)
         share_M = 1.0 / sum_over(one_M, tokens.reply_M) if self.is_per_token else one_M
-        margin_M = sum_over(sign_M * share_M * gain_M, tokens.group_M)
+        gain_M = share_M * (tokens.logprob_M.detach() - tokens.reference_logprob_M)
+        margin_M = sum_over(sign_M * gain_M, tokens.group_M)
         loss_M, grad_M = self.judge(margin_M)
         num_tokens_M = sum_over(one_M, tokens.group_M)
         return TokenTerms(

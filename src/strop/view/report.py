@@ -186,15 +186,23 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
             ("pair_better_gain_nats", "What the better replies gained (nats)", False),
             ("pair_worse_gain_nats", "What the worse replies gained (nats)", False),
         ]
+    ratios = [
+        Series(label="99th percentile", style="faint", points=_series(metrics, "ratio_p99")),
+        Series(label="median", style="main", points=_series(metrics, "ratio_p50")),
+        Series(label="1st percentile", style="faint", points=_series(metrics, "ratio_p01")),
+    ]
     charts = [
-        build_chart(
-            key.replace("_", "-"),
-            title,
-            [Series(label=title, style="main", points=_series(metrics, key))],
-            is_share=is_share,
-            size=SMALL,
-        )
-        for key, title, is_share in wanted
+        build_chart("ratio", "Probability ratio of trained tokens", ratios, size=SMALL),
+        *(
+            build_chart(
+                key.replace("_", "-"),
+                title,
+                [Series(label=title, style="main", points=_series(metrics, key))],
+                is_share=is_share,
+                size=SMALL,
+            )
+            for key, title, is_share in wanted
+        ),
     ]
     return _present(*charts)
 
