@@ -94,6 +94,25 @@ class Tokenizer:
         return max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
+    def num_ids(self) -> int:
+        """Ids that mean something; between them there may be holes."""
+        return len(set(self._fast.get_vocab(with_added_tokens=True).values()))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that were added to those that texts are made of, such as terminators."""
+        named = map(self._fast.token_to_id, self._special_texts.values())
+        return frozenset(self._fast.get_added_tokens_decoder()).union(
+            token_id for token_id in named if token_id is not None
+        )
+
+    @property
+    def start_ids(self) -> IntArray:
+        """Ids that the tokenizer itself puts before a text, as those that its model was trained on began."""
+        plain, whole = (self._fast.encode("a", add_special_tokens=is_added).ids for is_added in (False, True))
+        return np.asarray(whole[: whole.index(plain[0])], dtype=np.int32)
+
+    @cached_property
     def digest(self) -> str:
         """Hash over everything that changes ids, prompts or stops."""
         parts = [self._fast.to_str(), list(self._eos_ids), self._special_texts, self._chat_template]

@@ -26,7 +26,7 @@ from strop.policy.weights import export_tensors, own_tensors, weights_digest
 from strop.record import RunDir
 from strop.store import AtomicDirectory, get_model, is_complete, verify_directory
 from strop.tokenizer import Tokenizer
-from strop.train.gate import check_weights
+from strop.train.gate_model import check_weights
 from tests.fixtures.attempts import fork, wait_for_end
 from tests.fixtures.write_points import write_and_die, write_checkpoint
 from tests.incidents.faulty_engines import build_gate

@@ -23,7 +23,7 @@ from strop.algorithm.distillation import Divergence
 from strop.algorithm.preferences import Preference
 from strop.errors import CorruptRecord, LearnerError, StoreError
 from strop.policy.batch_wire import decode_groups, encode_groups
-from strop.policy.digest import tensors_digest
+from strop.policy.digest import digest_each, tensors_digest
 from strop.policy.distilling import DistillTerm
 from strop.policy.footprint import rank_kept_bytes, read_model_size
 from strop.policy.frozen import FrozenModel
@@ -214,6 +214,7 @@ def play_rank(models: dict[str, Path], kept: Path, target: Path) -> Scene:
     learner.save_state(target / "state")
     scene["digest"] = learner.write_weights(target / "weights.safetensors")
     scene["named"] = {learner.export(target / "export", models["tied"]), learner.weights_digest()}
+    scene["tensors"] = learner.digest_tensors()
     own_dir = target / f"seen by {rank}"
     own_dir.mkdir()
     scene["apart"] = learner.write_weights(own_dir / "weights.safetensors")
@@ -477,6 +478,10 @@ def test_one_directory_and_one_file_hold_the_whole_model(
     exported = load_model(target / "export")
     restored = single(models["tied"])
     restored.load_state(root / "kept" / str(num_ranks))
+    assert [scene["tensors"] for scene in played[num_ranks]] == [
+        digest_each(restored.model.named_parameters()),
+        *[{}] * (num_ranks - 1),
+    ]
     digests = {scene["digest"] for scene in played[num_ranks]}
     assert digests == {weights_digest(exported), weights_digest(restored.model)}
     (digest,) = digests

@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from strop.errors import StoreError, WeightMismatch
-from strop.policy.digest import tensors_digest
+from strop.policy.digest import digest_each, tensors_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
-from strop.policy.weights import export_tensors, load_published, own_tensors, publish_tensors, weights_digest
+from strop.policy.weights import (
+    export_tensors,
+    find_strange,
+    load_published,
+    own_tensors,
+    publish_tensors,
+    weights_digest,
+)
 from strop.tokenizer import Tokenizer
 from tests.policy.worlds import load_model, make_model
 
@@ -181,3 +190,52 @@ def test_an_export_can_be_trained_and_exported_again(model_dir: Path, tmp_path: 
     again = load_model(tmp_path / "one")
     export_tensors(again.module, own_tensors(again), tmp_path / "one", tmp_path / "two")
     assert weights_digest(load_model(tmp_path / "two")) == weights_digest(model)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loaded_tensors_are_those_of_the_files_and_a_changed_one_is_named(
+    tmp_path: Path, stored: str, dtype: str
+) -> None:
+    path = make_model(tmp_path, dtype=stored, tie_word_embeddings=False)
+    model = load_model(path, dtype)
+    assert find_strange(digest_each(model.named_parameters()), path) == []
+    changed = "model.layers.1.mlp.up_proj.weight"
+    with torch.no_grad():
+        dict(model.named_parameters())[changed].view(-1)[3] += 1.0
+    assert find_strange(digest_each(model.named_parameters()), path) == [changed]
+
+
+def test_tensors_in_several_files_are_all_compared(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    module: Any = AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    module.save_pretrained(path, max_shard_size="20KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    model = load_model(path)
+    assert find_strange(digest_each(model.named_parameters()), path) == []
+    move(model)
+    assert len(find_strange(digest_each(model.named_parameters()), path)) == len(own_tensors(model))
+
+
+def test_what_a_family_stores_in_other_pieces_is_compared_as_it_is_loaded(tmp_path: Path) -> None:
+    """Mixtral's experts: one tensor each in the file, one for all of them in the model."""
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+    )
+    made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    made.save_pretrained(tmp_path)
+    module: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    names = {name for name, _ in module.named_parameters()}
+    assert names - load_file(tmp_path / "model.safetensors").keys(), "all are stored as they are"
+    assert find_strange(digest_each(module.named_parameters()), tmp_path) == []
+    (experts,) = [name for name in names if name.endswith("experts.down_proj")]
+    with torch.no_grad():
+        module.get_parameter(experts)[1, 0, 0] += 1.0
+    assert find_strange(digest_each(module.named_parameters()), tmp_path) == [experts]

@@ -29,7 +29,19 @@ from strop.train.gate_input import GateCheck, GateInput
 from tests.fixtures.places import line_of
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
 
-CHECKS = ["prompt", "weights", "verifier", "audit", "schedule", "overlap", "room", "terminator", "parity"]
+CHECKS = [
+    "prompt",
+    "tokenizer",
+    "tensors",
+    "weights",
+    "verifier",
+    "audit",
+    "schedule",
+    "overlap",
+    "room",
+    "terminator",
+    "parity",
+]
 
 
 def refuse(
@@ -104,14 +116,14 @@ def test_a_healthy_run_passes_every_check(tmp_path: Path, tiny_model_dir: Path) 
 
 def test_random_weights_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     error = refuse(tmp_path, tiny_model_dir, spec=tiny_spec(train={"accept": None}))
-    # 0.75 ln 262 = 4.18.
-    assert "refused to train: weights: loss " in str(error)
-    assert "bound 4.18, in float32; the weights look random" in str(error)
+    # Two layers of 36,864 parameters: 1.5 (8.8e13 / 73,728)^0.076 nats per token of 4.19 bytes.
+    assert_matches(r"refused to train: weights: loss of the policy \d\.\d\d nats per token", error)
+    assert "per byte, bound 1.75; the weights look random" in str(error)
 
 
 @pytest.mark.parametrize("accept", ["weight: typo", "weights: fine; memory: enough"])
 def test_only_checks_that_exist_can_be_accepted(accept: str) -> None:
-    with pytest.raises(ConfigError, match=r"names (weight|memory)\. Allowed: prompt, weights, .*, parity"):
+    with pytest.raises(ConfigError, match=r"names (weight|memory)\. Allowed: prompt, tokenizer, .*, parity"):
         read_accepted(accept)
 
 

@@ -89,6 +89,8 @@ def test_a_healthy_run_records_every_step_and_raises_no_alarm(tmp_path: Path, ti
     assert made.notes.causes("tripwire") == []
     assert made.notes.causes("gate") == [
         "prompt",
+        "tokenizer",
+        "tensors",
         "weights",
         "verifier",
         "audit",

@@ -76,6 +76,8 @@ def test_a_run_of_demonstrations_learns_them(tmp_path: Path, tiny_model_dir: Pat
     assert made.notes.causes("gate") == [
         *(
             "prompt",
+            "tokenizer",
+            "tensors",
             "weights",
             "verifier",
             "audit",
@@ -266,7 +268,7 @@ def test_a_source_of_nan_counts_as_refused_and_ends_the_run(tmp_path: Path, tiny
     made.spec = made.spec.model_copy(
         update={
             "train": made.spec.train.model_copy(
-                update={"accept": "weights: t; parity: t; terminator: t; verifier: t; audit: t"}
+                update={"accept": "tensors: t; weights: t; parity: t; terminator: t; verifier: t; audit: t"}
             )
         }
     )

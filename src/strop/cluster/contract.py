@@ -78,6 +78,20 @@ class LearnerRole(Protocol):
         """
         ...
 
+    async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return where scored tokens stand in their distributions, in order of the groups' replies.
+
+        Shapes: (T, 2 + 2 K) each; see `strop.policy.head.token_places`.
+        """
+        ...
+
+    async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
+        """Return type, shape and SHA-256 of each tensor by name, adapters left out.
+
+        Of the policy, or of the frozen model of a role.
+        """
+        ...
+
     async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
         """Load a model beside the policy, on its devices and in its type, which never learns.
 

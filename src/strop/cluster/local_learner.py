@@ -17,6 +17,7 @@ from strop.hardware import free_memory_bytes
 from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
 from strop.policy.frozen import FrozenModel
+from strop.policy.head import token_places
 from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
 from strop.policy.learner import Learner, Term
 from strop.policy.packing import PackedGroup
@@ -39,6 +40,7 @@ class LocalLearner:
 
     def __init__(self, local: Learner, *, is_aside: bool = False) -> None:
         self.local = local
+        self._frozen: dict[str, FrozenModel] = {}
         # The same one each time: every thread that computes keeps a team of OpenMP's and the memory it freed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner") if is_aside else None
 
@@ -81,9 +83,18 @@ class LocalLearner:
         """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
         return await self._do(partial(self.local.score, groups, temperature, is_held=is_held))
 
+    async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return where scored tokens stand. See `LearnerRole.place_tokens`."""
+        return await self._do(partial(self.local.score, groups, temperature, token_places))
+
+    async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
+        """Return the digest of each tensor. See `LearnerRole.digest_tensors`."""
+        owner = self.local if role is None else self._frozen[role]
+        return await self._do(owner.digest_tensors)
+
     async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
         """Load a model that never learns. See `LearnerRole.add_frozen`."""
-        frozen = await self._do(partial(load_frozen, self.local, role, source))
+        self._frozen[role] = frozen = await self._do(partial(load_frozen, self.local, role, source))
         return _LocalScorer(frozen, self._do)
 
     async def write_weights(self, path: Path) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import torch
 
@@ -25,11 +26,29 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _describe(named: tuple[str, torch.Tensor]) -> str:
-    name, tensor = named
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return type, shape and SHA-256 of one tensor, between slashes."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     content = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
-    return f"{name}/{tensor.dtype}/{tuple(tensor.shape)}/{content}"
+    return f"{tensor.dtype}/{tuple(tensor.shape)}/{content}"
+
+
+def digest_each(tensors: Iterable[tuple[str, torch.Tensor]], *, is_kept: bool = True) -> dict[str, str]:
+    """Return the digest of each tensor by its name. No more than a few are held at once.
+
+    Where it is not `is_kept` all are taken and none is hashed: of several ranks one does that work.
+    """
+    num_threads, left = min(_MAX_THREADS, os.cpu_count() or 1), iter(tensors)
+    found: dict[str, str] = {}
+    with ThreadPoolExecutor(num_threads) as threads:
+        while batch := dict(islice(left, num_threads)):
+            if is_kept:
+                found |= zip(batch, threads.map(tensor_digest, batch.values()), strict=True)
+    return found
+
+
+def _describe(named: tuple[str, torch.Tensor]) -> str:
+    return f"{named[0]}/{tensor_digest(named[1])}"
 
 
 def find_difference(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str | None:

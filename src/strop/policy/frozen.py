@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from strop.policy.digest import digest_each
 from strop.policy.language_model import LanguageModel
 from strop.policy.masters import Masters
 from strop.policy.micro_batch import default_positions
@@ -38,6 +39,11 @@ class FrozenModel:
         found = score_share(self.model, groups, temperature, self._max_positions, self._ranks)
         self.release()
         return found
+
+    def digest_tensors(self) -> dict[str, str]:
+        """Return the digest of each tensor; on the first rank only. Every rank must call it."""
+        tensors = self.model.named_parameters() if self._weights is None else self._weights.compute_copies()
+        return digest_each(tensors, is_kept=self._ranks.index == 0)
 
     def release(self) -> None:
         """Drop what a forward gathered of other ranks' rows."""

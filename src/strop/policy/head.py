@@ -27,6 +27,8 @@ _LOGIT_BYTES = 6
 _MAX_GPU_ROWS = 8192
 _MIN_LOGPROB = -1e4
 """Of what cannot be sampled: 0 times this is 0, and 0 times minus infinity is not a number."""
+TOP_RANKS = (20, 50, 100)
+"""How many of the likeliest tokens samplers are often cut to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -169,6 +171,30 @@ def token_logprobs(
         logprob_M[tokens] = logits.logprobs(batch.row_M[tokens] - rows.start, batch.target_M[tokens])
         del logits
     return logprob_M
+
+
+@torch.no_grad()
+def token_places(
+    hidden_U_D: torch.Tensor, head_weight: torch.Tensor, batch: PackedBatch, temperature: float
+) -> torch.Tensor:
+    """Return where each scored token stands in its distribution.
+
+    Shapes: (M, 2 + 2 K), fp32: the mass of all tokens that are likelier, and of those that are as likely,
+    itself among them; then for each of the K `TOP_RANKS` the mass of all tokens less likely than the k-th,
+    and 1 where the token is one of them.
+    """
+    found = torch.empty(batch.target_M.numel(), 2 + 2 * len(TOP_RANKS), device=hidden_U_D.device)
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), HEAD_CHUNK_ROWS):
+        logits = torch.nn.functional.linear(hidden_U_D[rows], head_weight).float() / temperature
+        probs = torch.softmax(logits, dim=-1)[batch.row_M[tokens] - rows.start]
+        own = probs.gather(1, batch.target_M[tokens, None])
+        parts = [(probs * (probs > own)).sum(dim=1), (probs * (probs == own)).sum(dim=1)]
+        top = probs.topk(min(max(TOP_RANKS), len(head_weight)), dim=1).values
+        for rank in TOP_RANKS:
+            least = top[:, min(rank, top.shape[1]) - 1, None]
+            parts += [(probs * (probs < least)).sum(dim=1), (own < least)[:, 0].float()]
+        found[tokens] = torch.stack(parts, dim=1)
+    return found
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 
 from strop.errors import ConfigError, LearnerError, explain_refusal
 from strop.policy.adamw import MOMENTS, AdamW
-from strop.policy.digest import tensors_digest
+from strop.policy.digest import digest_each, tensors_digest
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
 from strop.policy.frozen import FrozenModel
 from strop.policy.head import (
@@ -33,13 +33,13 @@ from strop.policy.head import (
 from strop.policy.joint_file import write_jointly
 from strop.policy.language_model import LanguageModel
 from strop.policy.learning_rate import lr_at
-from strop.policy.lora import name_for_peft, write_adapter
+from strop.policy.lora import name_for_peft, without_adapters, write_adapter
 from strop.policy.masters import LocalMasters, Masters
 from strop.policy.micro_batch import default_positions
 from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn
 from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, split_by_budget
 from strop.policy.ranks import Ranks, SingleRank, count_missing, run_on_first
-from strop.policy.scoring import score_share
+from strop.policy.scoring import Measure, score_share
 from strop.policy.shared_attention import build_shared_attention
 from strop.policy.shares import require_disjoint
 from strop.policy.state import load_tensors, save_tensors
@@ -193,14 +193,20 @@ class Learner:
         self._held = {name: master.detach().clone() for name, master in self._masters.items()}
 
     def score(
-        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
+        self,
+        groups: Sequence[PackedGroup],
+        temperature: float,
+        measure: Measure = token_logprobs,
+        *,
+        is_held: bool = False,
     ) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
 
-        The groups are this rank's share, which may be empty. `is_held`: under the weights that `hold` kept.
+        The groups are this rank's share, which may be empty. Another `measure` returns its own. `is_held`:
+        under the weights that `hold` kept.
         """
         with self._held_weights() if is_held else nullcontext():
-            found = score_share(self.model, groups, temperature, self.max_positions, self._ranks)
+            found = score_share(self.model, groups, temperature, self.max_positions, self._ranks, measure)
             self._weights.release()
         return found
 
@@ -221,6 +227,10 @@ class Learner:
             master.copy_(self._held[name])
             self._held[name].copy_(now)
         self._weights.refresh()
+
+    def digest_tensors(self) -> dict[str, str]:
+        """Return the digest of each tensor computed with, adapters left out; on the first rank only."""
+        return digest_each(without_adapters(self._weights.compute_copies()), is_kept=self._ranks.index == 0)
 
     def write_weights(self, path: Path) -> str:
         """Write the compute copies to one safetensors file for engines, adapters merged. Returns the digest.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,11 @@ def merge_adapters(tensors: Mapping[str, torch.Tensor], spec: LoraSpec) -> dict[
         weight = tensors[f"{path}.weight"]
         merged[f"{path}.weight"] = (weight.float() + spec.scaling * (second @ first)).to(weight.dtype)
     return merged
+
+
+def without_adapters(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is no part of an adapter."""
+    yield from (pair for pair in tensors if not pair[0].endswith(_PARTS))
 
 
 def name_for_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,13 +14,21 @@ from strop.policy.ranks import Ranks, count_missing
 from strop.policy.shared_attention import build_shared_attention
 from strop.rollout import FloatArray, IntArray
 
+Measure = Callable[[torch.Tensor, torch.Tensor, PackedBatch, float], torch.Tensor]
+"""What is computed of hidden states (U, D), head (V, D), batch and temperature, for its M scored tokens."""
+
 
 @torch.no_grad()
-def score_batch(model: LanguageModel, batch: PackedBatch, temperature: float) -> torch.Tensor:
-    """Return the log-probability (nats) of every scored token of a batch. Shapes: (M,), fp32."""
+def score_batch(
+    model: LanguageModel, batch: PackedBatch, temperature: float, measure: Measure = token_logprobs
+) -> torch.Tensor:
+    """Return the log-probability (nats) of every scored token of a batch. Shapes: (M,), fp32.
+
+    Another `measure` returns its own of each token, in the first dimension.
+    """
     attention = build_shared_attention(batch.layout, model.device)
     hidden = model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
-    return token_logprobs(hidden[batch.scored_positions_U], model.head_weight, batch, temperature)
+    return measure(hidden[batch.scored_positions_U], model.head_weight, batch, temperature)
 
 
 def score_groups(
@@ -39,22 +47,30 @@ def score_groups(
 
 
 def score_share(
-    model: LanguageModel, groups: Sequence[PackedGroup], temperature: float, max_positions: int, ranks: Ranks
+    model: LanguageModel,
+    groups: Sequence[PackedGroup],
+    temperature: float,
+    max_positions: int,
+    ranks: Ranks,
+    measure: Measure = token_logprobs,
 ) -> list[FloatArray]:
     """Score this rank's share, which may be empty, like `score_groups`. Every rank must call it."""
     parts = list(cut_groups(groups, max_positions))
     parts += [[EMPTY_GROUP]] * count_missing(ranks, len(parts))
-    return score_parts(model, parts, temperature)
+    return score_parts(model, parts, temperature, measure)
 
 
 def score_parts(
-    model: LanguageModel, parts: Iterable[Sequence[PackedGroup]], temperature: float
+    model: LanguageModel,
+    parts: Iterable[Sequence[PackedGroup]],
+    temperature: float,
+    measure: Measure = token_logprobs,
 ) -> list[FloatArray]:
     """Score groups like `score_groups`, those of a part in one forward."""
     found: list[FloatArray] = []
     for part in parts:
         batch = PackedBatch.of_groups(part, model.device)
-        scores: FloatArray = score_batch(model, batch, temperature or 1.0).cpu().numpy()
+        scores: FloatArray = score_batch(model, batch, temperature or 1.0, measure).cpu().numpy()
         # Scored tokens stand in the order of the positions that predict them, replies among each other.
         found += [scores[batch.reply_M == index] for index in range(sum(len(g.replies) for g in part))]
     return found

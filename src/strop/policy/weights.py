@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from strop.errors import StoreError, explain_refusal
-from strop.policy.digest import find_difference, tensors_digest
+from strop.policy.digest import digest_each, find_difference, tensors_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.lora import merge_adapters
 from strop.policy.published import read_published, unfit
@@ -84,6 +85,31 @@ def load_published(model: LanguageModel, source: Path | str, *, expected_digest:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
+
+
+def find_strange(live: Mapping[str, str], path: Path) -> list[str]:
+    """Return the names of tensors that are not those of a model directory; `live` are digests by name.
+
+    Stored values are brought to the type that the live tensor has. What a family stores under other names, or
+    in other pieces, is loaded once more and compared as it then is.
+    Raises: OSError or SafetensorError if a file cannot be read.
+    """
+    stored: dict[str, str] = {}
+    for shard in _listed_shards(path):
+        with safe_open(path / shard, framework="pt") as file:
+            names = [name for name in file.keys() if name in live]  # noqa: SIM118  (no mapping)
+            stored |= digest_each((name, file.get_tensor(name).to(_type_of(live[name]))) for name in names)
+    if missing := live.keys() - stored.keys():
+        dtype = _type_of(live[min(missing)])
+        again: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        others = ((name, tensor) for name, tensor in again.named_parameters() if name in missing)
+        stored |= digest_each((name, tensor.to(_type_of(live[name]))) for name, tensor in others)
+    return sorted(name for name, digest in live.items() if stored.get(name) != digest)
+
+
+def _type_of(digest: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, digest.partition("/")[0].removeprefix("torch."))
+    return dtype
 
 
 def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> str:

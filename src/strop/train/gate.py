@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,6 @@ from strop.algorithm.kl import find_penalty_flaw
 from strop.environments import SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.policy.packing import PackedBatch, PackedGroup
-from strop.policy.scoring import pack_given
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Split
 from strop.spec.task import judge_sections
 from strop.tasks import (
@@ -43,27 +42,20 @@ from strop.tasks.audit import (
     run_audit,
     write_audit,
 )
-from strop.tasks.failures import find_causes, find_failures, sum_up
+from strop.tasks.failures import find_causes, find_failures
 from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.collecting import plan_attempts
 from strop.train.demonstrations import Demonstration
 from strop.train.gate_input import GateCheck, GateInput
+from strop.train.gate_model import check_tensors, check_tokenizer, check_weights
+from strop.train.gate_parity import PARITY_TOLERANCE_NATS, check_parity, pack_rollouts
 from strop.train.gate_room import check_room
 from strop.train.overlap import check_overlap
 from strop.train.step_terms import choose_algorithm
 from strop.train.terms import pack_demonstrations
 
-PARITY_TOLERANCE_NATS = {"bfloat16": 0.06, "float32": 1e-3}
-"""Largest mean abs(engine - trainer) log-probability at equal weights."""
-
-CANARY = (
-    "The sun rises in the east and sets in the west. Water freezes at zero degrees and boils at one"
-    " hundred. A week has seven days, and a year has twelve months."
-)
-_MAX_CANARY_FRAC = 0.75
-"""Share of ln(vocabulary) that a trained model's loss on plain English stays below; noise is at 1."""
 _NUM_PROBE_PROMPTS = 8
 _NUM_PROBE_ROLLOUTS = 8
 _NUM_SELFTEST_EXAMPLES = 16
@@ -80,7 +72,7 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     Raises: CheckRefused naming every failed check that the run file does not accept.
     """
     accepted = read_accepted(gate.spec.train.accept)
-    checks = [check_prompt(gate), await check_weights(gate)]
+    checks = [check_prompt(gate), check_tokenizer(gate), await check_tensors(gate), await check_weights(gate)]
     checks += [await check_verifier(gate), await check_audit(gate, accepted)]
     if judge_sections(gate.spec.task):
         checks.append(await check_judges(gate))
@@ -189,23 +181,6 @@ def check_prompt(gate: GateInput) -> GateCheck:
             " task.max_reply_tokens, or raise that share to leave these prompts out"
         )
     return GateCheck(name="prompt", is_passed=is_passed, detail=detail)
-
-
-async def check_weights(gate: GateInput) -> GateCheck:
-    """Refuse weights that know no language: their loss on plain text is that of noise."""
-    learner, token_ids = gate.roles.learner, gate.roles.tokenizer.encode(CANARY)
-    (logprobs,) = await learner.score([pack_given(token_ids[:1], [token_ids[1:]])], 1.0)
-    loss_nats = -float(logprobs.mean())
-    bound_nats = _MAX_CANARY_FRAC * math.log(learner.shape.vocab_size)
-    is_passed = loss_nats < bound_nats
-    why = f" ({gate.dtype_reason})" if gate.dtype_reason else ""
-    detail = (
-        f"loss {loss_nats:.2f} nats per token on plain English, bound {bound_nats:.2f}, in"
-        f" {gate.spec.model.dtype}{why}"
-    )
-    if not is_passed:
-        detail += "; the weights look random: were they loaded, and from the right file?"
-    return GateCheck(name="weights", is_passed=is_passed, detail=detail)
 
 
 async def check_verifier(gate: GateInput) -> GateCheck:
@@ -328,31 +303,11 @@ def _target_ids(rollout: Rollout) -> IntArray:
     return target_ids
 
 
-async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
-    """Refuse an engine and a trainer that disagree about the same tokens at equal weights."""
-    asked = [rollout for group in groups for rollout in group.rollouts]
-    causes = find_causes(find_failures(rollout.outcome for rollout in asked))
-    lost = sum_up(causes, len(asked), "probes") if causes else ""
-    rollouts = [rollout for rollout in asked if rollout.num_sampled_tokens]
-    if not rollouts:
-        detail = "the engine gave no reply to compare"
-        return GateCheck(name="parity", is_passed=False, detail=f"{lost}; {detail}" if lost else detail)
-    tolerance = PARITY_TOLERANCE_NATS[gate.spec.model.dtype]
-    temperature = gate.spec.sampling.temperature
-    gaps = await _gaps(gate, rollouts, temperature)
-    mean_nats = float(np.abs(gaps).mean())
-    detail = f"mean gap {mean_nats:.2g} nats over {len(gaps)} tokens, tolerance {tolerance:g}"
-    detail += f"; {lost}" if lost else ""
-    if not mean_nats <= tolerance:
-        detail += f"; cause: {await _name_cause(gate, rollouts, gaps, tolerance)}"
-    return GateCheck(name="parity", is_passed=mean_nats <= tolerance, detail=detail)
-
-
 async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse a penalty that is not 0 where policy and reference are the same, or that pushes them apart."""
     penalty, reference = choose_algorithm(gate.spec).kl, gate.roles.reference
     assert reference is not None, "roles of a run with a penalty have a reference"
-    packed = _pack(rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens)
+    packed = pack_rollouts(r for group in groups for r in group.rollouts if r.num_sampled_tokens)
     temperature = gate.spec.sampling.temperature
     own, theirs = [
         np.concatenate(await scorer.score(packed, temperature)) for scorer in (gate.roles.learner, reference)
@@ -367,36 +322,10 @@ async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     return GateCheck(name="kl", is_passed=flaw is None, detail=f"{detail}; {flaw}" if flaw else detail)
 
 
-def _pack(rollouts: Iterable[Rollout]) -> list[PackedGroup]:
-    return [
-        PackedGroup(prompt_ids=r.turns[0].token_ids, replies=(pack_reply(r.turns, 0.0, 0.0),))
-        for r in rollouts
-    ]
-
-
-async def _gaps(gate: GateInput, rollouts: Sequence[Rollout], temperature: float) -> np.ndarray:
-    """Return trainer minus engine log-probability of every sampled token."""
-    groups = _pack(rollouts)
-    scores = await gate.roles.learner.score(groups, temperature)
-    engine_logprobs = [reply.engine_logprobs for group in groups for reply in group.replies]
-    gaps: np.ndarray = np.concatenate(scores) - np.concatenate(engine_logprobs)
-    return gaps
-
-
-async def _name_cause(
-    gate: GateInput, rollouts: Sequence[Rollout], gaps: np.ndarray, tolerance: float
-) -> str:
-    """Name the first convention that explains the gap."""
-    is_scaled = gate.spec.sampling.temperature != 1.0
-    if is_scaled and np.abs(await _gaps(gate, rollouts, 1.0)).mean() <= tolerance:
-        return "temperature (the engine reports log-probabilities before dividing by it)"
-    if gaps.max() <= tolerance:
-        return "support (the engine's values are renormalised over fewer tokens than the trainer's)"
-    return "weights, position ids, template or dtype differ between engine and trainer"
-
-
 _ALL_CHECKS = (
     check_prompt,
+    check_tokenizer,
+    check_tensors,
     check_weights,
     check_verifier,
     check_audit,

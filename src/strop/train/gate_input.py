@@ -25,6 +25,8 @@ class GateInput:
     roles: Roles
     model_dir: Path
     run_path: Path
+    weights_dir: Path | None = None
+    """Where the policy's weights were loaded from; None: from `model_dir`."""
     judge: Judge | None = None
     """None: replies are judged in this process."""
     demonstrations: Demonstrations | None = None

@@ -132,6 +132,7 @@ class TrainLoop:
             on_group=lambda: self._watchdog.progress("generate"),
         )
         self._source: GroupSource | None = None
+        self._weights_dir: Path | None = None
         self._publishing = Publishing(parts.spec, parts.roles, self._publish_event)
         self._end = Ending(parts.run_dir, self._publish_event)
         self._causes = CauseLog(self._publish_event)
@@ -181,6 +182,8 @@ class TrainLoop:
         latest, note = choose_checkpoint(self._run_dir)
         if latest is not None:
             step, path = latest
+            # Adapters are beside weights that stay as they were.
+            self._weights_dir = path / "model" if self._spec.lora.rank is None else None
             now = self._state
             self._state = await load_checkpoint(
                 path, self._roles.learner, num_threads=now.num_threads, made_of=now.made_of
@@ -221,6 +224,7 @@ class TrainLoop:
             roles=parts.roles,
             model_dir=parts.model_dir,
             run_path=parts.run_dir.path,
+            weights_dir=self._weights_dir,
             judge=parts.judge,
             demonstrations=parts.demonstrations,
             preferences=parts.preferences,

@@ -14,7 +14,8 @@ from strop.errors import WeightMismatch, explain_refusal
 from strop.policy.scoring import pack_given
 from strop.record import Event, EventKind
 from strop.spec.run import RunSpec
-from strop.train.gate import CANARY, PARITY_TOLERANCE_NATS
+from strop.train.gate_model import CANARY
+from strop.train.gate_parity import PARITY_TOLERANCE_NATS
 
 _CANARY_SPREAD = 3.0
 """Some tens of tokens may be further off than the gate's thousands: in one run vLLM's scores of the canary

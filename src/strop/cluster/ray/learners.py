@@ -142,6 +142,17 @@ class LearnerRank(RayRole):
 
         return self._learner.score(decode_groups(groups), temperature, is_held=is_held)
 
+    def place_tokens(self, groups: bytes, temperature: float) -> list[FloatArray]:
+        """Return where the tokens of this rank's share stand in their distributions."""
+        from strop.policy.batch_wire import decode_groups
+        from strop.policy.head import token_places
+
+        return self._learner.score(decode_groups(groups), temperature, token_places)
+
+    def digest_tensors(self, role: str | None) -> dict[str, str]:
+        """Return the digest of each tensor, on the first rank."""
+        return (self._learner if role is None else self._frozen[role]).digest_tensors()
+
     def add_frozen(self, role: str, source: ModelSource) -> None:
         """Load a model beside the policy, or this rank's rows of it.
 
@@ -279,6 +290,17 @@ class RayLearner:
     ) -> list[FloatArray]:
         """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
         return await self._score(groups, lambda rank, share: rank.score.remote(share, temperature, is_held))
+
+    async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return where scored tokens stand. See `LearnerRole.place_tokens`."""
+        return await self._score(groups, lambda rank, share: rank.place_tokens.remote(share, temperature))
+
+    async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
+        """Return the digest of each tensor. See `LearnerRole.digest_tensors`."""
+        digests: list[dict[str, str]] = await self._gather(
+            [rank.digest_tensors.remote(role) for rank in self._ranks]
+        )
+        return digests[0]
 
     async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
         """Load a model that never learns on all ranks. See `LearnerRole.add_frozen`."""
