@@ -16,8 +16,9 @@ from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.contract import ReplyScore, WeightReceipt, WeightUpdate
 from strop.errors import RunStopped
 from strop.evaluate import EvalSettings, Validity, evaluate_task
-from strop.policy.learner import LossTerm, StepReport, Term
+from strop.policy.learner import LossTerm, Term
 from strop.policy.objective import ScoredTokens, TokenTerms
+from strop.policy.step_report import StepPlan, StepReport
 from strop.record import Event
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, FinishReason, IntArray, Message, Outcome, Split, make_example
@@ -316,9 +317,9 @@ def test_cfg_4_a_loss_that_was_zeroed_out_is_named_in_its_first_step(
     def zero_out(roles: Roles) -> Roles:
         step_terms = roles.learner.step_terms
 
-        async def step(terms: Sequence[Term]) -> StepReport:
+        async def step(terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
             return await step_terms(
-                [replace(term, token_terms=nothing) for term in terms if isinstance(term, LossTerm)]
+                [replace(term, token_terms=nothing) for term in terms if isinstance(term, LossTerm)], plan
             )
 
         if is_zeroed:

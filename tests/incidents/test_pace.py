@@ -13,7 +13,8 @@ from strop.cluster import Roles
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.contract import ReplyScore, WeightReceipt, WeightUpdate
 from strop.launch.plan import predict_run
-from strop.policy.learner import StepReport, Term
+from strop.policy.learner import Term
+from strop.policy.step_report import StepPlan, StepReport
 from strop.rollout import IntArray
 from strop.train import pace
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
@@ -134,9 +135,9 @@ def with_fault(fault: Fault) -> Callable[[Roles], Roles]:
     def change(roles: Roles) -> Roles:
         learner, step_terms = roles.learner, roles.learner.step_terms
 
-        async def late(terms: Sequence[Term]) -> StepReport:
+        async def late(terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
             await asyncio.sleep(fault.delay_s(terms))
-            return await step_terms(terms)
+            return await step_terms(terms, plan)
 
         learner.step_terms = late  # type: ignore[method-assign]
         return replace(roles, learner=learner, engine=fault.engine(roles.engine))

@@ -151,7 +151,7 @@ def test_an_epoch_of_four_mini_batches_is_verls_own(
     module: Any = AutoModelForCausalLM.from_pretrained(
         tiny_model_dir, dtype=torch.float64, attn_implementation="eager"
     )
-    module.eval()  # type: ignore[no-untyped-call]
+    module.eval()
     # The pad token is the terminator here, and is trained.
     module.get_input_embeddings().padding_idx = None
     before = {name: value.detach().clone() for name, value in module.named_parameters()}
