@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from strop.record import RunDir
-from strop.rollout import Split
+from strop.record.rollouts import read_rollouts, write_rollouts
+from strop.rollout import FinishReason, Outcome, Split
 from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
+from strop.tokenizer import Tokenizer
 from tests.fixtures.commands import Run
 
 SFT = '[sft]\nsource = "rows.jsonl"\nrows_per_step = 4\n'
@@ -32,7 +36,8 @@ def sft_file(folder: Path) -> Path:
 
 
 def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sft_file: Path) -> None:
-    ended = run("sft", "sft.toml")
+    # All rows in each step, so that the second one is measured on what the first has learned.
+    ended = run("sft", "sft.toml", "sft.rows_per_step=8")
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
     assert [line.split()[0] for line in lines] == ["before", "after", "change", "pace", "report"]
@@ -46,7 +51,7 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     assert "step 2/2  loss " in ended.err
     assert "Cross-entropy of demonstrations" in (path / "report.html").read_text()
     # And a finished run says so.
-    assert run("sft", "sft.toml", f"output.dir={path}").code == 76
+    assert run("sft", "sft.toml", "sft.rows_per_step=8", f"output.dir={path}").code == 76
 
 
 def test_the_same_file_is_run_by_train(folder: Path, run: Run, sft_file: Path) -> None:
@@ -131,13 +136,36 @@ def test_a_plan_without_the_data_says_what_it_does_not_know(folder: Path, run: R
     assert any("gone.jsonl is not on this machine" in text for text in planned["unknown"])
 
 
+def end_one(run_path: Path) -> None:
+    """Let one reply of a run be whole and wrong, and all others be cut, whatever a random model says."""
+    tokenizer = Tokenizer.load(run_path / "checkpoints" / "step-000002" / "model")
+    paths = sorted((run_path / "rollouts").iterdir())
+    for path in paths:
+        rollouts = [replace(r, outcome=replace(r.outcome, truncated=True)) for r in read_rollouts(path)]
+        if path == paths[0]:
+            asked, said = rollouts[0].turns
+            spoken_ids = tokenizer.encode("no")
+            ended = replace(
+                said,
+                text="no",
+                token_ids=np.append(spoken_ids, np.int32(tokenizer.eos_id)),
+                logprobs=np.full(len(spoken_ids) + 1, -1.0, dtype=np.float32),
+                finish_reason=FinishReason.EOS,
+            )
+            outcome = Outcome(parts={"correct": 0.0}, is_correct=False)
+            rollouts[0] = replace(rollouts[0], turns=(asked, ended), outcome=outcome)
+        write_rollouts(path, rollouts)
+
+
 def test_a_run_is_imitated(folder: Path, run: Run, finished_run: Path, sft_file: Path) -> None:
+    end_one(finished_run)
     word = f"sft.source={finished_run}"
-    # Of the 8 replies of a random model some are cut, and nothing cut is imitated.
+    # Nothing cut is imitated.
     whole = ("sft.min_reward=0.0", "sft.rows_per_step=1")
     ended = run("sft", "sft.toml", word, *whole)
     assert ended.code == 0, ended.err
-    assert "rollouts without a whole reply)" in ended.err
+    assert "1 demonstrations from" in ended.err
+    assert "(7 rollouts without a whole reply)" in ended.err
     # None of them is right.
     ended = run("sft", "sft.toml", word)
     assert ended.code == 2
