@@ -12,7 +12,7 @@ import pytest
 
 from strop.spec import RunSpec
 from strop.tasks import Task
-from strop.train.collapse import NUM_STOP, SIGNS
+from strop.train.collapse import NUM_LOST, NUM_STOP, SIGNS
 from strop.train.step_watch import StepWatch
 from tests.fixtures.tiny_run import SpellTask, tiny_spec
 
@@ -183,7 +183,7 @@ def test_a_policy_that_stops_reading_its_prompts_is_a_collapse_whatever_it_says(
 
 LOST = [
     *straight(30, reward_mean=(0.5, 0.88), accuracy=(0.5, 0.88)),
-    *[{"reward_mean": 0.09, "accuracy": 0.09}] * 20,
+    *[{"reward_mean": 0.09, "accuracy": 0.09}] * 30,
 ]
 
 
@@ -191,7 +191,7 @@ def test_a_reward_that_is_lost_for_good_ends_the_run() -> None:
     """Incident: the training reward went from .88 to .09 by step 208, unattended."""
     alarms, ended = watch_curve(LOST)
     assert alarms[37] == ["reward_collapse"]  # the eighth step of 0.09
-    assert ended == 38 + NUM_STOP - 1
+    assert ended == 38 + NUM_LOST - 1
 
 
 def test_where_examples_come_in_an_order_a_lost_reward_alone_ends_nothing() -> None:

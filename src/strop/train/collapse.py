@@ -26,7 +26,9 @@ SIGNS = frozenset(
 """Alarms that a collapse raises. It takes two of them, one of them about what the policy says."""
 _DIRECT = frozenset({"reply_collapse", "entropy_collapse", "entropy_fall"})
 NUM_STOP = 5
-"""Steps in a row with the signs of a collapse that end a run."""
+"""Steps in a row with two signs of a collapse that end a run."""
+NUM_LOST = 16
+"""Steps in a row with `reward_collapse` alone that do: with few replies a step, eight low may be luck."""
 _MIN_RISE_RATIO = 2.0
 _MIN_DEPENDENCE = 0.15
 """Of replies on their prompts (`train.replies`); 0 is chance."""
@@ -135,35 +137,36 @@ class CollapseWatch:
     def __init__(self, *, is_ordered: bool) -> None:
         """Take whether the task orders its examples: then later ones may be harder, and earn less."""
         self._is_ordered = is_ordered
-        self._num_in_a_row = 0
+        self._num_of_signs = 0
+        self._num_lost = 0
         self._causes: dict[str, None] = {}
 
     def note(self, causes: Collection[str], metrics: Mapping[str, float], history: History) -> None:
         """Take the alarms of the next step; `history` does not hold the step yet."""
-        if not self._is_collapse(set(causes) & SIGNS, metrics, history):
-            self._num_in_a_row, self._causes = 0, {}
-            return
-        self._num_in_a_row += 1
-        self._causes |= dict.fromkeys(cause for cause in causes if cause in SIGNS)
+        signs = set() if _is_right(metrics, history) else set(causes) & SIGNS
+        is_sign = bool(signs & _DIRECT) and len(signs) > 1
+        # What was learned is lost: a sign of its own, unless the examples themselves may have changed.
+        is_lost = "reward_collapse" in signs and not self._is_ordered
+        self._num_of_signs = self._num_of_signs + 1 if is_sign else 0
+        self._num_lost = self._num_lost + 1 if is_lost else 0
+        self._causes = {**self._causes, **dict.fromkeys(sorted(signs))} if is_sign or is_lost else {}
 
     @property
     def reason(self) -> str | None:
         """Why the run has to end; None while it has not."""
-        if self._num_in_a_row < NUM_STOP:
+        if self._num_of_signs < NUM_STOP and self._num_lost < NUM_LOST:
             return None
-        return f"for {self._num_in_a_row} steps in a row the policy collapses: {', '.join(self._causes)}"
+        return f"for {self.num_in_a_row} steps in a row the policy collapses: {', '.join(self._causes)}"
 
     @property
     def num_in_a_row(self) -> int:
         """Steps up to the last one that are part of a collapse."""
-        return self._num_in_a_row
+        return max(self._num_of_signs, self._num_lost)
 
-    def _is_collapse(self, signs: set[str], metrics: Mapping[str, float], history: History) -> bool:
-        accuracy = history.compare("accuracy", metrics)
-        # Before there are two windows, of this step alone.
-        now = metrics.get("accuracy", 0.0) if accuracy is None else accuracy.now
-        if now >= _RIGHT_ENOUGH or is_more_right(metrics, history):
-            return False
-        # What was learned is lost: a sign of its own, unless the examples themselves may have changed.
-        is_lost = "reward_collapse" in signs and not self._is_ordered
-        return is_lost or (bool(signs & _DIRECT) and len(signs) > 1)
+
+def _is_right(metrics: Mapping[str, float], history: History) -> bool:
+    """Whether a step is of a policy that does what it is asked, however narrow it is."""
+    accuracy = history.compare("accuracy", metrics)
+    # Before there are two windows, of this step alone.
+    now = metrics.get("accuracy", 0.0) if accuracy is None else accuracy.now
+    return now >= _RIGHT_ENOUGH or is_more_right(metrics, history)

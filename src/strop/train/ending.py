@@ -10,7 +10,7 @@ from strop.record import Event, EventKind, RunDir
 from strop.rollout import Group
 from strop.tasks.failures import find_causes, find_failures, sum_up
 from strop.train.checkpoint import TrainerState
-from strop.train.collapse import NUM_STOP, CollapseWatch
+from strop.train.collapse import CollapseWatch
 from strop.train.tripwires import MAX_REFUSED_IN_A_ROW
 
 
@@ -56,7 +56,7 @@ class Ending:
             self.now(
                 step,
                 f"{watch.reason}, up to step {step}",
-                f"fewer than {NUM_STOP} such steps in a row; tripwires.on_alarm='warn' goes on in any case",
+                "steps that are none of a collapse; tripwires.on_alarm='warn' goes on in any case",
                 # The weights that gave the numbers of the first of them.
                 suspect_step=step - watch.num_in_a_row,
             )
