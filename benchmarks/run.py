@@ -45,6 +45,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-ups", type=int, default=2, help="discarded steps per arm")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="for each arm")
     parser.add_argument("--model", default=MODEL, help="model to measure with: directory, hub id or package")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="behind the demo's recipe; kept nowhere",
+    )
     parser.add_argument("--quiet-wait", type=float, default=60.0, help="seconds to wait for an idle machine")
     parser.add_argument(
         "--quick",
@@ -115,11 +122,11 @@ def _describe_demo(demo: DemoResult) -> str:
     )
 
 
-def run_demo(commit: str | None) -> None:
-    """Run the demo once from start to end, print what it cost and gained, and keep it."""
-    demo = measure_demo()
-    print(_describe_demo(demo))
-    _keep_extra("demo", "demo", dataclasses.asdict(demo), commit)
+def run_demo(commit: str | None, changes: Sequence[str] = ()) -> None:
+    """Run the demo once from start to end, print what it cost and gained; keep it unless it was changed."""
+    demo = measure_demo(*changes)
+    print(" ".join(["with", *changes, ""]) if changes else "", _describe_demo(demo), sep="")
+    _keep_extra("demo", "demo", dataclasses.asdict(demo), None if changes else commit)
 
 
 def run_gradients(protocol: Protocol, commit: str | None) -> None:
@@ -168,7 +175,7 @@ def run(parsed: argparse.Namespace, commit: str | None) -> None:
     if "start-up" in names:
         run_start_up(commit)
     if "demo" in names:
-        run_demo(commit)
+        run_demo(commit, parsed.set)
     if "gradient-cosine" in names:
         run_gradients(build_protocol(parsed), commit)
     for name in (name for name in FIGURES if name in names):

@@ -29,9 +29,10 @@ def draw_masters(seed: int) -> dict[str, torch.Tensor]:
 def test_masters_move_as_by_adamw(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setitem(adamw._BLOCKS, "cpu", block)
     masters, others = draw_masters(0), draw_masters(0)
-    matrices = [master for master in others.values() if master.dim() > 1]
-    vectors = [master for master in others.values() if master.dim() == 1]
-    parts: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    parts: list[dict[str, Any]] = [
+        {"params": [master for master in others.values() if master.dim() > 1]},
+        {"params": [master for master in others.values() if master.dim() == 1], "weight_decay": 0.0},
+    ]
     reference = torch.optim.AdamW(
         parts,
         lr=SPEC.lr,

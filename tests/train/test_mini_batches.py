@@ -420,7 +420,7 @@ def test_ratios_of_a_window_start_from_the_weights_that_the_engine_was_given(tmp
             began = await learner.score(terms.credit(groups).groups, 1.0)
             (only,) = await terms.build(step, terms.credit(groups), groups, [])
             proximal = [reply.proximal_logprobs for group in only[0].groups for reply in group.replies]
-            is_own = all(np.array_equal(a, b) for a, b in zip(proximal, began, strict=True) if a is not None)
+            is_own = all(a is not None and np.array_equal(a, b) for a, b in zip(proximal, began, strict=True))
             assert is_own == (step % 2 == 0)
             reports.append(await learner.step_terms(only))
         return reports

@@ -297,40 +297,30 @@ direction and is smaller by the batch's mean length, which keeps one learning ra
 bound useful for all entries.
 """
 
-SAPO_ENTRY = Algorithm(
-    name="sapo",
-    advantage=standardize,
-    loss=SAPO,
-    aggregation=Aggregation.SEQ_MEAN,
-    # Without meaning: its gate has no bounds.
-    clip_low=1.0,
-    clip_high=1.0,
-)
-"""A gate that closes softly as the ratio leaves 1, faster for worse rollouts. Source: arXiv:2511.20347."""
+SAPO_ENTRY = replace(GRPO, name="sapo", loss=SAPO, clip_low=1.0, clip_high=1.0)
+"""A gate that closes softly as the ratio leaves 1, faster for worse rollouts, in place of a range.
 
-REINFORCE_PP = Algorithm(
+Source: arXiv:2511.20347.
+"""
+
+RPP = replace(
+    RLOO,
     name="reinforce_pp",
     advantage=keep_reward,
     over_batch="whiten",
     is_relative=False,
-    loss=CLIPPED,
-    aggregation=Aggregation.TOKEN_MEAN,
-    clip_low=0.2,
-    clip_high=0.2,
     zero_variance="keep",
 )
 """Rewards whitened over all tokens of the batch, a KL penalty among them. Source: arXiv:2501.03262."""
 
-REINFORCE_PP_BASELINE = replace(
-    REINFORCE_PP, name="reinforce_pp_baseline", advantage=center, is_relative=True
-)
+RPP_BASELINE = replace(RPP, name="reinforce_pp_baseline", advantage=center, is_relative=True)
 """The same with the group's mean as baseline, and a penalty in the loss."""
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     entry.name: entry
     for entry in (
         *(GRPO, DR_GRPO, DAPO, RLOO, GSPO, CISPO_ENTRY, SAPO_ENTRY, DPPO_ENTRY, IPO_MASK_ENTRY),
-        *(REINFORCE_PP, REINFORCE_PP_BASELINE),
+        *(RPP, RPP_BASELINE),
     )
 }
 
