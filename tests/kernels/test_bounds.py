@@ -36,7 +36,7 @@ def test_the_kernels_stay_inside_their_tensors(tmp_path: Path) -> None:
     }
     files = [
         "tests/kernels/test_calls.py",
-        "tests/engine/test_kv_cache.py",
+        "tests/policy/test_kv_cache.py",
         "tests/policy/test_fused_trunk.py",
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from strop.engine.kv_cache import KVCache
+from strop.policy.kv_cache import KVCache
 from strop.errors import ConfigError
 from strop.policy.footprint import (
     ModelSize,

@@ -13,10 +13,10 @@ from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from strop.environments import RolloutPlan
-    from strop.policy.language_model import ModelShape
     from strop.policy.learner import Term
     from strop.policy.packing import PackedGroup
     from strop.policy.step_report import StepPlan, StepReport
+    from strop.policy.structure import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

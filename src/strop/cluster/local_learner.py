@@ -18,11 +18,12 @@ from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
 from strop.policy.frozen import FrozenModel
 from strop.policy.head import token_places
-from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
+from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner, Term
 from strop.policy.packing import PackedGroup
 from strop.policy.sharded.build import shard_frozen, shard_learner
 from strop.policy.step_report import StepPlan, StepReport
+from strop.policy.structure import ModelShape
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 

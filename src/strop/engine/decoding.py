@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from strop.engine.contract import Completion, GenerationRequest
-from strop.engine.kv_cache import KVCache, PrefillRecorder
 from strop.engine.sampler import Draw, draw, require_finite, uniform_stream
 from strop.engine.static_step import SLOT_STEP, StaticStep
 from strop.engine.stops import StopStrings
 from strop.policy.fused_trunk import Products
+from strop.policy.kv_cache import KVCache, PrefillRecorder
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention

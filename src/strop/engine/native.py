@@ -36,11 +36,11 @@ from strop.engine.contract import (
 )
 from strop.engine.decoding import DecodeBatch
 from strop.engine.fetching import fetched
-from strop.engine.kv_cache import KVCache
 from strop.engine.prepacked import PrepackedProducts
 from strop.engine.requests import check_ids, check_room, closed
 from strop.engine.settling import Waiting, WaitingScore, deliver, fail, settle
 from strop.errors import EngineError, WeightMismatch, describe_error, explain_refusal
+from strop.policy.kv_cache import KVCache
 from strop.policy.language_model import LanguageModel
 from strop.policy.scoring import score_replies
 from strop.policy.weights import load_published

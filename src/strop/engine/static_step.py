@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strop.engine.kv_cache import KVCache
 from strop.engine.sampler import Draw, draw_on_device, temperature_kinds
+from strop.policy.kv_cache import KVCache
 from strop.policy.language_model import LanguageModel
 
 SLOT_STEP = 128

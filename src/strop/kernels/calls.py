@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rotate": [_POINTER, _COUNT, *[_POINTER] * 3, *[_COUNT] * 5, _REAL],
     "gated": [*[_POINTER] * 2, *[_COUNT] * 2],
     "gated_backward": [*[_POINTER] * 3, *[_COUNT] * 2],
-    "decode_attention": [*[_POINTER] * 2, _COUNT, *[_POINTER] * 8, *[_COUNT] * 5, _REAL],
+    "decode_attention": [*[_POINTER] * 2, _COUNT, *[_POINTER] * 8, *[_COUNT] * 6, _REAL],
     "log_sum_exp": [*[_POINTER] * 2, *[_COUNT] * 2, _REAL],
     "token_gradient": [*[_POINTER] * 5, *[_COUNT] * 2, _REAL],
     "draw_tokens": [*[_POINTER] * 5, *[_COUNT] * 2],
@@ -161,8 +161,11 @@ def decode_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Store one token per row in the cache and attend over the row so far. Returns (n, H, E).
+    """Store one token per row in the cache and attend over the row so far, or a window of it.
+
+    Returns (n, H, E).
 
     Shapes: keys (rows, K, slots / LANES, E, LANES), values (rows, K, slots, E), query (n, H, E), key and
         value (n, K, E); heads dense, any row stride.
@@ -188,6 +191,7 @@ def decode_attention(
         num_heads // num_kv_heads,
         width,
         slots,
+        window or 0,
         scaling,
     )
     return out

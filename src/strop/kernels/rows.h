@@ -157,17 +157,18 @@ static inline __attribute__((always_inline)) void NAME(score_keys)(const REAL *k
     }
 }
 
-/* Values mixed by the weights of `count` heads: those before slot `shared` from one place, the others
-   from another. Weights between length and the end of its tile are 0. */
+/* Values mixed by the weights of `count` heads from slot `begin` on: those before slot `shared` from one
+   place, the others from another. Weights between length and the end of its tile are 0. */
 static inline __attribute__((always_inline)) void NAME(mix_values)(const REAL *prefix, const REAL *values,
                                                                    const REAL *soon, const float *weights,
-                                                                   REAL *out, int64_t shared,
-                                                                   int64_t length, int64_t count,
-                                                                   int64_t width, int64_t slots)
+                                                                   REAL *out, int64_t begin,
+                                                                   int64_t shared, int64_t length,
+                                                                   int64_t count, int64_t width,
+                                                                   int64_t slots)
 {
     for (int64_t i = 0; i < width; i += LANES) {
         floats even[GROUP] = {}, odd[GROUP] = {};
-        for (int64_t t = 0; t < length; t += 2) {
+        for (int64_t t = begin; t < length; t += 2) {
             const REAL *from = (t < shared ? prefix : values) + t * width + i;
             floats first = LOAD(from), second = LOAD(from + width);
             __builtin_prefetch(soon + t * width + 2 * i);
@@ -186,6 +187,7 @@ typedef struct {
     const REAL *prefix_keys, *prefix_values; /* read before slot `shared`, a multiple of LANES */
     const REAL *keys, *values;               /* read from there on */
     const REAL *next_keys;                   /* what the next call will read */
+    int64_t first;                           /* slot from which on keys are seen */
     int64_t shared, length, width, slots;
 } NAME(stored);
 
@@ -194,14 +196,17 @@ static inline __attribute__((always_inline)) void NAME(attend_constant)(const NA
                                                                         float *scores, REAL *out,
                                                                         int64_t count)
 {
-    NAME(score_keys)(at->prefix_keys, at->prefix_values, queries, scores, 0, at->shared, count, at->width,
-                     at->slots);
-    NAME(score_keys)(at->keys, at->values, queries, scores, at->shared, at->length, count, at->width,
-                     at->slots);
-    for (int64_t head = 0; head < count; head++)
-        softmax_row(scores + head * at->slots, at->length);
-    NAME(mix_values)(at->prefix_values, at->values, at->next_keys, scores, out, at->shared, at->length,
-                     count, at->width, at->slots);
+    int64_t begin = at->first / LANES * LANES, own = begin > at->shared ? begin : at->shared;
+    NAME(score_keys)(at->prefix_keys, at->prefix_values, queries, scores, begin, at->shared, count,
+                     at->width, at->slots);
+    NAME(score_keys)(at->keys, at->values, queries, scores, own, at->length, count, at->width, at->slots);
+    for (int64_t head = 0; head < count; head++) {
+        for (int64_t t = begin; t < at->first; t++)
+            scores[head * at->slots + t] = -INFINITY;
+        softmax_row(scores + head * at->slots + begin, at->length - begin);
+    }
+    NAME(mix_values)(at->prefix_values, at->values, at->next_keys, scores, out, begin, at->shared,
+                     at->length, count, at->width, at->slots);
 }
 
 /* Attention of up to GROUP query heads that share stored keys and values. */
@@ -216,7 +221,8 @@ static void NAME(attend_heads)(const NAME(stored) *at, const float *queries, flo
     }
 }
 
-/* One token per row over a KV cache: store its key and value, attend over everything stored so far.
+/* One token per row over a KV cache: store its key and value, attend over the last `window` tokens stored
+   so far, this one included; a window of 0 is none.
    keys: (rows, kv_heads, slots / LANES, width, LANES), values: (rows, kv_heads, slots, width), with
    cache_stride elements from row to row; lengths: (rows), tokens stored before; the first shared[r]
    slots of row r are read from row owners[r], which holds the same: rows of one prompt then read it from
@@ -226,7 +232,7 @@ static void NAME(attend_heads)(const NAME(stored) *at, const float *queries, flo
 void NAME(decode_attention)(REAL *keys, REAL *values, int64_t cache_stride, const int64_t *lengths,
                             const int64_t *owners, const int64_t *shared, const REAL *query, const REAL *key, const REAL *value,
                             const int64_t *strides, REAL *out, int64_t rows, int64_t kv_heads,
-                            int64_t ratio, int64_t width, int64_t slots, float scaling)
+                            int64_t ratio, int64_t width, int64_t slots, int64_t window, float scaling)
 {
 #pragma omp parallel
     {
@@ -244,6 +250,7 @@ void NAME(decode_attention)(REAL *keys, REAL *values, int64_t cache_stride, cons
                 .keys = keys + place,
                 .values = values + place,
                 .next_keys = keys + next / kv_heads * cache_stride + next % kv_heads * slots * width,
+                .first = window > 0 && length + 1 > window ? length + 1 - window : 0,
                 .shared = shared[row],
                 .length = length + 1,
                 .width = width,

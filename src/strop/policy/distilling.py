@@ -16,11 +16,9 @@ from typing import Protocol
 import torch
 
 from strop.errors import ConfigError, explain_refusal
-from strop.policy.gradients import add_into
-from strop.policy.head import HeadResult, head_chunks
+from strop.policy.head import Head, HeadGradients, HeadResult, head_chunks
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedBatch, PackedGroup
-from strop.policy.shared_attention import build_shared_attention
 
 DISTILL_CHUNK_ROWS = 64
 """Rows compared at once: 37 MiB for each of about six fp32 tensors of a vocabulary of 152,000."""
@@ -54,11 +52,11 @@ class TeacherRows:
     """What a teacher thinks at the scored positions."""
 
     hidden_U_D: torch.Tensor
-    head_weight: torch.Tensor
+    head: Head
 
     def logprobs(self, rows: slice, temperature: float) -> torch.Tensor:
         """Return its distributions (nats) at some of the positions. Shapes: (C, V), fp32."""
-        return _logprobs(self.hidden_U_D[rows], self.head_weight, temperature)
+        return _logprobs(self.hidden_U_D[rows], self.head, temperature)
 
 
 @torch.no_grad()
@@ -72,9 +70,7 @@ def read_teacher(teacher: LanguageModel, groups: Sequence[PackedGroup]) -> Teach
         for group in groups
     ]
     batch = PackedBatch.of_groups(given, teacher.device)
-    attention = build_shared_attention(batch.layout, teacher.device)
-    hidden = teacher.trunk(batch.token_ids_N, batch.position_ids_N, attention)
-    return TeacherRows(hidden_U_D=hidden[batch.scored_positions_U], head_weight=teacher.head_weight)
+    return TeacherRows(hidden_U_D=teacher.read(batch), head=teacher.head)
 
 
 def require_same_vocabulary(policy: LanguageModel, other: LanguageModel, role: str) -> None:
@@ -96,42 +92,48 @@ def require_same_vocabulary(policy: LanguageModel, other: LanguageModel, role: s
 @torch.no_grad()
 def distill_and_gradients(
     hidden_U_D: torch.Tensor,
-    head_weight: torch.Tensor,
+    head: Head,
     batch: PackedBatch,
     term: DistillTerm,
     teacher: TeacherRows,
     *,
-    grad_weight: torch.Tensor | None,
+    into: HeadGradients,
     chunk_rows: int | None = None,
 ) -> HeadResult:
-    """Compute divergence and gradients of the scored positions; add the head's own into `grad_weight`.
+    """Compute divergence and gradients of the scored positions; add the head's own to buffers.
 
     A position weighs what the scored tokens that it predicts weigh together. The term's weight scales the
     gradient and not the loss that is returned.
 
-    Shapes: hidden (U, D) without graph, head_weight (V, D), grad_weight (V, D) in fp32, or None where
-    the head is frozen.
+    Shapes: hidden (U, D) without graph.
     """
     num_rows, temperature = len(hidden_U_D), term.temperature
     weight_U = torch.zeros(num_rows, device=hidden_U_D.device).index_add_(0, batch.row_M, batch.weight_M)
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
     grad_hidden = torch.empty_like(hidden_U_D)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_U_D.device)
-    for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), chunk_rows or DISTILL_CHUNK_ROWS):
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head), chunk_rows or DISTILL_CHUNK_ROWS):
         hidden = hidden_U_D[rows]
-        logp = _logprobs(hidden, head_weight, temperature)
+        projected = head.project(hidden)
+        logp = _finish(projected, head, temperature)
         logprob_M[tokens] = logp[batch.row_M[tokens] - rows.start, batch.target_M[tokens]]
         value, grad = term.divergence(logp, teacher.logprobs(rows, temperature))
         loss += (weight_U[rows] * value).sum(dtype=torch.float64)
-        grad_logits = grad.mul_((term.weight / temperature) * weight_U[rows, None]).to(hidden.dtype)
-        grad_hidden[rows] = grad_logits @ head_weight
-        if grad_weight is not None:
-            add_into(grad_weight, grad_logits.t() @ hidden)
+        grad.mul_((head.scale * term.weight / temperature) * weight_U[rows, None])
+        if head.cap is not None:
+            grad.mul_(1.0 - (head.finish(projected) / head.cap).square_())
+        grad_logits = grad.to(hidden.dtype)
+        grad_hidden[rows] = grad_logits @ head.weight
+        into.add(grad_logits, hidden)
         # Else they would be held while the next chunk's are made.
-        del logp, grad, grad_logits
+        del projected, logp, grad, grad_logits
     return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden)
 
 
-def _logprobs(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight).float()
+def _logprobs(hidden: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:
+    return _finish(head.project(hidden), head, temperature)
+
+
+def _finish(projected: torch.Tensor, head: Head, temperature: float) -> torch.Tensor:
+    logits = head.finish(projected).float()
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)

@@ -5,7 +5,7 @@ own reply hold before it; which blocks of 128 by 128 hold anything to see is wor
 nothing of size N by N is ever made. The kernel is compiled once with dynamic lengths; rows are padded to
 few lengths, and padding costs the blocks on its diagonal. Softmax and sums are in fp32.
 
-Values are those of `PrefixSharedAttention`, the path of CPUs and the fallback here: `SharedAttention`
+Values are those of `PrefixSharedAttention`, the path of CPUs and the fallback here: `shared_attention`
 proves the compiled kernel against it, gradients included, before it is first used on sizes of heads.
 
 Shapes: N positions of the row, W padded positions, B = W / 128 blocks, H query heads, K key-value heads,
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from strop.policy.attention import PLAIN, ScoreRule
 from strop.policy.packing import PackedLayout, to_device
 
 BLOCK = 128
@@ -49,7 +50,10 @@ def run_flex(
 
 
 class FlexSharedAttention:
-    """Causal attention over a packed row: prompts among themselves, replies over prompt and self."""
+    """Causal attention over a packed row: prompts among themselves, replies over prompt and self.
+
+    Of layers without windows, caps and sinks; `shared_attention` has the others computed elsewhere.
+    """
 
     def __init__(self, layout: PackedLayout, device: torch.device, kernel: FlexKernel) -> None:
         self._kernel = kernel
@@ -57,9 +61,16 @@ class FlexSharedAttention:
         self._mask = build_block_mask(layout, self._width, device)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        rule: ScoreRule = PLAIN,
     ) -> torch.Tensor:
         """Compute one layer's attention. Shapes: see `AttentionContext.attend`."""
+        assert rule.is_linear and rule.window is None, "only plain layers come here"
         num_positions = query.shape[1]
         missing = (0, 0, 0, self._width - num_positions)
         padded = [torch.nn.functional.pad(part, missing).unsqueeze(0) for part in (query, key, value)]

@@ -22,7 +22,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from strop.kernels.calls import LANES, can_run
-from strop.policy.attention import AttentionContext
+from strop.policy.attention import PLAIN, AttentionContext, ScoreRule
 from strop.policy.fused_layers import add_rms_norm, gate, project, rotate
 from strop.policy.lora import AdaptedLinear
 
@@ -108,6 +108,14 @@ class _Layer:
     scaling: float
     num_heads: int
     num_kv_heads: int
+    attention: Any
+    """The module that it was taken from, which knows its window."""
+
+    def rule(self) -> ScoreRule:
+        """Return the layer's window: its own, or of families that have one for all layers, the config's."""
+        config_window = getattr(self.attention.config, "sliding_window", None)
+        window = getattr(self.attention, "sliding_window", config_window)
+        return PLAIN if window is None else ScoreRule(window=window)
 
 
 class FusedTrunk:
@@ -206,7 +214,7 @@ def _attend(
     query, key, value = (
         part.transpose(0, 1) for part in torch.split(rotate(heads, *rotary, num_rotated), sizes, dim=1)
     )
-    return attention.attend(index, query, key, value, layer.scaling).flatten(1)
+    return attention.attend(index, query, key, value, layer.scaling, layer.rule()).flatten(1)
 
 
 def build_fused_trunk(module: Any, *, even_plain: bool = False) -> FusedTrunk | None:
@@ -252,9 +260,6 @@ def _is_llama_like(layer: Any) -> bool:
     norms += [getattr(attention, name) for name in head_norms]
     return (
         all(type(linear) is torch.nn.Linear for linear in linears)
-        # Left to transformers' own layers, whose attention call names them.
-        and getattr(attention, "sliding_window", None) is None
-        and getattr(attention.config, "sliding_window", None) is None
         and len({linear.bias is None for linear in (attention.q_proj, attention.k_proj, attention.v_proj)})
         == 1
         and all(_is_rms_norm(norm) for norm in norms)
@@ -290,4 +295,5 @@ def _take_apart(layer: Any) -> _Layer:
         scaling=float(attention.scaling),
         num_heads=attention.q_proj.out_features // attention.head_dim,
         num_kv_heads=attention.k_proj.out_features // attention.head_dim,
+        attention=attention,
     )

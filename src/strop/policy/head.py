@@ -1,5 +1,7 @@
 """The LM head over scored positions only, in chunks, never holding all logits.
 
+A head is a matrix, and in some families a bias, a factor and a soft cap besides (`Head`).
+
 For losses that are separable over tokens, the gradient of a logit row needs only that row's own
 log-probability, so one pass computes log-probability, loss and gradient (6 FLOP per head parameter
 and row instead of 8 with a second pass).
@@ -39,6 +41,53 @@ class TokenGradient:
     """Weighted loss of each token; their sum over the whole batch is the loss."""
     grad_M: torch.Tensor
     """Derivative of the whole loss with respect to each token's log-probability."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """How hidden states become logits: z = scale * (W h + b), and with a cap, cap * tanh(z / cap)."""
+
+    weight: torch.Tensor
+    """Shapes: (V, D)."""
+    bias: torch.Tensor | None = None
+    """Shapes: (V,)."""
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __len__(self) -> int:
+        """Size of the vocabulary."""
+        return len(self.weight)
+
+    def logits(self, hidden_N_D: torch.Tensor) -> torch.Tensor:
+        """Project hidden states on the vocabulary. Shapes: returns (N, V) in the compute type."""
+        return self.finish(self.project(hidden_N_D))
+
+    def project(self, hidden_N_D: torch.Tensor) -> torch.Tensor:
+        """Return W h + b. Shapes: (N, V)."""
+        return torch.nn.functional.linear(hidden_N_D, self.weight, self.bias)
+
+    def finish(self, projected_N_V: torch.Tensor) -> torch.Tensor:
+        """Return the logits of W h + b. Shapes: both (N, V)."""
+        if self.cap is not None:
+            return torch.tanh(projected_N_V * (self.scale / self.cap)) * self.cap
+        return projected_N_V if self.scale == 1.0 else projected_N_V * self.scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadGradients:
+    """Buffers in fp32 to which the head's gradients are added; None where a part is frozen or missing."""
+
+    weight: torch.Tensor | None = None
+    """Shapes: (V, D)."""
+    bias: torch.Tensor | None = None
+    """Shapes: (V,)."""
+
+    def add(self, grad_C_V: torch.Tensor, hidden_C_D: torch.Tensor) -> None:
+        """Add what the gradient of W h + b says about W and b."""
+        if self.weight is not None:
+            add_into(self.weight, grad_C_V.t() @ hidden_C_D)
+        if self.bias is not None:
+            self.bias.add_(grad_C_V.sum(dim=0, dtype=torch.float32))
 
 
 TokenRule = Callable[[torch.Tensor, slice], TokenGradient]
@@ -92,13 +141,12 @@ def head_chunks(
 class _PlainRows:
     """Some rows of logits and what is asked of them, with PyTorch alone."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> None:
-        logits = torch.nn.functional.linear(hidden, weight)
+    def __init__(self, logits: torch.Tensor, temperature: float) -> None:
+        self._dtype = logits.dtype
+        self._temperature = temperature
         if temperature != 1.0:
             logits = logits.float() / temperature
         self._all_logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        self._temperature = temperature
-        self._dtype = hidden.dtype
         self._entropy: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def logprobs(self, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -135,10 +183,10 @@ class _PlainRows:
 class _FusedRows:
     """The same in fused passes: logits stay in their own type and become their gradient in place."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> None:
-        self._logits = torch.nn.functional.linear(hidden, weight)
+    def __init__(self, logits: torch.Tensor, temperature: float) -> None:
+        self._logits = logits
         self._temperature = temperature
-        self._passes: Any = calls if hidden.device.type == "cpu" else plain_layers
+        self._passes: Any = calls if logits.device.type == "cpu" else plain_layers
         self._log_sums = self._passes.log_sum_exp(self._logits, temperature)
 
     def logprobs(self, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -150,15 +198,50 @@ class _FusedRows:
         return self._logits
 
 
-def _rows(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> _PlainRows | _FusedRows:
-    is_fused = hidden.device.type == "cuda" or calls.can_run(hidden.device, hidden.dtype)
-    return (_FusedRows if is_fused else _PlainRows)(hidden, weight, temperature)
+class _CappedRows:
+    """Rows of capped logits. Besides them, what the cap lets through of a gradient is held."""
+
+    def __init__(self, logits: torch.Tensor, head: Head, temperature: float, *, may_fuse: bool) -> None:
+        assert head.cap is not None
+        # d cap * tanh(x) / dx, with tanh(x) = logits / cap.
+        self._slopes = (logits / head.cap).square_().neg_().add_(1.0).mul_(head.scale)
+        self._rows = _choose_rows(logits, may_fuse=may_fuse)(logits, temperature)
+
+    def logprobs(self, row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self._rows.logprobs(row, target)
+
+    def into_gradient(self, row: torch.Tensor, target: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return self._rows.into_gradient(row, target, grad).mul_(self._slopes)
+
+    def entropies(self) -> torch.Tensor:
+        assert isinstance(self._rows, _PlainRows)
+        return self._rows.entropies()
+
+    def take_entropy(self, entropy_C: torch.Tensor, weight_C: torch.Tensor) -> None:
+        assert isinstance(self._rows, _PlainRows)
+        self._rows.take_entropy(entropy_C, weight_C)
+
+
+def _choose_rows(logits: torch.Tensor, *, may_fuse: bool) -> type[_PlainRows | _FusedRows]:
+    is_fused = may_fuse and (logits.device.type == "cuda" or calls.can_run(logits.device, logits.dtype))
+    return _FusedRows if is_fused else _PlainRows
+
+
+def _rows(
+    hidden: torch.Tensor, head: Head, temperature: float, *, may_fuse: bool = True
+) -> _PlainRows | _FusedRows | _CappedRows:
+    """Return rows of logits. Only those that are not fused have entropies."""
+    projected = head.project(hidden)
+    if head.cap is not None:
+        return _CappedRows(head.finish(projected), head, temperature, may_fuse=may_fuse)
+    # A factor is a temperature: no pass of its own, and the gradient is that of W h + b.
+    return _choose_rows(projected, may_fuse=may_fuse)(projected, temperature / head.scale)
 
 
 @torch.no_grad()
 def token_logprobs(
     hidden_U_D: torch.Tensor,
-    head_weight: torch.Tensor,
+    head: Head,
     batch: PackedBatch,
     temperature: float,
     *,
@@ -166,8 +249,8 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability (nats) of every scored token. Shapes: (M,), fp32."""
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
-    for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), chunk_rows):
-        logits = _rows(hidden_U_D[rows], head_weight, temperature)
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head), chunk_rows):
+        logits = _rows(hidden_U_D[rows], head, temperature)
         logprob_M[tokens] = logits.logprobs(batch.row_M[tokens] - rows.start, batch.target_M[tokens])
         del logits
     return logprob_M
@@ -175,7 +258,7 @@ def token_logprobs(
 
 @torch.no_grad()
 def token_places(
-    hidden_U_D: torch.Tensor, head_weight: torch.Tensor, batch: PackedBatch, temperature: float
+    hidden_U_D: torch.Tensor, head: Head, batch: PackedBatch, temperature: float
 ) -> torch.Tensor:
     """Return where each scored token stands in its distribution.
 
@@ -184,12 +267,12 @@ def token_places(
     and 1 where the token is one of them.
     """
     found = torch.empty(batch.target_M.numel(), 2 + 2 * len(TOP_RANKS), device=hidden_U_D.device)
-    for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), HEAD_CHUNK_ROWS):
-        logits = torch.nn.functional.linear(hidden_U_D[rows], head_weight).float() / temperature
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head), HEAD_CHUNK_ROWS):
+        logits = head.logits(hidden_U_D[rows]).float() / temperature
         probs = torch.softmax(logits, dim=-1)[batch.row_M[tokens] - rows.start]
         own = probs.gather(1, batch.target_M[tokens, None])
         parts = [(probs * (probs > own)).sum(dim=1), (probs * (probs == own)).sum(dim=1)]
-        top = probs.topk(min(max(TOP_RANKS), len(head_weight)), dim=1).values
+        top = probs.topk(min(max(TOP_RANKS), len(head)), dim=1).values
         for rank in TOP_RANKS:
             least = top[:, min(rank, top.shape[1]) - 1, None]
             parts += [(probs * (probs < least)).sum(dim=1), (own < least)[:, 0].float()]
@@ -200,19 +283,18 @@ def token_places(
 @torch.no_grad()
 def loss_and_gradients(
     hidden_U_D: torch.Tensor,
-    head_weight: torch.Tensor,
+    head: Head,
     batch: PackedBatch,
     *,
     temperature: float,
     rule: TokenRule,
-    grad_weight: torch.Tensor | None,
+    into: HeadGradients,
     bonus: EntropyBonus | None = None,
     chunk_rows: int | None = None,
 ) -> HeadResult:
-    """Compute loss and gradients of the scored tokens; add the head's own into `grad_weight`.
+    """Compute loss and gradients of the scored tokens; add the head's own to buffers.
 
-    Shapes: hidden (U, D) without graph, head_weight (V, D), grad_weight (V, D) in fp32, or None where
-    the head is frozen.
+    Shapes: hidden (U, D) without graph.
     """
     logprob_M = torch.empty(batch.target_M.numel(), dtype=torch.float32, device=hidden_U_D.device)
     grad_hidden = torch.empty_like(hidden_U_D)
@@ -220,25 +302,24 @@ def loss_and_gradients(
     entropy_M = None if bonus is None else torch.empty_like(logprob_M)
     if chunk_rows is None and bonus is not None:
         # A second fp32 tensor of a chunk's size: the probabilities beside their logarithms.
-        chunk_rows = choose_chunk_rows(hidden_U_D.device, hidden_U_D.dtype, len(head_weight)) // 2
-    for rows, tokens in head_chunks(batch, hidden_U_D, len(head_weight), chunk_rows):
+        chunk_rows = choose_chunk_rows(hidden_U_D.device, hidden_U_D.dtype, len(head)) // 2
+    for rows, tokens in head_chunks(batch, hidden_U_D, len(head), chunk_rows):
         hidden = hidden_U_D[rows]
-        logits = (_rows if bonus is None else _PlainRows)(hidden, head_weight, temperature)
+        logits = _rows(hidden, head, temperature, may_fuse=bonus is None)
         row, target = batch.row_M[tokens] - rows.start, batch.target_M[tokens]
         logprob_M[tokens] = logits.logprobs(row, target)
         token_gradient = rule(logprob_M[tokens], tokens)
         loss += token_gradient.loss_M.sum(dtype=torch.float64)
         if bonus is not None and entropy_M is not None:
-            assert isinstance(logits, _PlainRows)
+            assert not isinstance(logits, _FusedRows)
             entropy_C = logits.entropies()
             entropy_M[tokens] = entropy_C[row]
             weight_C = torch.zeros_like(entropy_C).index_add_(0, row, bonus.factor * batch.weight_M[tokens])
             loss -= (weight_C * entropy_C).sum(dtype=torch.float64)
             logits.take_entropy(entropy_C, bonus.term_weight * weight_C)
         grad_logits = logits.into_gradient(row, target, token_gradient.grad_M)
-        grad_hidden[rows] = grad_logits @ head_weight
-        if grad_weight is not None:
-            add_into(grad_weight, grad_logits.t() @ hidden)
+        grad_hidden[rows] = grad_logits @ head.weight
+        into.add(grad_logits, hidden)
         # Else they would be held while the next chunk's are made.
         del logits, grad_logits
     return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden, entropy_M=entropy_M)

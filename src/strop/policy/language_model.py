@@ -1,12 +1,11 @@
-"""Loading a causal language model, and running its trunk over a flat row of tokens.
+"""Loading a causal language model, and running its trunk over rollouts.
 
-Shapes: N tokens of the flat row, D hidden width, V vocabulary.
+Shapes: N tokens of the flat row, U scored positions, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,73 +15,60 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from strop.errors import ConfigError, explain_refusal
+from strop.policy.alone import read_alone
 from strop.policy.attention import ATTENTION_NAME, AttentionContext
-from strop.policy.fused_trunk import FusedTrunk, Products, build_fused_trunk, recompute
+from strop.policy.families import Layout
+from strop.policy.fused_trunk import FusedTrunk, Products, recompute
+from strop.policy.head import Head
+from strop.policy.head_form import HeadForm
 from strop.policy.lora import adapt_linears
-from strop.policy.packing import PackedLayout
-from strop.policy.prefix_attention import PrefixSharedAttention
+from strop.policy.packing import PackedBatch
+from strop.policy.proof import prove
+from strop.policy.shared_attention import build_shared_attention
+from strop.policy.structure import ModelShape, decoder_layers, find_trunk, read_shape
 from strop.spec.lora import LoraSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-_PROBE_TOKENS = 12
-# Eager and strop attention round differently; a missing feature moves logits by far more.
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """The sizes that memory and caches are computed from."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_width: int
-    hidden_width: int
-    vocab_size: int
-    max_positions: int
-
 
 class LanguageModel:
-    """A transformers causal LM whose attention is strop's.
+    """A transformers causal LM, run over packed rows with strop's attention, or sequence by sequence.
 
     The parameters held here are the compute copies: what generation and training read.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, *, shape: ModelShape | None = None, form: HeadForm | None = None) -> None:
+        """Take a module as it is; `load` proves it. `form` is that of its head."""
         self.module = module
         self.module.eval()
-        self.shape = _read_shape(module.config)
+        self.shape = shape or read_shape(module)
         self.dtype: torch.dtype = module.get_output_embeddings().weight.dtype
         """Type that is computed with."""
-        self.module.set_attn_implementation(ATTENTION_NAME)
+        if self.shape.layout is Layout.PACKED:
+            self.module.set_attn_implementation(ATTENTION_NAME)
         self.fused: FusedTrunk | None = None
         """The layers for this processor, if the family is known and the kernels run here."""
+        self.keeps_states = True
+        """Whether generation goes on from states, or computes every sequence anew at each token."""
         self.adapters: LoraSpec | None = None
         """What is trained beside frozen weights, None where the weights are trained."""
         self.recomputes = False
         """Whether only the inputs of layers are kept for a backward."""
-        self._trunk: Callable[..., Any] = module.base_model
+        self._form = form or HeadForm()
+        self._trunk: Callable[..., Any] = find_trunk(module)
 
     @classmethod
     def load(
         cls, path: Path, *, dtype: torch.dtype, device: str = "cpu", may_fuse: bool = True
     ) -> LanguageModel:
-        """Load a Hugging Face model directory and prove strop's forward on it.
+        """Load a Hugging Face model directory and prove strop's forwards on it.
 
         Without `may_fuse`, or where the fused layers do not fit, the layers are transformers' own.
 
         Raises: ConfigError if files are missing or weights do not match the architecture, or if the
-        architecture needs something that strop's attention does not compute.
+        architecture needs something that strop does not give it.
         """
-        module = _load_module(path, dtype).to(device)
-        probe = _eager_probe(module)
-        model = cls(module)
-        model.fused = build_fused_trunk(module) if may_fuse else None
-        if model.fused is not None and model._gap_to(probe) > _PROBE_TOLERANCE[dtype]:
-            model.fused = None
-        model._require_same(path, probe)
-        return model
+        return prove(cls, load_module(path, dtype).to(device), str(path), may_fuse=may_fuse)
 
     @property
     def device(self) -> torch.device:
@@ -95,6 +81,12 @@ class LanguageModel:
         weight = self.module.get_output_embeddings().weight
         assert isinstance(weight, torch.nn.Parameter)
         return weight
+
+    @property
+    def head(self) -> Head:
+        """The LM head, over the parameters as they are now: sharding replaces them."""
+        linear = self.module.get_output_embeddings()
+        return Head(linear.weight, getattr(linear, "bias", None), self._form.scale, self._form.cap)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield every weight once, tied ones under their first name."""
@@ -120,13 +112,21 @@ class LanguageModel:
         if self.fused is not None:
             self.fused.recomputes = True
             return
-        for layer in self.module.base_model.layers:
+        for layer in decoder_layers(self.module):
             # The function and not the call: what FSDP does around a call is done once.
             layer.forward = partial(_forward_again, layer.forward)
 
     def route(self, trunk: Callable[..., Any]) -> None:
         """Run all layers through `trunk`, which calls the module's own after what it has to do."""
         self._trunk = trunk
+
+    def read(self, batch: PackedBatch) -> torch.Tensor:
+        """Run all layers and the final norm over a batch. Shapes: returns (U, D), scored positions alone."""
+        if self.shape.layout is Layout.ALONE:
+            return read_alone(self.run, batch)
+        attention = build_shared_attention(batch.layout, self.device)
+        hidden = self.trunk(batch.token_ids_N, batch.position_ids_N, attention)
+        return hidden.index_select(0, batch.scored_positions_U)
 
     def trunk(
         self,
@@ -135,13 +135,13 @@ class LanguageModel:
         attention: AttentionContext,
         products: Products | None = None,
     ) -> torch.Tensor:
-        """Run all layers and the final norm. Shapes: returns (N, D).
+        """Run all layers and the final norm over a packed row. Shapes: returns (N, D).
 
         `products` replaces the multiplications of fused layers; transformers' own ignore it.
         """
         if self.fused is not None:
             return self.fused.forward(token_ids_N, position_ids_N, attention, products)
-        output = self._trunk(
+        output = self.run(
             input_ids=token_ids_N.unsqueeze(0),
             position_ids=position_ids_N.unsqueeze(0),
             use_cache=False,
@@ -150,41 +150,22 @@ class LanguageModel:
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
 
+    def run(self, **inputs: Any) -> Any:
+        """Call the module's own trunk, which returns what transformers returns."""
+        return self._trunk(**inputs)
+
     def logits(self, hidden_N_D: torch.Tensor, products: Products | None = None) -> torch.Tensor:
         """Project hidden states on the vocabulary. Shapes: returns (N, V) in the compute type."""
         if self.fused is not None and products is not None:
-            return products.multiply(self.fused.head, hidden_N_D)
-        logits: torch.Tensor = self.module.get_output_embeddings()(hidden_N_D)
-        return logits
-
-    @torch.no_grad()
-    def _gap_to(self, expected_N_V: torch.Tensor) -> float:
-        """Return how far the logits of a few tokens are from the expected, relative to the largest."""
-        token_ids = _probe_token_ids(self.module.config.vocab_size, self.device)
-        layout = PackedLayout.of_prompts([token_ids.numel()])
-        positions = torch.arange(token_ids.numel(), device=self.device)
-        hidden = self.trunk(token_ids, positions, PrefixSharedAttention(layout, self.device))
-        gap = (self.logits(hidden).float() - expected_N_V).abs().max() / expected_N_V.abs().max()
-        return float(gap.nan_to_num(nan=float("inf")))
-
-    def _require_same(self, path: Path, expected_N_V: torch.Tensor) -> None:
-        """Compare strop's path with the model's own eager forward on a few tokens."""
-        gap = self._gap_to(expected_N_V)
-        if gap > _PROBE_TOLERANCE[self.dtype]:
-            raise ConfigError(
-                explain_refusal(
-                    f"the logits of {path} computed by strop differ from the model's own by {gap:.3g}",
-                    allowed="decoders with full causal attention, rotary positions, a plain linear head",
-                    next_step="choose another model family, or report this architecture",
-                )
-            )
+            return self.head.finish(products.multiply(self.fused.head, hidden_N_D))
+        return self.head.logits(hidden_N_D)
 
 
 def _forward_again(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     return recompute(forward, *inputs, **named) if torch.is_grad_enabled() else forward(*inputs, **named)
 
 
-def _load_module(path: Path, dtype: torch.dtype) -> Any:
+def load_module(path: Path, dtype: torch.dtype) -> Any:
     """Load with transformers, and refuse a directory whose tensors do not fill the model exactly."""
     previous = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -199,7 +180,8 @@ def _load_module(path: Path, dtype: torch.dtype) -> Any:
             # Listed instead of raised, so that the refusal below can name the tensors.
             ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    # What an architecture's own code raises at a config that it does not expect may be anything.
+    except (OSError, ValueError, RuntimeError, ImportError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(
             explain_refusal(
                 f"{path} cannot be loaded as a causal language model ({error})",
@@ -222,36 +204,8 @@ def _load_module(path: Path, dtype: torch.dtype) -> Any:
             )
         )
     # transformers would keep the pad id's embedding from learning; it is often the terminator's id too,
-    # which stands in every chat, and nothing is ever padded here.
-    module.get_input_embeddings().padding_idx = None
+    # which stands in every chat, and nothing that is padded here is ever seen.
+    embeddings = module.get_input_embeddings()
+    if embeddings is not None:
+        embeddings.padding_idx = None
     return module
-
-
-def _read_shape(config: Any) -> ModelShape:
-    """Read the sizes out of a transformers config, text part first where it has several."""
-    text = config.get_text_config()
-    num_heads = int(text.num_attention_heads)
-    width = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    return ModelShape(
-        num_layers=int(text.num_hidden_layers),
-        num_heads=num_heads,
-        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or num_heads),
-        head_width=int(width),
-        hidden_width=int(text.hidden_size),
-        vocab_size=int(text.vocab_size),
-        max_positions=int(text.max_position_embeddings),
-    )
-
-
-def _probe_token_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Return a few fixed, spread token ids."""
-    return (torch.arange(_PROBE_TOKENS, device=device) * 7919 + 17) % vocab_size
-
-
-def _eager_probe(module: Any) -> torch.Tensor:
-    """Return the model's own logits for the probe tokens. Shapes: (N, V), fp32."""
-    module.eval()
-    token_ids = _probe_token_ids(module.config.vocab_size, module.device)
-    with torch.no_grad():
-        logits: torch.Tensor = module(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
-    return logits[0].float()

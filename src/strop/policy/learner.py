@@ -40,7 +40,6 @@ from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn
 from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, split_by_budget
 from strop.policy.ranks import Ranks, SingleRank, count_missing, run_on_first
 from strop.policy.scoring import Measure, score_share
-from strop.policy.shared_attention import build_shared_attention
 from strop.policy.shares import require_disjoint
 from strop.policy.state import load_tensors, save_tensors
 from strop.policy.step_report import StepPlan, StepReport, TermReport
@@ -376,15 +375,11 @@ class Learner:
         """Add one micro-batch's gradient to the buffers."""
         # Before the policy's own forward: nothing of the two is then held together but hidden states.
         teacher = read_teacher(self._find_teacher(term), groups) if isinstance(term, DistillTerm) else None
-        attention = build_shared_attention(batch.layout, self.model.device)
-        hidden = self.model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
-        scored = hidden.index_select(0, batch.scored_positions_U)
-        head, grad_weight = self.model.head_weight, self._weights.head_gradient()
+        scored = self.model.read(batch)
+        head, into = self.model.head, self._weights.head_gradients()
         if isinstance(term, DistillTerm):
             assert teacher is not None
-            result = distill_and_gradients(
-                scored.detach(), head, batch, term, teacher, grad_weight=grad_weight
-            )
+            result = distill_and_gradients(scored.detach(), head, batch, term, teacher, into=into)
         else:
             eta = term.entropy_weight
             result = loss_and_gradients(
@@ -393,7 +388,7 @@ class Learner:
                 batch,
                 temperature=term.temperature,
                 rule=self._build_rule(scored.detach(), batch, term, tally),
-                grad_weight=grad_weight,
+                into=into,
                 bonus=EntropyBonus(factor=eta, term_weight=term.weight) if eta else None,
             )
             if result.entropy_M is not None:
@@ -421,7 +416,7 @@ class Learner:
         known: TokenTerms | None = None
         # An empty micro-batch has no token to ask about: it is fed for the ranks that have one.
         if term.scope is not Scope.TOKEN and len(batch.target_M):
-            logprob_M = token_logprobs(scored, self.model.head_weight, batch, term.temperature)
+            logprob_M = token_logprobs(scored, self.model.head, batch, term.temperature)
             known = term.token_terms(batch.scored_tokens(logprob_M))
             tally.add_terms(known, batch.weight_M)
         given = batch.scored_tokens(batch.engine_logprob_M)

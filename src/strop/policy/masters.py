@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from strop.policy.gradients import add_into
+from strop.policy.head import HeadGradients
 from strop.policy.joint_file import Rows
 from strop.policy.language_model import LanguageModel
 
@@ -22,11 +23,8 @@ class Masters(Protocol):
     by_name: dict[str, torch.Tensor]
     """fp32, each with its gradient buffer in `grad`."""
 
-    def head_gradient(self) -> torch.Tensor | None:
-        """Return the fp32 buffer to which the gradient of the LM head is added, None where it is frozen.
-
-        Shapes: (V, D), the whole of it.
-        """
+    def head_gradients(self) -> HeadGradients:
+        """Return the buffers to which the gradients of the LM head are added, the whole of it."""
         ...
 
     def collect_gradients(self) -> None:
@@ -61,6 +59,12 @@ class Masters(Protocol):
         ...
 
 
+def find_head(model: LanguageModel) -> tuple[str | None, str | None]:
+    """Return the names of the LM head's matrix and bias among the trained parameters."""
+    names = {id(parameter): name for name, parameter in model.trained_parameters()}
+    return names.get(id(model.head.weight)), names.get(id(model.head.bias))
+
+
 class LocalMasters:
     """All weights in this process. Compute copies are the module's parameters."""
 
@@ -68,12 +72,12 @@ class LocalMasters:
         self._model = model
         self._copies = dict(model.trained_parameters())
         self.by_name = {name: self._make_master(copy) for name, copy in self._copies.items()}
-        head = model.head_weight
-        self._head = next((name for name, copy in self._copies.items() if copy is head), None)
+        masters = [self.by_name[name] if name else None for name in find_head(model)]
+        self._head = HeadGradients(*(None if master is None else master.grad for master in masters))
 
-    def head_gradient(self) -> torch.Tensor | None:
-        """Return the head's own buffer."""
-        return None if self._head is None else self.by_name[self._head].grad
+    def head_gradients(self) -> HeadGradients:
+        """Return the head's own buffers."""
+        return self._head
 
     def collect_gradients(self) -> None:
         """Nothing to sum: backward added to the buffers."""

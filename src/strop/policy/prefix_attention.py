@@ -5,7 +5,8 @@ replies that share a prompt are summed into its keys and values, in fp32. Only h
 are spread over a block of equal length and collected again.
 
 Shapes: N positions of the row, P prompts, S replies that feed at least one position, H query heads,
-K key-value heads, R = H / K, E head width, Lp and Lr the longest prompt and reply.
+K key-value heads, R = H / K, E head width (values may have another), Lp and Lr the longest prompt and
+reply.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from strop.policy.attention import PLAIN, ScoreRule, weigh
 from strop.policy.packing import PackedLayout
 from strop.policy.short_attention import MAX_ROW_SCORES, attend_short
 
@@ -88,53 +90,79 @@ class PrefixSharedAttention:
         self._replies = _Padding([layout.reply_lens_S[row] for row in fed], device)
         self._group_of_S = torch.tensor([layout.group_of_S[row] for row in fed], device=device)
         self._has_replies = bool(fed)
-        causal = torch.ones(self._prompts.width, self._prompts.width, dtype=torch.bool, device=device).tril()
-        self._prompt_bias = _FoldedBias(causal.expand(len(layout.prompt_lens_P), -1, -1))
-        self._reply_bias = _FoldedBias(self._build_visibility(layout, fed).to(device))
-
-    def _build_visibility(self, layout: PackedLayout, fed: Sequence[int]) -> torch.Tensor:
-        """Say which key each reply position sees. Shapes: (S, Lr, Lp + Lr), bool."""
         prompt_lens = torch.tensor([layout.prompt_lens_P[layout.group_of_S[row]] for row in fed])
-        width = self._replies.width
-        sees_prompt = torch.arange(self._prompts.width) < prompt_lens[:, None]
-        sees_reply = torch.ones(width, width, dtype=torch.bool).tril()
-        # Padded query rows see the prompt, so no softmax runs over nothing; they are dropped later.
-        return torch.cat(
-            [sees_prompt[:, None].expand(-1, width, -1), sees_reply.expand(len(fed), -1, -1)], dim=2
-        )
+        self._prompt_lens_S = prompt_lens.to(device)
+        longest = [
+            layout.prompt_lens_P[group] + layout.reply_lens_S[row]
+            for row, group in enumerate(layout.group_of_S)
+        ]
+        self._longest = max([*layout.prompt_lens_P, *longest])
+        self._device = device
+        self._biases: dict[int | None, tuple[_FoldedBias, _FoldedBias]] = {}
+
+    def _bias_of(self, window: int | None) -> tuple[_FoldedBias, _FoldedBias]:
+        """Return the masks of prompts and of replies, made once per window."""
+        # A window that holds the longest sequence hides nothing.
+        window = None if window is None or window >= self._longest else window
+        if window not in self._biases:
+            self._biases[window] = (
+                _FoldedBias(self._see_prompts(window)),
+                _FoldedBias(self._see_replies(window)),
+            )
+        return self._biases[window]
+
+    def _see_prompts(self, window: int | None) -> torch.Tensor:
+        """Say which key each prompt position sees. Shapes: (P, Lp, Lp), bool."""
+        width = self._prompts.width
+        sees = _banded(width, window, self._device)
+        return sees.expand(self._prompts.num_rows, -1, -1)
+
+    def _see_replies(self, window: int | None) -> torch.Tensor:
+        """Say which key each reply position sees. Shapes: (S, Lr, Lp + Lr), bool."""
+        width, num_rows = self._replies.width, self._replies.num_rows
+        places = torch.arange(self._prompts.width, device=self._device)
+        sees_prompt = (places < self._prompt_lens_S[:, None])[:, None].expand(-1, width, -1)
+        if window is not None:
+            queries = self._prompt_lens_S[:, None] + torch.arange(width, device=self._device)
+            sees_prompt = sees_prompt & (queries[:, :, None] - places < window)
+        # Padded rows see themselves, so no softmax runs over nothing; they are dropped later.
+        sees_reply = _banded(width, window, self._device).expand(num_rows, -1, -1)
+        return torch.cat([sees_prompt, sees_reply], dim=2)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        rule: ScoreRule = PLAIN,
     ) -> torch.Tensor:
         """Compute one layer's attention. Shapes: see `AttentionContext.attend`."""
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         cut = self._num_prompt_positions
         keys_P, values_P = self._prompts.pad(key[:cut]), self._prompts.pad(value[:cut])
-        prompts = self._attend_prompts(query[:cut], keys_P, values_P, scaling)
+        prompt_bias, reply_bias = self._bias_of(rule.window)
+        attended = _attend_folded(
+            self._prompts.pad(query[:cut]), keys_P, values_P, prompt_bias, scaling, rule
+        )
+        prompts = self._prompts.collect(attended)
         if not self._has_replies:
             return prompts
         keys = torch.cat([self._share(keys_P), self._replies.pad(key[cut:])], dim=2)
         values = torch.cat([self._share(values_P), self._replies.pad(value[cut:])], dim=2)
-        replies = self._attend_replies(query[cut:], keys, values, scaling)
-        return torch.cat([prompts, replies], dim=0)
+        attended = _attend_folded(self._replies.pad(query[cut:]), keys, values, reply_bias, scaling, rule)
+        return torch.cat([prompts, self._replies.collect(attended)], dim=0)
 
     def _share(self, prompts: torch.Tensor) -> torch.Tensor:
         shared: torch.Tensor = _Share.apply(prompts, self._group_of_S)  # type: ignore[no-untyped-call]
         return shared
 
-    def _attend_prompts(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """Attend causally inside each prompt. Shapes: query (n, H, E), keys (P, K, Lp, E)."""
-        padded = self._prompts.pad(query)
-        return self._prompts.collect(_attend_folded(padded, keys, values, self._prompt_bias, scaling))
 
-    def _attend_replies(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """Attend from replies. Shapes: query (n, H, E), keys (S, K, Lp + Lr, E)."""
-        padded = self._replies.pad(query)
-        return self._replies.collect(_attend_folded(padded, keys, values, self._reply_bias, scaling))
+def _banded(width: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Say what each position of a sequence sees of it. Shapes: (width, width), bool."""
+    sees = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    return sees if window is None else sees.triu(1 - window)
 
 
 class _FoldedBias:
@@ -156,18 +184,27 @@ class _FoldedBias:
 
 
 def _attend_folded(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: _FoldedBias, scaling: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: _FoldedBias,
+    scaling: float,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """Attend with the R query heads of a key-value head laid out as further query rows.
 
     Grouped attention then needs no copies of keys and values.
-    Shapes: query (rows, H, L, E), keys and values (rows, K, T, E); returns (rows, H, L, E).
+    Shapes: query (rows, H, L, E), keys (rows, K, T, E), values (rows, K, T, F); returns (rows, H, L, F).
     """
     rows, num_heads, length, head_width = query.shape
     num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
     ratio = num_heads // num_kv_heads
     folded = query.reshape(rows, num_kv_heads, ratio * length, head_width)
-    if query.device.type == "cpu" and ratio * length * num_keys <= MAX_ROW_SCORES:
+    if not rule.is_linear:
+        mask = bias.get(1, ratio, query.dtype).unsqueeze(1)
+        weights = weigh(scaling * folded @ keys.transpose(2, 3), rule, mask, num_kv_heads)
+        output = weights.to(values.dtype) @ values
+    elif query.device.type == "cpu" and ratio * length * num_keys <= MAX_ROW_SCORES:
         mask = bias.get(num_kv_heads, ratio, query.dtype)
         output = attend_short(folded.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), mask, scaling)
     else:
@@ -175,4 +212,4 @@ def _attend_folded(
         output = torch.nn.functional.scaled_dot_product_attention(
             folded, keys, values, attn_mask=mask, scale=scaling
         )
-    return output.reshape(rows, num_heads, length, head_width)
+    return output.reshape(rows, num_heads, length, values.shape[-1])

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from strop.policy.head import token_logprobs
+from strop.policy.head import Head, token_logprobs
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, PackedReply
 from strop.policy.ranks import Ranks, count_missing
-from strop.policy.shared_attention import build_shared_attention
 from strop.rollout import FloatArray, IntArray
 
-Measure = Callable[[torch.Tensor, torch.Tensor, PackedBatch, float], torch.Tensor]
-"""What is computed of hidden states (U, D), head (V, D), batch and temperature, for its M scored tokens."""
+Measure = Callable[[torch.Tensor, Head, PackedBatch, float], torch.Tensor]
+"""What is computed of hidden states (U, D), head, batch and temperature, for its M scored tokens."""
 
 
 @torch.no_grad()
@@ -26,9 +25,7 @@ def score_batch(
 
     Another `measure` returns its own of each token, in the first dimension.
     """
-    attention = build_shared_attention(batch.layout, model.device)
-    hidden = model.trunk(batch.token_ids_N, batch.position_ids_N, attention)
-    return measure(hidden[batch.scored_positions_U], model.head_weight, batch, temperature)
+    return measure(model.read(batch), model.head, batch, temperature)
 
 
 def score_groups(

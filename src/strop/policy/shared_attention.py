@@ -15,7 +15,7 @@ import warnings
 
 import torch
 
-from strop.policy.attention import AttentionContext
+from strop.policy.attention import PLAIN, AttentionContext, ScoreRule
 from strop.policy.flex_attention import FlexKernel, FlexSharedAttention, run_flex
 from strop.policy.packing import PackedLayout
 from strop.policy.plain_layers import compile_for_any_length
@@ -35,24 +35,34 @@ def build_shared_attention(layout: PackedLayout, device: torch.device) -> Attent
 
 
 class _ProvenAttention:
-    """FlexAttention if it is right for these heads, decided at the first layer."""
+    """FlexAttention for plain layers, if it is right for these heads; the path of CPUs for all others."""
 
     def __init__(self, layout: PackedLayout, device: torch.device) -> None:
         self._layout = layout
         self._device = device
-        self._chosen: AttentionContext | None = None
+        self._flex: FlexSharedAttention | None = None
+        self._padded: PrefixSharedAttention | None = None
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        rule: ScoreRule = PLAIN,
     ) -> torch.Tensor:
         """Compute one layer's attention. Shapes: see `AttentionContext.attend`."""
-        if self._chosen is None:
-            flaw = _compiled_flaw((query.shape[0], key.shape[0], query.shape[2]), query.dtype, self._device)
-            if flaw is None:
-                self._chosen = FlexSharedAttention(self._layout, self._device, compiled_kernel())
-            else:
-                self._chosen = PrefixSharedAttention(self._layout, self._device)
-        return self._chosen.attend(layer, query, key, value, scaling)
+        attention: AttentionContext
+        sizes = (query.shape[0], key.shape[0], query.shape[2])
+        is_plain = rule.is_linear and rule.window is None and key.shape[2] == value.shape[2]
+        if is_plain and _compiled_flaw(sizes, query.dtype, self._device) is None:
+            self._flex = self._flex or FlexSharedAttention(self._layout, self._device, compiled_kernel())
+            attention = self._flex
+        else:
+            self._padded = self._padded or PrefixSharedAttention(self._layout, self._device)
+            attention = self._padded
+        return attention.attend(layer, query, key, value, scaling, rule)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ packed reply, most of its backward is overhead. Here scores are one batched prod
 inputs is kept for the backward, and rows are taken in blocks so that scores stay in the cache.
 The values agree with fused attention to rounding; the tests compare gradients in float64.
 
-Shapes: B rows, Q queries of a row, T keys of a row, E head width.
+Shapes: B rows, Q queries of a row, T keys of a row, E head width, F width of values.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def attend_short(
 ) -> torch.Tensor:
     """Return softmax(scaling * query keys^T + bias) values.
 
-    Shapes: query (B, Q, E), keys and values (B, T, E), bias (B, Q, T) or broadcast to it; returns
-        (B, Q, E). Every query must see at least one key.
+    Shapes: query (B, Q, E), keys (B, T, E), values (B, T, F), bias (B, Q, T) or broadcast to it; returns
+        (B, Q, F). Every query must see at least one key.
     """
     output: torch.Tensor = _ShortAttention.apply(query, keys, values, bias, scaling)  # type: ignore[no-untyped-call]
     return output
@@ -60,7 +60,7 @@ class _ShortAttention(torch.autograd.Function):
         bias = bias.expand(query.shape[0], query.shape[1], keys.shape[1])
         ctx.save_for_backward(query, keys, values, bias)
         ctx.scaling = scaling
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:2], values.shape[2])
         for rows in _blocks(query, keys):
             weights = _weigh(query[rows], keys[rows], bias[rows], scaling)
             torch.bmm(weights.to(values.dtype), values[rows], out=output[rows])

@@ -25,10 +25,10 @@ from strop.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from strop.policy.frozen import FrozenModel
-    from strop.policy.language_model import ModelShape
     from strop.policy.learner import Learner, Term
     from strop.policy.packing import PackedGroup
     from strop.policy.step_report import StepPlan, StepReport
+    from strop.policy.structure import ModelShape
 
 CALL_LIMIT_S = 3600.0
 """A step, a score or a write takes no longer."""

@@ -19,8 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from strop.policy.head import HeadGradients
 from strop.policy.joint_file import Rows
 from strop.policy.language_model import LanguageModel
+from strop.policy.masters import find_head
+from strop.policy.structure import decoder_layers, find_trunk
 
 
 class _Trunk(torch.nn.Module):
@@ -32,7 +35,7 @@ class _Trunk(torch.nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         """Run the trunk."""
-        return self.module.base_model(**inputs)
+        return find_trunk(self.module)(**inputs)
 
 
 class ShardedMasters:
@@ -47,11 +50,11 @@ class ShardedMasters:
         self._model = model
         self._mesh = mesh
         self._dtype = model.dtype
-        head = model.head_weight
         names = dict(model.trained_parameters())
-        self._head = next((name for name, copy in names.items() if copy is head), None)
-        # In fp32: its sum over micro-batches is reduced once.
-        self._head_total = None if self._head is None else _zeros(head, mesh.device_type)
+        self._head = find_head(model)
+        # In fp32: their sums over micro-batches are reduced once.
+        totals = [None if name is None else _zeros(names[name], mesh.device_type) for name in self._head]
+        self._head_totals = HeadGradients(*totals)
         trunk = _Trunk(model.module)
         self._trunk = _shard(model, trunk, mesh)
         model.route(trunk)
@@ -62,19 +65,20 @@ class ShardedMasters:
         }
         self.by_name = {name: self._open(parameter) for name, parameter in self._parameters.items()}
 
-    def head_gradient(self) -> torch.Tensor | None:
-        """Return the buffer that is reduced by `collect_gradients`."""
-        return self._head_total
+    def head_gradients(self) -> HeadGradients:
+        """Return the buffers that are reduced by `collect_gradients`."""
+        return self._head_totals
 
     def collect_gradients(self) -> None:
-        """Reduce the gradient of the head; FSDP has reduced the others."""
-        if self._head is None or self._head_total is None:
-            return
-        total = DTensor.from_local(self._head_total, self._mesh, [Partial()], run_check=False)
-        grad = self.by_name[self._head].grad
-        assert grad is not None
-        grad.add_(total.redistribute(self._mesh, [Shard(0)]).to_local())
-        self._head_total.zero_()
+        """Reduce the gradients of the head; FSDP has reduced the others."""
+        for name, part in zip(self._head, (self._head_totals.weight, self._head_totals.bias), strict=True):
+            if name is None or part is None:
+                continue
+            total = DTensor.from_local(part, self._mesh, [Partial()], run_check=False)
+            grad = self.by_name[name].grad
+            assert grad is not None
+            grad.add_(total.redistribute(self._mesh, [Shard(0)]).to_local())
+            part.zero_()
 
     def refresh(self) -> None:
         """Nothing to copy: the next forward gathers the masters anew."""
@@ -130,7 +134,7 @@ def _zeros(like: torch.Tensor, device: str) -> torch.Tensor:
 def _shard(model: LanguageModel, trunk: _Trunk, mesh: DeviceMesh) -> FSDPModule:
     """Shard layer by layer, so that no more than one layer is whole in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
-    for layer in model.module.base_model.layers:
+    for layer in decoder_layers(model.module):
         _widen(layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     _widen(model.module)

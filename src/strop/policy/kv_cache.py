@@ -9,8 +9,8 @@ wants T = 16 and reads each row only as far as it is filled. Without it one tile
 attention is two batched products over all rows up to the longest, with the slots behind a row's end
 masked.
 
-Shapes: L layers, n live rows, K key-value heads, R query heads per key-value head, E head width,
-W slots, T slots of a tile. Keys are (L, rows, K, W / T, E, T), values (L, rows, K, W, E).
+Shapes: L layers, n live rows, K key-value heads, R query heads per key-value head, E head width, F width
+of values, W slots, T slots of a tile. Keys are (L, rows, K, W / T, E, T), values (L, rows, K, W, F).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from strop.kernels import calls
-from strop.policy.attention import AttentionContext
-from strop.policy.language_model import ModelShape
+from strop.policy.attention import PLAIN, AttentionContext, ScoreRule, weigh
 from strop.policy.packing import to_device
+from strop.policy.structure import ModelShape
 
 
 class KVCache:
@@ -43,13 +43,14 @@ class KVCache:
         self.num_slots = num_slots
         self.num_rows = 0
         self._shape = shape
-        is_tiled = may_use_kernels and calls.can_run(device, dtype) and shape.head_width % calls.LANES == 0
+        is_tiled = may_use_kernels and shape.has_plain_scores and calls.can_run(device, dtype)
+        is_tiled = is_tiled and shape.head_width % calls.LANES == 0
         tile = calls.LANES if is_tiled else num_slots
         num_tiles = -(-num_slots // tile)
         rows = (shape.num_layers, max_rows, shape.num_kv_heads)
         # Zeros, not empty: a masked slot is multiplied by 0, and 0 times a stray NaN is NaN.
         self._keys = torch.zeros(*rows, num_tiles, shape.head_width, tile, dtype=dtype, device=device)
-        self._values = torch.zeros(*rows, num_tiles * tile, shape.head_width, dtype=dtype, device=device)
+        self._values = torch.zeros(*rows, num_tiles * tile, shape.value_width, dtype=dtype, device=device)
         places = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         self._rows = calls.CacheRows(lengths=places[0], owners=places[1], shared=places[2])
         self._prompts: list[int] = []
@@ -61,12 +62,13 @@ class KVCache:
     @staticmethod
     def bytes_per_slot(shape: ModelShape, dtype: torch.dtype) -> int:
         """Bytes that one token of one row takes over all layers."""
-        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * dtype.itemsize
+        widths = shape.head_width + shape.value_width
+        return shape.num_layers * shape.num_kv_heads * widths * dtype.itemsize
 
     def admit(self, keys: torch.Tensor, values: torch.Tensor, num_rows: int = 1) -> None:
         """Append rows that hold these tokens, as the rows of one prompt do.
 
-        Shapes: keys and values (L, K, length, E) after rotary embedding.
+        Shapes: keys (L, K, length, E) and values (L, K, length, F), positions applied.
         """
         length, tile = keys.shape[2], self._keys.shape[-1]
         num_tiles = -(-length // tile)
@@ -110,21 +112,27 @@ class KVCache:
         self._rows.owners[: self.num_rows] = torch.tensor(owners, dtype=torch.int64)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        rule: ScoreRule = PLAIN,
     ) -> torch.Tensor:
         """Store one token per row and attend over the row so far.
 
-        Shapes: query (H, n, E), key and value (K, n, E); returns (n, H, E).
+        Shapes: query (H, n, E), key (K, n, E), value (K, n, F); returns (n, H, F).
         """
         if not self._is_tiled:
             if layer == 0:
                 lengths = self._rows.lengths[: self.num_rows]
                 self._window = self.window(lengths, int(lengths.max()) + 1)
             assert self._window is not None
-            return self._window.attend(layer, query, key, value, scaling)
+            return self._window.attend(layer, query, key, value, scaling, rule)
         query, key, value = (_with_dense_heads(part.transpose(0, 1)) for part in (query, key, value))
         keys, values = self._keys[layer], self._values[layer]
-        return calls.decode_attention(keys, values, self._rows, query, key, value, scaling)
+        return calls.decode_attention(keys, values, self._rows, query, key, value, scaling, rule.window)
 
     def window(self, lengths: torch.Tensor, width: int) -> CacheWindow:
         """Return the attention of one decode step over the first rows and slots; not of tiled caches.
@@ -145,7 +153,7 @@ class CacheWindow:
     Which tensors it touches depends on the number of rows and slots alone and not on what lies in them,
     so that a GPU can replay it.
 
-    Shapes: keys (L, rows, K, E, W), values (L, rows, K, W, E), lengths (n,).
+    Shapes: keys (L, rows, K, E, W), values (L, rows, K, W, F), lengths (n,).
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, width: int) -> None:
@@ -154,33 +162,47 @@ class CacheWindow:
         self._lengths = lengths
         self._width = width
         self._rows = torch.arange(len(lengths), device=lengths.device)
-        self._bias = torch.zeros(0)
+        self._biases: dict[int | None, torch.Tensor] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        rule: ScoreRule = PLAIN,
     ) -> torch.Tensor:
         """Store one token per row and attend over the row so far.
 
-        Shapes: query (H, n, E), key and value (K, n, E); returns (n, H, E).
+        Shapes: query (H, n, E), key (K, n, E), value (K, n, F); returns (n, H, F).
         """
         query, key, value = (part.transpose(0, 1) for part in (query, key, value))
         num_rows, num_kv_heads = len(self._lengths), key.shape[1]
-        if layer == 0:
-            self._bias = self._make_bias(query.dtype)
+        if rule.window not in self._biases:
+            self._biases[rule.window] = self._make_bias(query.dtype, rule.window)
+        bias = self._biases[rule.window]
         self._keys[layer][self._rows, :, :, self._lengths] = key
         self._values[layer][self._rows, :, self._lengths] = value
         keys = self._keys[layer, :num_rows, ..., : self._width]
         values = self._values[layer, :num_rows, :, : self._width]
         grouped = query.reshape(num_rows, num_kv_heads, -1, query.shape[-1]) * scaling
-        scores = grouped @ keys + self._bias
-        # Sums in fp32 whatever the type; asking for fp32 weights would copy them there and back.
-        return (torch.softmax(scores, dim=-1) @ values).flatten(1, 2)
+        scores = grouped @ keys
+        if rule.is_linear:
+            # Sums in fp32 whatever the type; asking for fp32 weights would copy them there and back.
+            weights = torch.softmax(scores + bias, dim=-1)
+        else:
+            weights = weigh(scores, rule, bias, num_kv_heads).to(values.dtype)
+        return (weights @ values).flatten(1, 2)
 
-    def _make_bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """Mask the slots behind each row's end; one mask serves all layers. Shapes: (n, 1, 1, W)."""
+    def _make_bias(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
+        """Mask the slots behind each row's end, and those before its window. Shapes: (n, 1, 1, W)."""
         slots = torch.arange(self._width, device=self._lengths.device)
+        hidden = slots > self._lengths[:, None]
+        if window is not None:
+            hidden = hidden | (slots <= self._lengths[:, None] - window)
         bias = torch.zeros(len(self._lengths), 1, 1, self._width, dtype=dtype, device=slots.device)
-        return bias.masked_fill_((slots > self._lengths[:, None])[:, None, None], float("-inf"))
+        return bias.masked_fill_(hidden[:, None, None], float("-inf"))
 
 
 def _with_dense_heads(part: torch.Tensor) -> torch.Tensor:
@@ -195,12 +217,18 @@ class PrefillRecorder:
     def __init__(self, inner: AttentionContext, num_layers: int) -> None:
         self._inner = inner
         self.keys: list[torch.Tensor] = [torch.empty(0)] * num_layers
-        """Per layer (K, N, E)."""
+        """Per layer (K, N, E), values (K, N, F)."""
         self.values: list[torch.Tensor] = [torch.empty(0)] * num_layers
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        rule: ScoreRule = PLAIN,
     ) -> torch.Tensor:
         """Record and compute one layer. Shapes: see `AttentionContext.attend`."""
         self.keys[layer], self.values[layer] = key, value
-        return self._inner.attend(layer, query, key, value, scaling)
+        return self._inner.attend(layer, query, key, value, scaling, rule)

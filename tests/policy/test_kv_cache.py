@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from strop.engine.kv_cache import KVCache
-from strop.policy.language_model import ModelShape
+from strop.policy.kv_cache import KVCache
+from strop.policy.structure import ModelShape
 
 WIDTH = 16
 SCALING = WIDTH**-0.5

@@ -1,0 +1,534 @@
+"""The proof at every load: strop's forwards say what the model's own says, one sequence at a time.
+
+Two prompts of different lengths with two replies each go through the very functions that training uses
+(trunk and head over a packed batch, and the backward through both) and those that generation uses (prefill,
+steps over states, rows that end before others). Log-probabilities, and the gradients that reach the
+embeddings, are compared with the model's own eager forward of each sequence alone. Windows are narrowed
+meanwhile, so that the few tokens reach beyond them. The first way of running the model that passes is
+taken: packed rows with fused layers, packed rows, each sequence by itself. A model that passes in none is
+refused.
+
+The comparison is made in float32, where a wrong forward cannot hide behind rounding: a model in bfloat16
+is widened for it where memory allows, and then compared once more as it is.
+
+Shapes: T tokens of a sequence, M scored tokens, I distinct token ids, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from strop.errors import ConfigError, explain_refusal
+from strop.hardware import free_memory_bytes
+from strop.policy.attention import PLAIN, ScoreRule
+from strop.policy.families import why_alone
+from strop.policy.fused_trunk import build_fused_trunk
+from strop.policy.head import HeadGradients, TokenGradient, loss_and_gradients
+from strop.policy.head_form import HeadForm, UnknownHead, find_head_form
+from strop.policy.packing import PackedBatch, PackedGroup, PackedLayout, PackedReply
+from strop.policy.prefix_attention import PrefixSharedAttention
+from strop.policy.rows import open_rows
+from strop.policy.structure import ModelShape, find_trunk, read_shape
+from strop.rollout import IntArray
+
+if TYPE_CHECKING:
+    from strop.policy.language_model import LanguageModel
+
+    MakeModel = Callable[..., LanguageModel]
+
+_PROMPT_LENS = (9, 6)
+_REPLY_LENS = ((4, 2), (5, 3))
+_REPLY_WEIGHTS = (1.0, -0.7, 0.4, 0.9)
+_NARROW = 4
+"""Positions that windows see during the proof; prompts and replies go beyond."""
+_SHIFTS = (17, 31)
+"""Of the token ids of one probe and another. Two experts that score alike may change places by rounding;
+with other tokens they do not once more."""
+_EXACT_GAP = 1e-5
+"""Of float32: largest gap of a log-probability (nats), per unit of the largest logit, which is at least 1."""
+_EXACT_COSINE_GAP = 1e-6
+"""Of float32: 1 - cosine of the gradients."""
+_ROUNDED_GAP_NATS = 0.1
+"""Of bfloat16: mean gap. Layers, head and layout were proven in float32 before."""
+_ROUNDED_COSINE_GAP = 0.02
+_SPARE = 1.25
+"""Times the bytes that widening takes must be free."""
+
+# What code that expects something else than token ids may raise.
+_FAILURES = (
+    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
+    *(ArithmeticError, StopIteration, ImportError),
+)
+_WINDOWS = (
+    *("sliding_window", "sliding_window_size", "attention_chunk_size", "local_attention"),
+    *("attention_window_size", "window_size"),
+)
+
+
+class _Flaw(Exception):
+    """Why a way of running a model is not right, or what a model needs; the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answer:
+    """What a forward says about the probe."""
+
+    logprob_M: torch.Tensor
+    """Reply by reply."""
+    gradient_I_D: torch.Tensor
+    """Of the weighted sum of log-probabilities, with respect to the embedding of each id."""
+    largest_logit: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Probe:
+    """The sequences that a model is proven with, and what its own forward says about them."""
+
+    groups: tuple[PackedGroup, ...]
+    own: _Answer
+
+
+Way = Callable[[str], "LanguageModel | None"]
+"""Builds a model that runs a module in one way, told the flaw of the way before; None where there is none."""
+
+
+def prove(make: MakeModel, module: Any, given: str, *, may_fuse: bool) -> LanguageModel:
+    """Return a model that runs a transformers module in the first way that is right.
+
+    Raises: ConfigError saying what the model needs, if none is.
+    """
+    try:
+        with _frozen(module):
+            model = _choose(make, module, may_fuse=may_fuse)
+    except _Flaw as flaw:
+        raise ConfigError(
+            explain_refusal(
+                f"{given}, of the family {module.config.model_type}, cannot be run exactly: {flaw}",
+                allowed="causal language models that are asked with token ids alone",
+                next_step="choose a model of a family that docs/models.md lists as run",
+            )
+        ) from flaw
+    if model.shape.alone_because is not None:
+        warnings.warn(
+            f"{given} is run sequence by sequence, without sharing prompts: {model.shape.alone_because}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return model
+
+
+def _choose(make: MakeModel, module: Any, *, may_fuse: bool) -> LanguageModel:
+    """Try the ways of running a module in turn, in float32 and then as it is."""
+    head = module.get_output_embeddings()
+    if head is None or find_trunk(module) is None or module.get_input_embeddings() is None:
+        raise _Flaw("it has no head over a vocabulary")
+    is_wide = head.weight.dtype is torch.float32
+    with _narrowed(module):
+        with _widened(module) as is_exact:
+            probes = _Probes(module)
+            ways = _ways(make, module, _read_head(module), may_fuse=may_fuse)
+            model, place = _first_right(ways, probes, is_exact=is_exact)
+        if is_exact and not is_wide:
+            model, _ = _first_right(ways[place:], _Probes(module), is_exact=False)
+    return model
+
+
+def _first_right(ways: Sequence[Way], probes: _Probes, *, is_exact: bool) -> tuple[LanguageModel, int]:
+    """Return the first model that says what the probes expect, and the place of its way.
+
+    Raises: _Flaw if there is none.
+    """
+    flaw: str | None = ""
+    for place, way in enumerate(ways):
+        model = way(flaw or "")
+        if model is None:
+            continue
+        for probe in probes:
+            flaw = _find_flaw(model, probe, is_exact=is_exact)
+            if flaw is None:
+                return model, place
+    raise _Flaw(flaw or "no way of running it is known")
+
+
+class _Probes:
+    """One probe after the other, each asked of the module's own eager forward when it is needed."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._known: list[_Probe] = []
+        # Asked before any way is tried, each of which may change the module's attention.
+        self._ask(0)
+
+    def __iter__(self) -> Iterator[_Probe]:
+        for index in range(len(_SHIFTS)):
+            if index == len(self._known):
+                self._ask(index)
+            yield self._known[index]
+
+    def _ask(self, index: int) -> None:
+        groups = _make_groups(self._module, _SHIFTS[index])
+        previous = self._module.config._attn_implementation
+        self._module.set_attn_implementation("eager")
+        try:
+            own = _ask_module(self._module, groups)
+        except _FAILURES as error:
+            raise _Flaw(f"its forward needs more than token ids ({_said(error)})") from error
+        finally:
+            self._module.set_attn_implementation(previous)
+        if not bool(own.logprob_M.isfinite().all()):
+            raise _Flaw("its own forward gives log-probabilities that are not finite")
+        self._known.append(_Probe(groups, own))
+
+
+def _ways(make: MakeModel, module: Any, form: HeadForm, *, may_fuse: bool) -> list[Way]:
+    """List the ways of running a module, the fastest first."""
+    shape, because = None, why_alone(module.config.to_dict())
+    if because is None:
+        try:
+            shape = _observe(make, module, form)
+        except _Flaw as flaw:
+            because = str(flaw)
+
+    def packed(_: str, *, is_fused: bool) -> LanguageModel | None:
+        fused = build_fused_trunk(module) if is_fused else None
+        if is_fused and fused is None:
+            return None
+        model = make(module, shape=shape, form=form)
+        model.fused = fused
+        return model
+
+    def alone(flaw: str, *, implementation: str, keeps_states: bool) -> LanguageModel | None:
+        try:
+            module.set_attn_implementation(implementation)
+        except _FAILURES:
+            return None
+        model = make(module, shape=replace(read_shape(module), alone_because=because or flaw), form=form)
+        model.keeps_states = keeps_states
+        return model
+
+    ways: list[Way] = []
+    if shape is not None:
+        ways += [partial(packed, is_fused=is_fused) for is_fused in (True, False)[0 if may_fuse else 1 :]]
+    for keeps_states in (True, False):
+        ways += [
+            partial(alone, implementation=implementation, keeps_states=keeps_states)
+            for implementation in ("sdpa", "eager")
+        ]
+    return ways
+
+
+class _Observer:
+    """An attention that notes what layers ask of it."""
+
+    def __init__(self, layout: PackedLayout, device: torch.device) -> None:
+        self._inner = PrefixSharedAttention(layout, device)
+        self.layers: list[int] = []
+        self.sizes: set[tuple[int, int, int, int]] = set()
+        """Of query heads, key-value heads, and widths of keys and values."""
+        self.is_linear = True
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        rule: ScoreRule = PLAIN,
+    ) -> torch.Tensor:
+        """Note and compute one layer. Shapes: see `AttentionContext.attend`."""
+        self.layers.append(layer)
+        self.sizes.add((query.shape[0], key.shape[0], key.shape[2], value.shape[2]))
+        self.is_linear = self.is_linear and rule.is_linear
+        return self._inner.attend(layer, query, key, value, scaling, rule)
+
+
+@torch.no_grad()
+def _observe(make: MakeModel, module: Any, form: HeadForm) -> ModelShape:
+    """Return the sizes of a model whose layers all attend through strop. Raises: _Flaw saying what it does."""
+    device = module.get_output_embeddings().weight.device
+    token_ids = _token_ids(module, 2, shift=0)
+    observer = _Observer(PackedLayout.of_prompts([2]), device)
+    try:
+        shape = read_shape(module)
+        model = make(module, shape=shape, form=form)
+        model.trunk(torch.from_numpy(token_ids).long().to(device), torch.arange(2, device=device), observer)
+    except _FAILURES as error:
+        raise _Flaw(str(error) if isinstance(error, NotImplementedError) else _said(error)) from error
+    if observer.layers != list(range(shape.num_layers)):
+        raise _Flaw("not every layer attends in the usual way")
+    if len(observer.sizes) > 1:
+        raise _Flaw("its layers have heads of different sizes")
+    ((num_heads, num_kv_heads, key_width, value_width),) = observer.sizes
+    return replace(
+        shape,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_width=key_width,
+        value_width=value_width,
+        has_plain_scores=observer.is_linear and key_width == value_width,
+    )
+
+
+def _read_head(module: Any) -> HeadForm:
+    device = module.get_output_embeddings().weight.device
+    token_ids = torch.from_numpy(_token_ids(module, 2, shift=0)).long().to(device)
+    try:
+        return find_head_form(module, find_trunk(module), token_ids)
+    except UnknownHead as unknown:
+        raise _Flaw(str(unknown)) from unknown
+
+
+def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | None:
+    """Say what is wrong with what a model says about a probe, in training and in generation."""
+    own = probe.own
+    try:
+        trained = _train(model, probe.groups)
+        generated_M = _generate(model, probe.groups)
+    except _FAILURES as error:
+        return f"it fails with {_said(error)}"
+    gaps = [(one - own.logprob_M).abs() for one in (trained.logprob_M, generated_M)]
+    bound = _EXACT_GAP * max(own.largest_logit, 1.0) if is_exact else _ROUNDED_GAP_NATS
+    for gap, doing in zip(gaps, ("scoring", "generating"), strict=True):
+        size = float(gap.max() if is_exact else gap.mean())
+        if not size <= bound:
+            return f"{doing} is off by {size:.2g} nats"
+    cosine = _cosine(trained.gradient_I_D, own.gradient_I_D)
+    if not 1.0 - cosine <= (_EXACT_COSINE_GAP if is_exact else _ROUNDED_COSINE_GAP):
+        return f"its gradient has a cosine of {cosine:.3g} to the right one"
+    return None
+
+
+def _ask_module(module: Any, groups: Sequence[PackedGroup]) -> _Answer:
+    """Ask the module's own forward, one sequence at a time."""
+    logprobs, largest, total = [], 1.0, None
+    device = module.get_output_embeddings().weight.device
+    for (prompt, reply), weight in zip(_sequences(groups), _REPLY_WEIGHTS, strict=True):
+        token_ids = torch.from_numpy(np.concatenate([prompt, reply])).long().to(device)
+        with _embeddings_of(module) as embeddings, torch.enable_grad():
+            logits = module(input_ids=token_ids[None, :-1], use_cache=False).logits[0].float()
+            places = torch.arange(len(prompt) - 1, len(token_ids) - 1, device=device)
+            found = torch.log_softmax(logits[places], dim=-1)[torch.arange(len(reply)), token_ids[places + 1]]
+            gradient = embeddings.gradient(weight * found.sum(), None, groups)
+        logprobs.append(found.detach())
+        largest = max(largest, float(logits.detach().abs().max()))
+        total = gradient if total is None else total + gradient
+    assert total is not None
+    return _Answer(torch.cat(logprobs), total, largest)
+
+
+def _train(model: LanguageModel, groups: Sequence[PackedGroup]) -> _Answer:
+    """Ask as a learner does: trunk and head over a batch, and backward."""
+    batch = PackedBatch.of_groups(groups, model.device)
+
+    def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
+        weight = batch.weight_M[tokens]
+        return TokenGradient(loss_M=weight * logprob, grad_M=weight)
+
+    table = model.module.get_input_embeddings().weight if model.fused is not None else None
+    with _embeddings_of(model.module, table) as embeddings, torch.enable_grad():
+        scored = model.read(batch)
+        result = loss_and_gradients(
+            scored.detach(), model.head, batch, temperature=1.0, rule=rule, into=HeadGradients()
+        )
+        gradient = embeddings.gradient(scored, result.grad_hidden_U_D, groups)
+    order = torch.from_numpy(np.argsort(batch.reply_M, kind="stable")).to(model.device)
+    return _Answer(result.logprob_M[order], gradient)
+
+
+@torch.inference_mode()
+def _generate(model: LanguageModel, groups: Sequence[PackedGroup]) -> torch.Tensor:
+    """Ask as an engine does: prefill, and a step per token over rows that end one after the other."""
+    pairs = _sequences(groups)
+    longest = max(len(prompt) + len(reply) for prompt, reply in pairs)
+    rows = open_rows(model, max_rows=len(pairs), num_slots=longest)
+    counts = [len(group.replies) for group in groups]
+    first = rows.begin([group.prompt_ids for group in groups], counts)
+    logits = first.repeat_interleave(torch.tensor(counts, device=model.device), dim=0)
+    live = list(range(len(pairs)))
+    found: list[list[torch.Tensor]] = [[] for _ in pairs]
+    for step in range(max(len(reply) for _, reply in pairs)):
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        for row, pair in enumerate(live):
+            found[pair].append(logprobs[row, int(pairs[pair][1][step])])
+        kept = [row for row, pair in enumerate(live) if len(pairs[pair][1]) > step + 1]
+        if len(kept) < len(live):
+            rows.keep(kept)
+            live = [live[row] for row in kept]
+        if live:
+            newest = torch.tensor([int(pairs[pair][1][step]) for pair in live], device=model.device)
+            places = torch.tensor([len(pairs[pair][0]) + step for pair in live], device=model.device)
+            logits = rows.step(newest, places)
+    return torch.stack([logprob for row in found for logprob in row])
+
+
+class _Embeddings:
+    """What stands between token ids and the layers of a forward, to be asked for gradients."""
+
+    def __init__(self, table: torch.Tensor | None) -> None:
+        self._table = table
+        self._read: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def replace(self, _: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        """Begin the graph behind the embeddings; a forward hook."""
+        leaf = output.detach().requires_grad_()
+        self._read.append((inputs[0], leaf))
+        return leaf
+
+    def gradient(
+        self, output: torch.Tensor, upstream: torch.Tensor | None, groups: Sequence[PackedGroup]
+    ) -> torch.Tensor:
+        """Return what reaches the embedding of each id of the probe. Shapes: (I, D)."""
+        if self._table is not None:
+            (sparse,) = torch.autograd.grad(output, [self._table], upstream)
+            pairs = [(sparse._indices()[0], sparse._values())]
+        else:
+            leaves = [leaf for _, leaf in self._read]
+            grads = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
+            pairs = [
+                (ids, grad) for (ids, _), grad in zip(self._read, grads, strict=True) if grad is not None
+            ]
+        known = torch.from_numpy(_distinct(groups)).to(output.device)
+        total = torch.zeros(len(known), pairs[0][1].shape[-1], dtype=torch.float64, device=output.device)
+        for ids, grad in pairs:
+            places = torch.searchsorted(known, ids.reshape(-1)).clamp(max=len(known) - 1)
+            is_known = known[places] == ids.reshape(-1)
+            total.index_add_(0, places[is_known], grad.reshape(-1, grad.shape[-1])[is_known].double())
+        return total
+
+
+@contextmanager
+def _embeddings_of(module: Any, table: torch.Tensor | None = None) -> Iterator[_Embeddings]:
+    """Watch the embeddings of a forward: those of a table, or where the module's own layer is called."""
+    embeddings = _Embeddings(table)
+    if table is not None:
+        table.requires_grad_(True)
+        try:
+            yield embeddings
+        finally:
+            table.requires_grad_(False)
+        return
+    hook = module.get_input_embeddings().register_forward_hook(embeddings.replace)
+    try:
+        yield embeddings
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _frozen(module: Any) -> Iterator[None]:
+    """Let nothing but embeddings ask for a gradient: that of weights would take their bytes once more."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _narrowed(module: Any) -> Iterator[None]:
+    """Narrow every window of a module, wherever its code reads it."""
+    owners = [module.config, module.config.get_text_config(), *module.modules()]
+    owners += [part.config for part in module.modules() if hasattr(part, "config")]
+    kept: list[tuple[dict[str, Any], str, int]] = []
+    for values in {id(owner): vars(owner) for owner in owners}.values():
+        wide = [name for name in _WINDOWS if type(values.get(name)) is int and values[name] > _NARROW]
+        kept += [(values, name, values[name]) for name in wide]
+    for values, name, _ in kept:
+        values[name] = _NARROW
+    try:
+        yield
+    finally:
+        for values, name, width in kept:
+            values[name] = width
+
+
+@contextmanager
+def _widened(module: Any) -> Iterator[bool]:
+    """Hold a module in float32, where memory allows. Yields whether it does."""
+    tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}.values()
+    narrow = [one for one in tensors if one.is_floating_point() and one.dtype.itemsize < 4]
+    missing = sum(one.numel() * (4 - one.dtype.itemsize) for one in narrow)
+    free = _free_bytes(module.get_output_embeddings().weight.device)
+    if free is not None and _SPARE * missing > free:
+        yield False
+        return
+    kept = [(one, one.dtype) for one in narrow]
+    for one in narrow:
+        one.data = one.data.float()
+    try:
+        yield True
+    finally:
+        for one, dtype in kept:
+            one.data = one.data.to(dtype)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()
+
+
+def _make_groups(module: Any, shift: int) -> tuple[PackedGroup, ...]:
+    """Return two prompts with two replies each, of distinct tokens where the vocabulary has them."""
+    num = sum(_PROMPT_LENS) + sum(map(sum, _REPLY_LENS))
+    token_ids, weights = _token_ids(module, num, shift=shift), iter(_REPLY_WEIGHTS)
+    groups, start = [], 0
+    for prompt_len, reply_lens in zip(_PROMPT_LENS, _REPLY_LENS, strict=True):
+        prompt, start = token_ids[start : start + prompt_len], start + prompt_len
+        replies = []
+        for length in reply_lens:
+            reply, start = token_ids[start : start + length], start + length
+            replies.append(_make_reply(reply, next(weights)))
+        groups.append(PackedGroup(prompt_ids=prompt, replies=tuple(replies)))
+    return tuple(groups)
+
+
+def _make_reply(token_ids: IntArray, weight: float) -> PackedReply:
+    return PackedReply(
+        token_ids=token_ids,
+        is_scored=np.ones(len(token_ids), dtype=np.bool_),
+        engine_logprobs=np.zeros(len(token_ids), dtype=np.float32),
+        advantage=1.0,
+        weight=weight,
+    )
+
+
+def _token_ids(module: Any, num: int, *, shift: int) -> IntArray:
+    """Return fixed, spread token ids, none of them one that the config gives a meaning."""
+    text = module.config.get_text_config()
+    settings = {**module.config.to_dict(), **text.to_dict()}
+    special = {value for name, value in settings.items() if name.endswith(("_id", "_index"))}
+    vocab_size = min(int(text.vocab_size), module.get_input_embeddings().weight.shape[0])
+    spread = ((np.arange(num + len(special)) * 7919 + shift) % vocab_size).tolist()
+    chosen = [token_id for token_id in spread if token_id not in special]
+    return np.resize(np.array(chosen, dtype=np.int32), num)
+
+
+def _sequences(groups: Sequence[PackedGroup]) -> list[tuple[IntArray, IntArray]]:
+    """Return each prompt with each of its replies."""
+    return [(group.prompt_ids, reply.token_ids) for group in groups for reply in group.replies]
+
+
+def _distinct(groups: Sequence[PackedGroup]) -> np.ndarray:
+    """Return all ids of the groups once, in order."""
+    return np.unique(np.concatenate([part for pair in _sequences(groups) for part in pair])).astype(np.int64)
+
+
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one * other).sum() / (one.norm() * other.norm()))
+
+
+def _said(error: BaseException) -> str:
+    """Say an error in a few words: a family's own code speaks to its authors."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:120]}"
