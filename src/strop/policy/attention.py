@@ -106,7 +106,7 @@ def _attend(
     Raises: NotImplementedError naming what a context does not compute.
     """
     if attention_context is None:
-        raise RuntimeError("a model set to strop's attention was called without an attention context")
+        raise NotImplementedError("its attention was called without an attention context")
     if attention_mask is not None:
         raise NotImplementedError("its layers mask keys by themselves")
     rule = ScoreRule(

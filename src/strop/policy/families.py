@@ -30,6 +30,9 @@ _SELECTS = "its attention selects keys"
 ALONE: Mapping[str, str] = {}
 """By model type: why its sequences are computed by themselves."""
 
+_SELECTING = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
+"""Families whose layers attend to so many keys (`index_topk`), and choose them among all of a sequence: what
+stands behind a token then changes what it sees. Sequences no longer than that are seen whole."""
 _UNLIMITED = 2**20
 """Positions of a model whose config names no limit, as recurrent ones have none."""
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "context_length")
@@ -48,6 +51,8 @@ def read_max_positions(config: Mapping[str, Any]) -> int:
     is that length.
     """
     limit = next((int(config[name]) for name in _LIMITS if config.get(name)), _UNLIMITED)
+    if config.get("model_type") in _SELECTING:
+        limit = min(limit, int(config["index_topk"]))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         original = config.get("original_max_position_embeddings") or rope.get(

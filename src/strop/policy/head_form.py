@@ -46,23 +46,17 @@ def find_head_form(module: Any, trunk: Any, token_ids_T: torch.Tensor) -> HeadFo
         seen["ramp"] = values.expand(output.shape)
         return seen["ramp"].clone()
 
-    def keep_hidden(_: Any, __: Any, output: Any) -> None:
-        seen["hidden"] = (output[0] if isinstance(output, tuple) else output.last_hidden_state).detach()
-
-    hooks = [
-        linear.register_forward_pre_hook(keep_input),
-        linear.register_forward_hook(ramp),
-        trunk.register_forward_hook(keep_hidden),
-    ]
+    hooks = [linear.register_forward_pre_hook(keep_input), linear.register_forward_hook(ramp)]
     try:
         logits = module(input_ids=token_ids_T[None], use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
-    if "ramp" not in seen or "hidden" not in seen:
-        raise UnknownHead("its logits do not come from a trunk and a matrix")
+    if "ramp" not in seen:
+        raise UnknownHead("its logits do not come from its output embeddings")
+    hidden = trunk(input_ids=token_ids_T[None], use_cache=False).last_hidden_state
     tolerance = _TOLERANCE.get(logits.dtype, 1e-2)
-    before = _factor(seen["hidden"], seen["input"], tolerance)
+    before = _factor(hidden, seen["input"], tolerance)
     if before is None:
         raise UnknownHead("its head is more than a matrix")
     if before != 1.0 and getattr(linear, "bias", None) is not None:

@@ -38,18 +38,27 @@ def read_shape(module: Any) -> ModelShape:
     """Read the sizes of a model, from its head and the text part of its config."""
     text = module.config.get_text_config()
     vocab_size, hidden_width = module.get_output_embeddings().weight.shape
-    num_heads = int(getattr(text, "num_attention_heads", None) or 1)
-    width = int(getattr(text, "head_dim", None) or hidden_width // num_heads)
+    num_heads = _read_size(text, "num_attention_heads") or 1
+    width = _read_size(text, "head_dim") or hidden_width // num_heads
     return ModelShape(
-        num_layers=int(getattr(text, "num_hidden_layers", None) or len(decoder_layers(module))),
+        num_layers=_read_size(text, "num_hidden_layers") or len(decoder_layers(module)),
         num_heads=num_heads,
-        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or num_heads),
+        num_kv_heads=_read_size(text, "num_key_value_heads") or num_heads,
         head_width=width,
         value_width=width,
         hidden_width=int(hidden_width),
         vocab_size=int(vocab_size),
         max_positions=read_max_positions(text.to_dict()),
     )
+
+
+def _read_size(config: Any, name: str) -> int | None:
+    """Return a size, None where a config has none, or another one for each layer."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:
+        return None
+    return int(value) if isinstance(value, int) else None
 
 
 def find_trunk(module: Any) -> Any:
