@@ -10,7 +10,7 @@ import torch
 from strop.algorithm import ALGORITHMS
 from strop.algorithm.distillation import Divergence, TopDivergence
 from strop.policy.distilling import DistillTerm, TeacherRows, distill_and_gradients
-from strop.policy.head import TokenGradient, loss_and_gradients, token_logprobs
+from strop.policy.head import Head, HeadGradients, TokenGradient, loss_and_gradients, token_logprobs
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 
 _CPU = torch.device("cpu")
@@ -21,22 +21,23 @@ def make_call(kind: str, vocabulary: int, num_positions: int, hidden_width: int)
     """Return a call whose inputs, the head's gradient among them, are there already."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_positions, hidden_width, generator=generator).bfloat16()
-    head = (torch.randn(vocabulary, hidden_width, generator=generator) / hidden_width**0.5).bfloat16()
+    weight = (torch.randn(vocabulary, hidden_width, generator=generator) / hidden_width**0.5).bfloat16()
+    head = Head(weight)
     # Written, so that its pages are resident before the call.
-    grad_weight = torch.full((vocabulary, hidden_width), 0.0).add_(0.0)
+    into = HeadGradients(torch.full((vocabulary, hidden_width), 0.0).add_(0.0))
     batch = _batch(vocabulary, num_positions)
     if kind == "naive":
-        return lambda: _hold_all_logits(hidden, head, batch)
+        return lambda: _hold_all_logits(hidden, weight, batch)
     if kind.startswith("distill"):
-        teacher = TeacherRows(hidden_U_D=hidden.flip(0).contiguous(), head_weight=head)
+        teacher = TeacherRows(hidden_U_D=hidden.flip(0).contiguous(), head=head)
         rule = TopDivergence(divergence=_PENALTY, top_k=64) if kind == "distill-top" else _PENALTY
         term = DistillTerm(name="distill", groups=[], temperature=1.0, divergence=rule)
-        return lambda: distill_and_gradients(hidden, head, batch, term, teacher, grad_weight=grad_weight)
-    return _token_call(kind, hidden, head, batch, grad_weight)
+        return lambda: distill_and_gradients(hidden, head, batch, term, teacher, into=into)
+    return _token_call(kind, hidden, head, batch, into)
 
 
 def _token_call(
-    kind: str, hidden: torch.Tensor, head: torch.Tensor, batch: PackedBatch, grad_weight: torch.Tensor
+    kind: str, hidden: torch.Tensor, head: Head, batch: PackedBatch, into: HeadGradients
 ) -> Callable[[], object]:
     algorithm = ALGORITHMS["gspo" if kind == "rl-sequence" else "grpo"]
 
@@ -55,15 +56,15 @@ def _token_call(
             chunk = algorithm(known.part(tokens))
             return TokenGradient(loss_M=chunk.loss_N, grad_M=chunk.grad_N)
 
-        return loss_and_gradients(hidden, head, batch, temperature=1.0, rule=rule, grad_weight=grad_weight)
+        return loss_and_gradients(hidden, head, batch, temperature=1.0, rule=rule, into=into)
 
     return call
 
 
-def _hold_all_logits(hidden: torch.Tensor, head: torch.Tensor, batch: PackedBatch) -> None:
+def _hold_all_logits(hidden: torch.Tensor, weight: torch.Tensor, batch: PackedBatch) -> None:
     """Compute the same cross-entropy with autograd over all logits, in the types that a model gives."""
-    own, weight = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    logits = torch.nn.functional.linear(own, weight).float()
+    own, matrix = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = torch.nn.functional.linear(own, matrix).float()
     torch.nn.functional.cross_entropy(logits, batch.target_M).backward()  # type: ignore[no-untyped-call]
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.models import QWEN_0_5B, TINY, build_model
 from benchmarks.gpu.parity import minus_advantage
 from benchmarks.gpu.result import PartResult, Setting
 from strop.policy.footprint import GPU_HEAD_BYTES
-from strop.policy.head import TokenGradient, choose_chunk_rows, loss_and_gradients
+from strop.policy.head import Head, HeadGradients, TokenGradient, choose_chunk_rows, loss_and_gradients
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.spec.optimizer import OptimizerSpec
@@ -76,14 +76,14 @@ def _measure_head(num_scored: int, setting: Setting) -> HeadPoint:
     torch.manual_seed(0)
     weight = torch.randn(size.vocab_size, size.hidden_width, device=device, dtype=dtype) * 0.02
     hidden = torch.randn(num_scored, size.hidden_width, device=device, dtype=dtype)
-    grad_weight = torch.zeros(weight.shape, device=device)
+    into = HeadGradients(torch.zeros(weight.shape, device=device))
     batch = PackedBatch.of_groups([_supervised_group(num_scored, size.vocab_size)], device)
 
     def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
         return TokenGradient(loss_M=-logprob / num_scored, grad_M=torch.full_like(logprob, -1 / num_scored))
 
     def run() -> None:
-        loss_and_gradients(hidden, weight, batch, temperature=1.0, rule=rule, grad_weight=grad_weight)
+        loss_and_gradients(hidden, Head(weight), batch, temperature=1.0, rule=rule, into=into)
 
     run()  # Compiles.
     meter = MemoryMeter(device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.errors import DataError
-from strop.policy.attention import ATTENTION_NAME
+from strop.policy.attention import ATTENTION_NAME, PLAIN, ScoreRule
 from strop.policy.packing import PackedGroup, PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
 from tests.policy.worlds import World, load_model, make_model
@@ -22,7 +23,12 @@ HEAD_WIDTH = 5
 
 
 def naive_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    scaling: float,
+    rule: ScoreRule = PLAIN,
 ) -> torch.Tensor:
     """Attend position by position, each over its own list of earlier positions."""
     ratio = query.shape[0] // key.shape[0]
@@ -37,11 +43,16 @@ def naive_attention(
         first = int(layout.prompt_starts_P[group])
         prompt = list(range(first, first + layout.prompt_lens_P[group]))
         sees += [prompt + list(range(start, start + index + 1)) for index in range(length)]
-    for position, visible in enumerate(sees):
+    for position, before in enumerate(sees):
+        visible = before if rule.window is None else before[-rule.window :]
         heads = []
         for head in range(query.shape[0]):
             scores = key[head // ratio, visible] @ query[head, position] * scaling
-            heads.append(scores.softmax(dim=0) @ value[head // ratio, visible])
+            if rule.cap is not None:
+                scores = rule.cap * torch.tanh(scores / rule.cap)
+            if rule.sinks is not None:
+                scores = torch.cat([scores, rule.sinks[head : head + 1]])
+            heads.append(scores.softmax(dim=0)[: len(visible)] @ value[head // ratio, visible])
         outputs.append(torch.stack(heads))
     return torch.stack(outputs)
 
@@ -76,6 +87,50 @@ def test_shared_prompts_change_neither_outputs_nor_gradients(num_kv_heads: int) 
             attention = PrefixSharedAttention(layout, torch.device("cpu"))
             output = attention.attend(0, inputs[0], inputs[1], inputs[2], 0.3)
         gradients = torch.autograd.grad(output, inputs, upstream.transpose(0, 1))
+        results.append([output.detach(), *gradients])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert float((actual - expected).norm() / expected.norm()) <= 1e-10
+
+
+RULES = {
+    "a window": {"window": 3},
+    "a window of two": {"window": 2},
+    "a window as long as the context": {"window": 9},
+    "a cap": {"cap": 0.7},
+    "sinks": {"has_sinks": True},
+    "all at once": {"window": 4, "cap": 0.7, "has_sinks": True},
+}
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("value_width", [HEAD_WIDTH, 3])
+@pytest.mark.parametrize("settings", RULES.values(), ids=list(RULES))
+def test_what_layers_do_to_scores_is_done_to_gradients_too(
+    settings: dict[str, Any], value_width: int
+) -> None:
+    layout = PackedLayout(prompt_lens_P=PROMPT_LENS, reply_lens_S=REPLY_LENS, group_of_S=GROUP_OF_S)
+    random = torch.Generator().manual_seed(0)
+    sizes = [(4, HEAD_WIDTH), (2, HEAD_WIDTH), (2, value_width), (4, value_width)]
+    query, key, value, upstream = (
+        torch.randn(heads, layout.num_positions, width, dtype=torch.float64, generator=random)
+        for heads, width in sizes
+    )
+    has_sinks, rest = (
+        settings.get("has_sinks", False),
+        {k: v for k, v in settings.items() if k != "has_sinks"},
+    )
+    results = []
+    for is_naive in (True, False):
+        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+        rule = ScoreRule(sinks=sinks if has_sinks else None, **rest)
+        if is_naive:
+            output = naive_attention(inputs[0], inputs[1], inputs[2], layout, 0.3, rule)
+        else:
+            attention = PrefixSharedAttention(layout, torch.device("cpu"))
+            output = attention.attend(0, inputs[0], inputs[1], inputs[2], 0.3, rule)
+        asked = [*inputs, sinks] if has_sinks else inputs
+        gradients = torch.autograd.grad(output, asked, upstream.transpose(0, 1))
         results.append([output.detach(), *gradients])
     for actual, expected in zip(results[1], results[0], strict=True):
         assert float((actual - expected).norm() / expected.norm()) <= 1e-10

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from strop.policy.kv_cache import KVCache
 from strop.errors import ConfigError
 from strop.policy.footprint import (
     ModelSize,
@@ -25,6 +24,7 @@ from strop.policy.footprint import (
     read_model_size,
     state_bytes,
 )
+from strop.policy.kv_cache import KVCache
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.packing import PackedBatch
 from strop.policy.prefix_attention import PrefixSharedAttention

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.policy.head import (
     EntropyBonus,
+    Head,
+    HeadGradients,
     TokenGradient,
     TokenRule,
     loss_and_gradients,
@@ -71,7 +73,7 @@ def ratio_rule(batch: PackedBatch) -> TokenRule:
 def test_log_probabilities_by_hand(temperature: float, expected: list[float]) -> None:
     hidden, weight = torch.ones(1, 1), torch.tensor([[2.0], [1.0], [0.0], [-1.0]])
     batch = head_batch([0, 0, 0, 0], [0, 1, 2, 3])
-    actual = token_logprobs(hidden, weight, batch, temperature)
+    actual = token_logprobs(hidden, Head(weight), batch, temperature)
     assert actual.tolist() == pytest.approx(expected, abs=2e-6)
 
 
@@ -84,7 +86,12 @@ def test_the_gradient_of_one_token_by_hand() -> None:
         return TokenGradient(loss_M=-logprob, grad_M=-torch.ones_like(logprob))
 
     result = loss_and_gradients(
-        hidden, weight, head_batch([0], [0]), temperature=1.0, rule=rule, grad_weight=grad_weight
+        hidden,
+        Head(weight),
+        head_batch([0], [0]),
+        temperature=1.0,
+        rule=rule,
+        into=HeadGradients(grad_weight),
     )
     assert float(result.loss) == pytest.approx(0.440190, abs=1e-6)
     logits_grad = [-0.356086, 0.236883, 0.087144, 0.032059]
@@ -95,6 +102,42 @@ def test_the_gradient_of_one_token_by_hand() -> None:
 
 ROWS = [0, 0, 0, 1, 2, 2, 3, 4, 5, 5, 5, 5, 6, 7, 8, 8]
 """Nine rows: some with one target, some with several."""
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.0, 2.0), (0.5, 1.5)])
+def test_a_bias_a_factor_and_a_cap_belong_to_the_head(
+    scale: float, cap: float | None, temperature: float, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("strop.kernels.calls.can_run", lambda *_: False)
+    random = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(9, 6, generator=random), torch.randn(50, 6, generator=random)
+    bias = torch.randn(50, generator=random)
+    targets = torch.randint(0, 50, (len(ROWS),), generator=random).tolist()
+    batch = head_batch(ROWS, targets)
+    own = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    logits = scale * (own[0] @ own[1].t() + own[2])
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logp = torch.log_softmax(logits / temperature, dim=-1)[batch.row_M, batch.target_M]
+    loss = (-batch.weight_M * batch.advantage_M * (logp - batch.engine_logprob_M).exp()).sum()
+    expected = torch.autograd.grad(loss, own)
+
+    head = Head(weight, bias, scale, cap)
+    torch.testing.assert_close(head.logits(hidden).double(), logits.detach(), rtol=1e-5, atol=1e-5)
+    into = HeadGradients(torch.zeros(50, 6), torch.ones(50))
+    result = loss_and_gradients(
+        hidden, head, batch, temperature=temperature, rule=ratio_rule(batch), into=into, chunk_rows=4
+    )
+    assert into.weight is not None
+    assert into.bias is not None
+    torch.testing.assert_close(result.logprob_M.double(), logp.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.grad_hidden_U_D.double(), expected[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(into.weight.double(), expected[1], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(into.bias.double() - 1.0, expected[2], rtol=1e-4, atol=1e-6)
+    scored = token_logprobs(hidden, head, batch, temperature, chunk_rows=4)
+    assert torch.equal(scored, result.logprob_M)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 3, 4, 8, 9, 10, 256])
@@ -115,26 +158,27 @@ def test_no_chunk_size_changes_loss_or_gradients(chunk_rows: int, temperature: f
     grad_weight = torch.ones(50, 6)  # The head adds to what is there.
     result = loss_and_gradients(
         hidden,
-        weight,
+        Head(weight),
         batch,
         temperature=temperature,
         rule=ratio_rule(batch),
-        grad_weight=grad_weight,
+        into=HeadGradients(grad_weight),
         chunk_rows=chunk_rows,
     )
     assert float(result.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
     torch.testing.assert_close(result.logprob_M.double(), logp.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(result.grad_hidden_U_D.double(), expected[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(grad_weight.double() - 1.0, expected[1], rtol=1e-4, atol=1e-6)
-    scored = token_logprobs(hidden, weight, batch, temperature, chunk_rows=chunk_rows)
+    scored = token_logprobs(hidden, Head(weight), batch, temperature, chunk_rows=chunk_rows)
     assert torch.equal(scored, result.logprob_M)
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 1, 4, 9])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("term_weight", [1.0, 0.25])
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.5, None), (0.5, 1.5)])
 def test_an_entropy_bonus_has_the_gradient_of_autograd(
-    chunk_rows: int | None, temperature: float, term_weight: float
+    chunk_rows: int | None, temperature: float, term_weight: float, scale: float, cap: float | None
 ) -> None:
     """The loss is less by 0.3 x weight x entropy of every token; the term's weight scales gradients alone."""
     random = torch.Generator().manual_seed(2)
@@ -143,7 +187,9 @@ def test_an_entropy_bonus_has_the_gradient_of_autograd(
     targets = torch.randint(0, 50, (len(ROWS),), generator=random).tolist()
     batch = head_batch(ROWS, targets)
     own_hidden, own_weight = (x.double().requires_grad_() for x in (hidden, weight))
-    all_logprobs = torch.log_softmax(own_hidden @ own_weight.t() / temperature, dim=-1)
+    logits = scale * (own_hidden @ own_weight.t())
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    all_logprobs = torch.log_softmax(logits / temperature, dim=-1)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)[batch.row_M]
     logp = all_logprobs[batch.row_M, batch.target_M]
     policy = (-batch.weight_M * batch.advantage_M * (logp - batch.engine_logprob_M).exp()).sum()
@@ -153,11 +199,11 @@ def test_an_entropy_bonus_has_the_gradient_of_autograd(
     grad_weight = torch.zeros(50, 6)
     result = loss_and_gradients(
         hidden,
-        weight,
+        Head(weight, None, scale, cap),
         batch,
         temperature=temperature,
         rule=ratio_rule(batch),
-        grad_weight=grad_weight,
+        into=HeadGradients(grad_weight),
         bonus=EntropyBonus(factor=0.3, term_weight=term_weight),
         chunk_rows=chunk_rows,
     )
@@ -181,11 +227,11 @@ def test_what_cannot_be_sampled_adds_nothing_to_an_entropy() -> None:
     batch = head_batch([0], [0])
     result = loss_and_gradients(
         hidden,
-        weight,
+        Head(weight),
         batch,
         temperature=1.0,
         rule=rule,
-        grad_weight=grad_weight,
+        into=HeadGradients(grad_weight),
         bonus=EntropyBonus(factor=1.0),
     )
     assert float(result.loss) == pytest.approx(-float(batch.weight_M[0]) * np.log(2))
@@ -198,17 +244,17 @@ def test_where_tokens_stand_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     # Logits 2, 1, 0, -1 at 1: probabilities 0.643914, 0.236883, 0.087144, 0.032059; at 2 they are flatter.
     hidden, weight = torch.ones(2, 1), torch.tensor([[2.0], [1.0], [0.0], [-1.0]])
     batch = head_batch([0, 0, 1], [0, 3, 2])
-    found = token_places(hidden, weight, batch, 1.0)
+    found = token_places(hidden, Head(weight), batch, 1.0)
     assert found[:, 0].tolist() == pytest.approx([0.0, 0.967941, 0.880797], abs=2e-6)
     assert found[:, 1].tolist() == pytest.approx([0.643914, 0.032059, 0.087144], abs=2e-6)
     # Beyond the two likeliest; of nine there are only four.
     assert found[:, 2].tolist() == pytest.approx([0.119203] * 3, abs=2e-6)
     assert found[:, 3:].tolist() == [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     # 0.455054, 0.276004, 0.167405, 0.101536.
-    flat = token_places(hidden, weight, batch, 2.0)
+    flat = token_places(hidden, Head(weight), batch, 2.0)
     assert flat[1, :3].tolist() == pytest.approx([0.898464, 0.101536, 0.268941], abs=2e-6)
     # Of tokens that are as likely none comes first.
-    even = token_places(hidden, torch.zeros(4, 1), batch, 1.0)
+    even = token_places(hidden, Head(torch.zeros(4, 1)), batch, 1.0)
     assert even.tolist() == [[0.0, 1.0, 0.0, 0.0, 0.0, 0.0]] * 3
 
 
@@ -231,11 +277,11 @@ def test_a_micro_batch_without_scored_tokens_has_no_loss() -> None:
     grad_weight = torch.zeros(50, 6)
     result = loss_and_gradients(
         nothing,
-        torch.ones(50, 6),
+        Head(torch.ones(50, 6)),
         empty,
         temperature=1.0,
         rule=ratio_rule(empty),
-        grad_weight=grad_weight,
+        into=HeadGradients(grad_weight),
     )
     assert (float(result.loss), result.logprob_M.numel(), float(grad_weight.abs().sum())) == (0, 0, 0)
 
@@ -265,12 +311,12 @@ def test_no_tensor_holds_all_logits() -> None:
     with LargestTensor() as largest:
         loss_and_gradients(
             hidden,
-            weight,
+            Head(weight),
             batch,
             temperature=1.0,
             rule=ratio_rule(batch),
-            grad_weight=torch.zeros(vocab, width),
+            into=HeadGradients(torch.zeros(vocab, width)),
             chunk_rows=chunk_rows,
         )
-        token_logprobs(hidden, weight, batch, 1.0, chunk_rows=chunk_rows)
+        token_logprobs(hidden, Head(weight), batch, 1.0, chunk_rows=chunk_rows)
     assert largest.num_elements == chunk_rows * vocab

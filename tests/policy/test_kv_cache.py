@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from strop.policy.attention import PLAIN, ScoreRule
 from strop.policy.kv_cache import KVCache
 from strop.policy.structure import ModelShape
 
@@ -13,12 +14,16 @@ WIDTH = 16
 SCALING = WIDTH**-0.5
 
 
-def make_shape(*, num_heads: int, num_kv_heads: int, num_layers: int = 2) -> ModelShape:
+def make_shape(
+    *, num_heads: int, num_kv_heads: int, num_layers: int = 2, value_width: int = WIDTH, is_plain: bool = True
+) -> ModelShape:
     return ModelShape(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_width=WIDTH,
+        value_width=value_width,
+        has_plain_scores=is_plain,
         hidden_width=WIDTH * num_heads,
         vocab_size=10,
         max_positions=100,
@@ -28,8 +33,9 @@ def make_shape(*, num_heads: int, num_kv_heads: int, num_layers: int = 2) -> Mod
 class PlainRows:
     """Rows of keys and values in lists. Shapes: per row and layer (K, length, E)."""
 
-    def __init__(self, shape: ModelShape, seed: int) -> None:
+    def __init__(self, shape: ModelShape, seed: int, rule: ScoreRule = PLAIN) -> None:
         self.shape = shape
+        self.rule = rule
         self.generator = torch.Generator().manual_seed(seed)
         self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -37,18 +43,24 @@ class PlainRows:
         return torch.randn(*sizes, generator=self.generator)
 
     def new_prompt(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes = (self.shape.num_layers, self.shape.num_kv_heads, length, WIDTH)
-        prompt = self.random(*sizes), self.random(*sizes)
+        sizes = (self.shape.num_layers, self.shape.num_kv_heads, length)
+        prompt = self.random(*sizes, WIDTH), self.random(*sizes, self.shape.value_width)
         self.rows.append(prompt)
         return prompt
 
     def attend(self, layer: int, row: int, query_H_E: torch.Tensor) -> torch.Tensor:
-        """Return plain softmax attention of one query. Shapes: (H, E)."""
-        keys, values = self.rows[row][0][layer], self.rows[row][1][layer]
+        """Return plain softmax attention of one query. Shapes: (H, F)."""
+        begin = 0 if self.rule.window is None else -self.rule.window
+        keys, values = (stored[layer][:, begin:] for stored in self.rows[row])
         ratio = self.shape.num_heads // self.shape.num_kv_heads
         outputs = []
         for head in range(self.shape.num_heads):
-            weights = torch.softmax(keys[head // ratio] @ query_H_E[head] * SCALING, dim=0)
+            scores = keys[head // ratio] @ query_H_E[head] * SCALING
+            if self.rule.cap is not None:
+                scores = self.rule.cap * torch.tanh(scores / self.rule.cap)
+            if self.rule.sinks is not None:
+                scores = torch.cat([scores, self.rule.sinks[head : head + 1]])
+            weights = torch.softmax(scores, dim=0)[: keys.shape[1]]
             outputs.append(weights @ values[head // ratio])
         return torch.stack(outputs)
 
@@ -57,7 +69,7 @@ def decode_step(cache: KVCache, plain: PlainRows) -> None:
     """Write one random token to every row and compare all layers."""
     shape, num_rows = plain.shape, len(plain.rows)
     keys = plain.random(shape.num_layers, shape.num_kv_heads, num_rows, WIDTH)
-    values = plain.random(shape.num_layers, shape.num_kv_heads, num_rows, WIDTH)
+    values = plain.random(shape.num_layers, shape.num_kv_heads, num_rows, shape.value_width)
     plain.rows = [
         (
             torch.cat([row[0], keys[:, :, index : index + 1]], dim=2),
@@ -67,7 +79,7 @@ def decode_step(cache: KVCache, plain: PlainRows) -> None:
     ]
     for layer in range(shape.num_layers):
         query = plain.random(shape.num_heads, num_rows, WIDTH)
-        actual = cache.attend(layer, query, keys[layer], values[layer], SCALING)
+        actual = cache.attend(layer, query, keys[layer], values[layer], SCALING, plain.rule)
         expected = [plain.attend(layer, row, query[:, row]) for row in range(num_rows)]
         torch.testing.assert_close(actual, torch.stack(expected), atol=1e-5, rtol=1e-5)
     cache.advance()
@@ -99,9 +111,32 @@ def test_random_lives_of_rows_equal_plain_attention(
 ) -> None:
     """Rows come late, end early and are replaced; up to 40 slots cross the borders of tiles."""
     shape = make_shape(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    live_randomly(shape, PLAIN, may_use_kernels=may_use_kernels)
+
+
+@pytest.mark.parametrize("may_use_kernels", [True, False])
+@pytest.mark.parametrize("window", [1, 3, 16, 17, 30, 40])
+def test_a_window_hides_what_lies_before_it(window: int, may_use_kernels: bool) -> None:
+    shape = make_shape(num_heads=4, num_kv_heads=2)
+    live_randomly(shape, ScoreRule(window=window), may_use_kernels=may_use_kernels)
+
+
+@pytest.mark.parametrize("value_width", [WIDTH, 5])
+@pytest.mark.parametrize(
+    ("window", "cap", "has_sinks"), [(None, 0.7, False), (None, None, True), (5, 0.7, True)]
+)
+def test_caps_sinks_and_narrow_values(
+    window: int | None, cap: float | None, has_sinks: bool, value_width: int
+) -> None:
+    shape = make_shape(num_heads=4, num_kv_heads=2, value_width=value_width, is_plain=False)
+    sinks = torch.tensor([0.5, -1.0, 0.0, 2.0]) if has_sinks else None
+    live_randomly(shape, ScoreRule(window=window, cap=cap, sinks=sinks), may_use_kernels=True)
+
+
+def live_randomly(shape: ModelShape, rule: ScoreRule, *, may_use_kernels: bool) -> None:
     for seed in range(4):
         choose = np.random.default_rng(seed)
-        plain = PlainRows(shape, seed)
+        plain = PlainRows(shape, seed, rule)
         cache = make_cache(shape, max_rows=5, num_slots=40, may_use_kernels=may_use_kernels)
         ends_at: list[int] = []
         for _ in range(60):
@@ -147,3 +182,6 @@ def test_bytes_per_slot_by_hand() -> None:
     # Keys and values (2), 2 layers, 2 heads, width 16, 2 bytes: 256.
     shape = make_shape(num_heads=4, num_kv_heads=2)
     assert KVCache.bytes_per_slot(shape, torch.bfloat16) == 256
+    # Values of 4: keys are 4/5 of the 20 that a head stores, 160.
+    narrow = make_shape(num_heads=4, num_kv_heads=2, value_width=4)
+    assert KVCache.bytes_per_slot(narrow, torch.bfloat16) == 160

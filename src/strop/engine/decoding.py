@@ -1,5 +1,7 @@
 """Token-by-token decoding of a batch of requests: admission, steps, stops, compaction.
 
+What a model remembers of the sequences is `policy.rows`'.
+
 Shapes: n live rows, V vocabulary, D hidden width.
 """
 
@@ -17,10 +19,8 @@ from strop.engine.sampler import Draw, draw, require_finite, uniform_stream
 from strop.engine.static_step import SLOT_STEP, StaticStep
 from strop.engine.stops import StopStrings
 from strop.policy.fused_trunk import Products
-from strop.policy.kv_cache import KVCache, PrefillRecorder
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import PackedLayout
-from strop.policy.prefix_attention import PrefixSharedAttention
+from strop.policy.rows import CachedRows, Rows, open_rows
 from strop.rollout import FinishReason, VersionSegment
 from strop.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ class _Row:
 
 
 class DecodeBatch:
-    """Rows that are decoded together, over one KV cache."""
+    """Rows that are decoded together."""
 
     def __init__(
         self,
@@ -76,22 +76,19 @@ class DecodeBatch:
         products: Products | None = None,
         is_static: bool = False,
     ) -> None:
-        """Make the cache. With `is_static`, steps run over tensors that never move, as GPUs need it."""
-        self._model = model
-        self._products = products
+        """Make the rows. With `is_static`, steps run over tensors that never move, as GPUs need it."""
+        self._device = model.device
         self._tokenizer = tokenizer
         self._max_tokens = max(_num_tokens(request) for request in requests)
         self._is_static = is_static
         rows, slots = _plan_cache(requests, max_rows, is_static=is_static)
-        self._cache = KVCache(
-            model.shape,
-            max_rows=rows,
-            num_slots=slots,
-            dtype=model.dtype,
-            device=model.device,
-            may_use_kernels=not is_static,
-        )
-        self._static = StaticStep(model, self._cache) if is_static else None
+        self._states: Rows
+        self._static: StaticStep | None = None
+        if is_static:
+            cached = CachedRows(model, max_rows=rows, num_slots=slots, may_use_kernels=False)
+            self._states, self._static = cached, StaticStep(model, cached.cache)
+        else:
+            self._states = open_rows(model, max_rows=rows, num_slots=slots, products=products)
         self._rows: list[_Row] = []
         self._next_ticket = 0
         self._prefilled: list[tuple[_Row, torch.Tensor]] = []
@@ -112,13 +109,13 @@ class DecodeBatch:
         resumed run, whose cache is new, has to see the values of the uninterrupted one.
         """
         planned = _plan_cache(requests, max_rows, is_static=self._is_static)
-        return planned == (self._cache.max_rows, self._cache.num_slots)
+        return planned == (self._states.max_rows, self._states.num_slots)
 
     def num_admissible(self, num_waiting: int) -> int:
         """How many waiting requests to admit now; 0 while too few rows are free to be worth it."""
-        free = self._cache.max_rows - len(self._rows)
+        free = self._states.max_rows - len(self._rows)
         wanted = min(free, num_waiting)
-        worthwhile = max(1, int(self._cache.max_rows * _ADMIT_FRAC))
+        worthwhile = max(1, int(self._states.max_rows * _ADMIT_FRAC))
         return wanted if wanted >= min(worthwhile, num_waiting) else 0
 
     def admit(self, requests: Sequence[GenerationRequest]) -> list[int]:
@@ -135,7 +132,7 @@ class DecodeBatch:
 
     def clear(self) -> None:
         """Drop every row unanswered; whoever asked is asked for again from the start."""
-        self._cache.keep([])
+        self._states.keep([])
         self._rows, self._prefilled = [], []
 
     def step(self, version: int) -> list[tuple[int, Completion]]:
@@ -161,20 +158,10 @@ class DecodeBatch:
         return row
 
     def _prefill(self, shared: Sequence[Sequence[_Row]]) -> None:
-        """Compute each distinct prompt once and copy its keys and values to the rows that share it."""
+        """Compute each distinct prompt once, for all the rows that share it."""
         prompts = [rows[0].request.prompt_ids for rows in shared]
-        layout = PackedLayout.of_prompts([len(prompt) for prompt in prompts])
-        device = self._model.device
-        recorder = PrefillRecorder(PrefixSharedAttention(layout, device), self._model.shape.num_layers)
-        token_ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
-        positions = torch.from_numpy(layout.position_ids()).to(device)
-        hidden = self._model.trunk(token_ids, positions, recorder, self._products)
-        keys, values = torch.stack(recorder.keys), torch.stack(recorder.values)
-        ends = np.cumsum(layout.prompt_lens_P)
-        logits = self._model.logits(hidden[torch.from_numpy(ends - 1).to(device)], self._products)
+        logits = self._states.begin(prompts, [len(rows) for rows in shared])
         for index, rows in enumerate(shared):
-            span = slice(int(layout.prompt_starts_P[index]), int(ends[index]))
-            self._cache.admit(keys[:, :, span], values[:, :, span], len(rows))
             self._rows += rows
             self._prefilled += [(row, logits[index]) for row in rows]
 
@@ -197,7 +184,6 @@ class DecodeBatch:
             np.array([row.uniforms[row.length] for row in self._rows]),
             np.array([row.request.sampling.temperature for row in self._rows]),
         )
-        self._cache.advance()
         require_finite(drawn)
         return drawn
 
@@ -211,11 +197,9 @@ class DecodeBatch:
             return [], torch.empty(0)
         last = np.array([row.token_ids[row.length - 1] for row in self._rows], dtype=np.int64)
         positions = np.array([len(row.request.prompt_ids) + row.length - 1 for row in self._rows])
-        device = self._model.device
-        token_ids, position_ids = torch.from_numpy(last).to(device), torch.from_numpy(positions).to(device)
-        hidden = self._model.trunk(token_ids, position_ids, self._cache, self._products)
-        self._cache.advance()
-        return list(self._rows), self._model.logits(hidden, self._products)
+        token_ids = torch.from_numpy(last).to(self._device)
+        position_ids = torch.from_numpy(positions).to(self._device)
+        return list(self._rows), self._states.step(token_ids, position_ids)
 
     def _finished(self, fresh: Sequence[_Row]) -> list[tuple[int, Completion]]:
         """Drop ended rows and return their replies."""
@@ -225,7 +209,7 @@ class DecodeBatch:
         live = [index for index, row in enumerate(self._rows) if row.finish is None]
         holes = [index for index, row in enumerate(self._rows) if row.finish is not None]
         kept = _fill_holes(len(self._rows), live, holes)
-        self._cache.keep(kept)
+        self._states.keep(kept)
         self._rows = [self._rows[index] for index in kept]
         return [(row.ticket, self._completion(row)) for row in ended]
 

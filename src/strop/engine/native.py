@@ -71,10 +71,14 @@ class NativeEngine:
         version: int = 0,
         is_static: bool | None = None,
     ) -> None:
-        """Serve a model. `is_static` decodes as GPUs do, from graphs; by default on GPUs alone."""
+        """Serve a model. `is_static` decodes as GPUs do, from graphs; by default on GPUs alone.
+
+        A model that goes on from states of its own is never decoded so.
+        """
         self._model = model
         self._tokenizer = tokenizer
-        self._is_static = model.device.type == "cuda" if is_static is None else is_static
+        is_static = model.device.type == "cuda" if is_static is None else is_static
+        self._is_static = is_static and not model.is_alone
         self._max_rows = max_rows or default_rows(is_gpu=model.device.type == "cuda")
         self._version = version
         self._inbox: deque[Waiting] = deque()

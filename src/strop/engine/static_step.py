@@ -68,10 +68,7 @@ class StaticStep:
         uniforms_n: NDArray[np.float64],
         temperatures_n: NDArray[np.float64],
     ) -> Draw:
-        """Feed each row its newest token and draw the next one, from whole distributions.
-
-        The caller counts the slot that was written (`KVCache.advance`).
-        """
+        """Feed each row its newest token and draw the next one, from whole distributions."""
         num_rows = len(token_ids_n)
         width = -(-(int(lengths_n.max()) + 1) // SLOT_STEP) * SLOT_STEP
         form = _Form(
@@ -87,6 +84,7 @@ class StaticStep:
         self._received.copy_(self._outputs, non_blocking=True)
         if self._captures:
             torch.cuda.current_stream().synchronize()
+        self._cache.advance()
         token_ids, logprobs = self._received.numpy()[:, :num_rows]
         return Draw(token_ids=token_ids.astype(np.int64), logprobs=logprobs.astype(np.float32))
 

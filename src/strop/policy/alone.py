@@ -94,7 +94,9 @@ class AloneRows:
         for prompt, count in zip(prompts, counts, strict=True):
             token_ids = torch.from_numpy(prompt.astype(np.int64)).to(self._model.device)
             output = self._model.run(input_ids=token_ids[None], use_cache=True)
-            name = next(name for name in _CACHES if getattr(output, name, None) is not None)
+            name = next((name for name in _CACHES if getattr(output, name, None) is not None), None)
+            if name is None:
+                raise RuntimeError("its trunk gives back no states to go on from")
             cohort = _Cohort(list(range(self._num_rows, self._num_rows + count)), getattr(output, name), name)
             self._choose(cohort, [0] * count)
             self._cohorts.append(cohort)

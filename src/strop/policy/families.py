@@ -22,13 +22,28 @@ class Layout(StrEnum):
 
 
 _STATE = "its layers carry a state from token to token"
-_OWN_ATTENTION = "its attention is code of its own"
-_SIZES = "its layers' heads differ in size"
-_SHARED = "its layers read keys of other layers"
-_SELECTS = "its attention selects keys"
+_OWN_CODE = "its attention is code of its own"
+_PLACES = "it counts positions along a row"
+_SIZES = "its layers have heads of different sizes"
+_CHOICE = "its layers choose among the keys of a whole row"
+_TWICE = "its layers are run several times"
 
-ALONE: Mapping[str, str] = {}
-"""By model type: why its sequences are computed by themselves."""
+_BECAUSE: Mapping[str, str] = {
+    _STATE: "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3"
+    " mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next"
+    " qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya",
+    _OWN_CODE: "bloom codegen diffllama doge falcon git gpt_neo gpt_neox_japanese gptj inkling2_text"
+    " inkling_text mpt mvp nemotron openai-gpt stablelm trocr xglm xlm",
+    _PLACES: "bart bigbird_pegasus blenderbot blenderbot-small llama4 llama4_text marian mbart pegasus phimoe"
+    " plbart",
+    _SIZES: "gemma4 gemma4_text gemma4_unified gemma4_unified_text mimo_v2_flash",
+    _CHOICE: "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",
+    _TWICE: "hrm_text",
+}
+"""Why the sequences of a family are computed by themselves, and of which, by model type."""
+_ALONE = {name: because for because, names in _BECAUSE.items() for name in names.split()}
+_STATELESS = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Kinds of layers without a state."""
 
 _SELECTING = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
 """Families whose layers attend to so many keys (`index_topk`), and choose them among all of a sequence: what
@@ -39,8 +54,16 @@ _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_
 
 
 def why_alone(config: Mapping[str, Any]) -> str | None:
-    """Say why sequences of a model with this config.json are computed by themselves, None where packed."""
-    return ALONE.get(str(config.get("model_type")))
+    """Say why sequences of a model with this config.json are computed by themselves, None where packed.
+
+    Of a hybrid family, a model that has attention alone is packed.
+    """
+    because = _ALONE.get(str(config.get("model_type")))
+    text = config.get("text_config") or config
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    if because == _STATE and kinds and _STATELESS.issuperset(kinds):
+        return None
+    return because
 
 
 def read_max_positions(config: Mapping[str, Any]) -> int:

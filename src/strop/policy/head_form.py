@@ -46,7 +46,11 @@ def find_head_form(module: Any, trunk: Any, token_ids_T: torch.Tensor) -> HeadFo
         seen["ramp"] = values.expand(output.shape)
         return seen["ramp"].clone()
 
+    def keep_hidden(_: Any, __: Any, output: Any) -> None:
+        seen["hidden"] = output[0].detach()
+
     hooks = [linear.register_forward_pre_hook(keep_input), linear.register_forward_hook(ramp)]
+    hooks.append(trunk.register_forward_hook(keep_hidden))
     try:
         logits = module(input_ids=token_ids_T[None], use_cache=False).logits
     finally:
@@ -54,9 +58,11 @@ def find_head_form(module: Any, trunk: Any, token_ids_T: torch.Tensor) -> HeadFo
             hook.remove()
     if "ramp" not in seen:
         raise UnknownHead("its logits do not come from its output embeddings")
-    hidden = trunk(input_ids=token_ids_T[None], use_cache=False).last_hidden_state
+    # Some call the trunk's inside.
+    if "hidden" not in seen:
+        seen["hidden"] = trunk(input_ids=token_ids_T[None], use_cache=False)[0]
     tolerance = _TOLERANCE.get(logits.dtype, 1e-2)
-    before = _factor(hidden, seen["input"], tolerance)
+    before = _factor(seen["hidden"], seen["input"], tolerance)
     if before is None:
         raise UnknownHead("its head is more than a matrix")
     if before != 1.0 and getattr(linear, "bias", None) is not None:

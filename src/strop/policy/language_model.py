@@ -44,7 +44,7 @@ class LanguageModel:
         self.shape = shape or read_shape(module)
         self.dtype: torch.dtype = module.get_output_embeddings().weight.dtype
         """Type that is computed with."""
-        if self.shape.layout is Layout.PACKED:
+        if not self.is_alone:
             self.module.set_attn_implementation(ATTENTION_NAME)
         self.fused: FusedTrunk | None = None
         """The layers for this processor, if the family is known and the kernels run here."""
@@ -69,6 +69,11 @@ class LanguageModel:
         architecture needs something that strop does not give it.
         """
         return prove(cls, load_module(path, dtype).to(device), str(path), may_fuse=may_fuse)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether each sequence is computed by itself, instead of in packed rows that share prompts."""
+        return self.shape.layout is Layout.ALONE
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +127,7 @@ class LanguageModel:
 
     def read(self, batch: PackedBatch) -> torch.Tensor:
         """Run all layers and the final norm over a batch. Shapes: returns (U, D), scored positions alone."""
-        if self.shape.layout is Layout.ALONE:
+        if self.is_alone:
             return read_alone(self.run, batch)
         attention = build_shared_attention(batch.layout, self.device)
         hidden = self.trunk(batch.token_ids_N, batch.position_ids_N, attention)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from strop.policy.lora import name_for_peft, without_adapters, write_adapter
 from strop.policy.masters import LocalMasters, Masters
 from strop.policy.micro_batch import default_positions
 from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn
-from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, split_by_budget
+from strop.policy.packing import EMPTY_GROUP, Load, PackedBatch, PackedGroup, split_by_budget
 from strop.policy.ranks import Ranks, SingleRank, count_missing, run_on_first
 from strop.policy.scoring import Measure, score_share
 from strop.policy.shares import require_disjoint
@@ -346,13 +347,15 @@ class Learner:
         losses: list[torch.Tensor] = []
         gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         keeps = isinstance(term, LossTerm) and term.scope is Scope.GROUP
-        micro_batches = list(split_by_budget(term.groups, self.max_positions, keeps_groups=keeps))
+        is_alone = self.model.is_alone
+        cuts = split_by_budget(term.groups, self.max_positions, keeps_groups=keeps, is_alone=is_alone)
+        micro_batches = list(cuts)
         num_empty = count_missing(self._ranks, len(micro_batches))
         for micro_batch in micro_batches:
             batch = PackedBatch.of_groups(micro_batch, self.model.device)
             result = self._accumulate(batch, micro_batch, term, tally)
             losses.append(result.loss)
-            tally.num_positions += batch.layout.num_positions
+            tally.num_positions += reduce(Load.plus, micro_batch, Load(is_alone=is_alone)).num_positions
             tally.num_micro_batches += 1
             gap_M = (result.logprob_M - batch.engine_logprob_M).abs()
             # Selected by the engine's part alone: a trainer that is not finite must be seen.

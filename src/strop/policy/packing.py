@@ -10,7 +10,7 @@ heads, E head width. R = H / K. Lp and Lr are the longest prompt and reply of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -320,39 +320,84 @@ def with_logprobs(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a forward of some groups computes."""
+
+    is_alone: bool = False
+    """Whether every reply is a row with its prompt, and rows are padded to the longest."""
+    num_packed: int = 0
+    """Positions of the groups as one row."""
+    num_rows: int = 0
+    width: int = 0
+    """Of the longest row."""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that are fed."""
+        return self.num_rows * self.width if self.is_alone else self.num_packed
+
+    def plus(self, group: PackedGroup) -> Load:
+        """Return the load with one more group."""
+        reply_len = max((len(reply.token_ids) - 1 for reply in group.replies), default=0)
+        return replace(
+            self,
+            num_packed=self.num_packed + group.num_positions,
+            num_rows=self.num_rows + max(len(group.replies), 1),
+            width=max(self.width, len(group.prompt_ids) + max(reply_len, 0)),
+        )
+
+
 def split_by_budget(
-    groups: Sequence[PackedGroup], max_positions: int, *, keeps_groups: bool = False
+    groups: Sequence[PackedGroup], max_positions: int, *, keeps_groups: bool = False, is_alone: bool = False
 ) -> Iterator[list[PackedGroup]]:
     """Cut groups, longest first, into micro-batches of at most `max_positions` fed positions.
 
     A group that alone exceeds the budget is split between replies, unless `keeps_groups`; its prompt is
     then fed more than once, which changes no gradient. A single reply that exceeds it is a micro-batch
-    of its own.
+    of its own. What is fed with `is_alone`, `Load` says.
     """
+    nothing = Load(is_alone=is_alone)
     pieces = [
         piece
         for group in groups
-        for piece in ([group] if keeps_groups else _split_group(group, max_positions))
+        for piece in ([group] if keeps_groups else _split_group(group, max_positions, nothing))
     ]
-    pieces.sort(key=lambda piece: -max(len(reply.token_ids) for reply in piece.replies))
+    if is_alone:
+        pieces.sort(key=lambda piece: -nothing.plus(piece).width)
+    else:
+        pieces.sort(key=lambda piece: -max(len(reply.token_ids) for reply in piece.replies))
+    yield from _fill(pieces, max_positions, nothing)
+
+
+def cut_groups(
+    groups: Sequence[PackedGroup], max_positions: int | None, *, is_alone: bool = False
+) -> Iterator[list[PackedGroup]]:
+    """Cut groups into runs within a budget, in their order; one group may exceed it."""
+    yield from _fill(groups, max_positions, Load(is_alone=is_alone))
+
+
+def _fill(
+    pieces: Iterable[PackedGroup], max_positions: int | None, nothing: Load
+) -> Iterator[list[PackedGroup]]:
     batch: list[PackedGroup] = []
-    filled = 0
+    load = nothing
     for piece in pieces:
-        if batch and filled + piece.num_positions > max_positions:
+        if batch and max_positions is not None and load.plus(piece).num_positions > max_positions:
             yield batch
-            batch, filled = [], 0
+            batch, load = [], nothing
         batch.append(piece)
-        filled += piece.num_positions
+        load = load.plus(piece)
     if batch:
         yield batch
 
 
-def _split_group(group: PackedGroup, max_positions: int) -> Iterator[PackedGroup]:
+def _split_group(group: PackedGroup, max_positions: int, nothing: Load) -> Iterator[PackedGroup]:
     """Split one group between replies where it exceeds the budget."""
     chosen: list[PackedReply] = []
     for reply in group.replies:
         wider = replace(group, replies=(*chosen, reply))
-        if chosen and wider.num_positions > max_positions:
+        if chosen and nothing.plus(wider).num_positions > max_positions:
             yield replace(group, replies=tuple(chosen))
             chosen = []
         chosen.append(reply)

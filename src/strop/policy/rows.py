@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from strop.policy.alone import AloneRows, AnewRows
-from strop.policy.families import Layout
 from strop.policy.kv_cache import KVCache, PrefillRecorder
 from strop.policy.packing import PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
@@ -101,7 +100,7 @@ def open_rows(
     model: LanguageModel, *, max_rows: int, num_slots: int, products: Products | None = None
 ) -> CachedRows | AloneRows | AnewRows:
     """Return empty rows of the kind that a model needs."""
-    if model.shape.layout is Layout.PACKED:
+    if not model.is_alone:
         return CachedRows(model, max_rows=max_rows, num_slots=num_slots, products=products)
     kind = AloneRows if model.keeps_states else AnewRows
     return kind(model, max_rows=max_rows, num_slots=num_slots)

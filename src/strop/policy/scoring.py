@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
 from strop.policy.head import Head, token_logprobs
 from strop.policy.language_model import LanguageModel
-from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, PackedReply
+from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, PackedReply, cut_groups
 from strop.policy.ranks import Ranks, count_missing
 from strop.rollout import FloatArray, IntArray
 
@@ -40,7 +40,7 @@ def score_groups(
     Groups are fed together up to `max_positions`, all at once without it. A temperature of 0 is scored
     at 1, as engines report it.
     """
-    return score_parts(model, cut_groups(groups, max_positions), temperature)
+    return score_parts(model, cut_groups(groups, max_positions, is_alone=model.is_alone), temperature)
 
 
 def score_share(
@@ -52,7 +52,7 @@ def score_share(
     measure: Measure = token_logprobs,
 ) -> list[FloatArray]:
     """Score this rank's share, which may be empty, like `score_groups`. Every rank must call it."""
-    parts = list(cut_groups(groups, max_positions))
+    parts = list(cut_groups(groups, max_positions, is_alone=model.is_alone))
     parts += [[EMPTY_GROUP]] * count_missing(ranks, len(parts))
     return score_parts(model, parts, temperature, measure)
 
@@ -71,19 +71,6 @@ def score_parts(
         # Scored tokens stand in the order of the positions that predict them, replies among each other.
         found += [scores[batch.reply_M == index] for index in range(sum(len(g.replies) for g in part))]
     return found
-
-
-def cut_groups(groups: Sequence[PackedGroup], max_positions: int | None) -> Iterator[list[PackedGroup]]:
-    """Cut groups into runs within a budget, in their order; one group may exceed it."""
-    part: list[PackedGroup] = []
-    for group in groups:
-        num_positions = sum(member.num_positions for member in (*part, group))
-        if part and max_positions is not None and num_positions > max_positions:
-            yield part
-            part = []
-        part.append(group)
-    if part:
-        yield part
 
 
 def pack_given(prompt_ids: IntArray, replies: Sequence[IntArray]) -> PackedGroup:

@@ -54,7 +54,8 @@ class StepReport:
     drift_M: FloatArray
     """abs(trainer - engine) log-probability (nats) of every trained token that an engine sampled."""
     num_positions: int
-    """Positions that were forwarded, each prompt counted once per micro-batch."""
+    """Positions that were forwarded: each prompt once per micro-batch, or of families whose sequences are
+    computed by themselves, once per reply, with the padding behind."""
     num_micro_batches: int
     terms: tuple[TermReport, ...] = ()
     correction_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
