@@ -232,8 +232,9 @@ def count_kept_bytes(learner: Learner) -> int:
     masters = learner._masters.values()
     tensors = [tensor for master in masters for tensor in (master, master.grad) if tensor is not None]
     tensors += [t for s in learner._optimizer.moments.values() for t in s.values() if t.dim()]
-    head = learner._weights.head_gradient()
-    storages = [t.untyped_storage() for t in (*tensors, *([] if head is None else [head]))]
+    head = learner._weights.head_gradients()
+    tensors += [gradient for gradient in (head.weight, head.bias) if gradient is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

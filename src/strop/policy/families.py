@@ -29,9 +29,9 @@ _CHOICE = "its layers choose among the keys of a whole row"
 _TWICE = "its layers are run several times"
 
 _BECAUSE: Mapping[str, str] = {
-    _STATE: "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3"
-    " mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next"
-    " qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya",
+    _STATE: "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe"
+    " lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text"
+    " qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya",
     _OWN_CODE: "bloom codegen diffllama doge falcon git gpt_neo gpt_neox_japanese gptj inkling2_text"
     " inkling_text mpt mvp nemotron openai-gpt stablelm trocr xglm xlm",
     _PLACES: "bart bigbird_pegasus blenderbot blenderbot-small llama4 llama4_text marian mbart pegasus phimoe"

@@ -69,5 +69,10 @@ def find_trunk(module: Any) -> Any:
 
 def decoder_layers(module: Any) -> list[torch.nn.Module]:
     """Return the layers of a decoder: the list of modules that holds most of its weights."""
-    lists = [part for part in find_trunk(module).modules() if isinstance(part, torch.nn.ModuleList)]
-    return list(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters())))
+    parts: list[torch.nn.Module] = list(find_trunk(module).modules())
+    lists = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
+    return list(max(lists, key=_count_weights))
+
+
+def _count_weights(layers: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in layers.parameters())
