@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,20 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from strop.engine.dummy import DummyEngine
 from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.policy.digest import tensors_digest
+from strop.policy.learner import Learner
+from strop.policy.lora import merge_adapters
 from strop.policy.weights import export_tensors, own_tensors, weights_digest
 from strop.record import RunDir
+from strop.spec.lora import LoraSpec
+from strop.spec.optimizer import OptimizerSpec
 from strop.store import AtomicDirectory, get_model, is_complete, verify_directory
 from strop.tokenizer import Tokenizer
-from strop.train.gate_model import check_weights
+from strop.train.gate_model import check_tensors, check_weights
 from tests.fixtures.attempts import fork, wait_for_end
+from tests.fixtures.tiny_run import learner_of
 from tests.fixtures.write_points import write_and_die, write_checkpoint
 from tests.incidents.faulty_engines import build_gate
-from tests.policy.worlds import load_model, make_model
+from tests.policy.worlds import World, load_model, make_model, reinforce
 
 NORM = "model.norm.weight"
 MAX_WRITE_POINTS = 200
@@ -221,6 +226,22 @@ def test_ckp_1_loaded_tensors_are_those_of_the_file(tmp_path: Path) -> None:
     assert weights_digest(load_model(path)) == tensors_digest(stored.items())
 
 
+def test_ckp_1_every_tensor_made_anew_after_loading_is_refused_by_name(tmp_path: Path) -> None:
+    """Incident: as above; a model of which one layer in six was random trained like any other."""
+    gate = build_gate(make_model(tmp_path), DummyEngine(Tokenizer.load(tmp_path), []))
+    model = learner_of(gate.roles).model
+    for name, parameter in model.named_parameters():
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            torch.nn.init.normal_(parameter, std=0.1)
+        check = asyncio.run(check_tensors(gate))
+        assert not check.is_passed
+        assert f"1 of 20 tensors of the policy are not those of {tmp_path}: {name}; they were" in check.detail
+        with torch.no_grad():
+            parameter.copy_(kept)
+    assert asyncio.run(check_tensors(gate)).is_passed
+
+
 def test_ckp_1_tensors_made_anew_after_loading_are_refused(tmp_path: Path) -> None:
     """Incident: as above; weights that know no language are seen by their loss on plain text."""
     gate = build_gate(make_model(tmp_path), DummyEngine(Tokenizer.load(tmp_path), []))
@@ -281,6 +302,60 @@ def test_ckp_2_an_export_that_is_not_the_live_policy_is_refused(
         StoreError, match=f"is not the live policy: {named}.*the previous checkpoint is intact"
     ):
         export_tensors(model.module, own_tensors(model), path, tmp_path / "target")
+
+
+def adapted_learner(path: Path, dtype: str) -> Learner:
+    """Return a learner whose adapters have learned something that its number format can hold."""
+    spec = LoraSpec(rank=2)
+    model = load_model(path, dtype)
+    model.adapt(spec, seed=1)
+    learner = Learner(model, OptimizerSpec(lr=0.05))
+    for seed in range(2):
+        learner.step([World(seed).packed(3, [4, 2])], temperature=1.0, token_terms=reinforce)
+    return learner
+
+
+def merge_with_scale_0(tensors: Mapping[str, torch.Tensor], spec: LoraSpec) -> dict[str, torch.Tensor]:
+    return merge_adapters(tensors, spec.model_copy(update={"alpha": 0.0}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ckp_2_a_merge_that_does_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Incident: a LoRA merge silently did nothing, and the base model was shipped as the trained one."""
+    path = make_model(tmp_path / "source")
+    learner = adapted_learner(path, dtype)
+    for name in ("sound", "broken"):
+        (tmp_path / name).mkdir()
+    learner.export(tmp_path / "sound", path)
+    monkeypatch.setattr("strop.policy.weights.merge_adapters", merge_with_scale_0)
+    refused = r"the merged weights are not the live policy: model\.layers\.0\..*_proj adds"
+    with pytest.raises(StoreError, match=refused):
+        learner.export(tmp_path / "broken", path)
+    assert list((tmp_path / "broken").iterdir()) == []
+    # Engines get merged weights as well.
+    with pytest.raises(StoreError, match=refused):
+        learner.write_weights(tmp_path / "weights.safetensors")
+
+
+def test_ckp_2_a_layer_that_is_scaled_otherwise_than_the_spec_says_is_refused(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "source")
+    learner = adapted_learner(path, "float32")
+    layer: Any = learner.model.module.model.layers[1].self_attn.q_proj
+    layer.scaling *= 2.0
+    (tmp_path / "target").mkdir()
+    with pytest.raises(StoreError, match=r"model\.layers\.1\.self_attn\.q_proj adds"):
+        learner.export(tmp_path / "target", path)
+
+
+def test_ckp_2_adapters_that_have_learned_nothing_are_merged(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "source")
+    model = load_model(path, "bfloat16")
+    model.adapt(LoraSpec(rank=2), seed=1)
+    (tmp_path / "target").mkdir()
+    Learner(model, OptimizerSpec()).export(tmp_path / "target", path)
+    assert weights_digest(load_model(tmp_path / "target", "bfloat16")) == weights_digest(model)
 
 
 def test_ckp_2_sharded_exports_are_read_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

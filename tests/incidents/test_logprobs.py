@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,13 @@ from strop.algorithm.corrections import CORRECTIONS
 from strop.cluster import Roles
 from strop.engine import Completion, GenerationRequest
 from strop.engine.dummy import DummyEngine
+from strop.engine.native import NativeEngine
 from strop.errors import CheckRefused, LearnerError
+from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.masters import LocalMasters
 from strop.policy.objective import ScoredTokens, TokenTerms
+from strop.policy.packing import PackedGroup
 from strop.policy.scoring import score_reply
 from strop.rollout import FailureOwner, Group, Outcome, Rollout, Sampling
 from strop.spec.optimizer import OptimizerSpec
@@ -227,6 +230,87 @@ def test_log_3_drift_at_learning_rate_0_raises_an_alarm(model_dir: Path) -> None
         alarms = find_alarms(ALARMS, 1, measure_update(Update(steps=(report,))))
         causes[name] = [alarm.cause for alarm in alarms]
     assert causes == {"true": [], "drifted": ["logprob_drift"]}
+
+
+class ShapedModel(LanguageModel):
+    """The fault: what it computes depends on how many rows it is asked about at once."""
+
+    max_rows = 10**6
+
+    def logits(self, hidden_N_D: torch.Tensor, products: Any = None) -> torch.Tensor:
+        logits = super().logits(hidden_N_D, products)
+        return logits * 1.5 if len(hidden_N_D) > self.max_rows else logits
+
+
+def with_shaped_engine(model_dir: Path, max_rows: int) -> Callable[[Roles], Roles]:
+    model = ShapedModel.load(model_dir, dtype=torch.float32)
+    assert isinstance(model, ShapedModel)
+    model.max_rows = max_rows
+    return lambda roles: replace(roles, engine=NativeEngine(model, roles.tokenizer, max_rows=128))
+
+
+def test_log_3_a_kernel_that_depends_on_the_engines_batch_is_refused(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: clip fraction .08 at one way to split a batch, none at another. The gate asks for 64 rows."""
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path))
+    with pytest.raises(CheckRefused, match=r"parity: mean gap .* cause: weights, position ids, template or"):
+        made.run(with_shaped_engine(tiny_model_dir, max_rows=8))
+
+
+def test_log_3_a_kernel_that_depends_on_the_trainers_micro_batch_is_refused(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Here the engine is right, and the trainer wrong wherever several groups are fed together."""
+
+    def pack_badly(roles: Roles) -> Roles:
+        learner = learner_of(roles)
+        score = learner.score
+
+        def score_packed(groups: Sequence[PackedGroup], temperature: float, *measure: Any) -> list[Any]:
+            found = score(groups, temperature, *measure)
+            if len(groups) == 1 or measure:
+                return found
+            return [values + np.float32(0.2 * (-1) ** index) for index, values in enumerate(found)]
+
+        learner.score = score_packed  # type: ignore[assignment, method-assign]
+        return roles
+
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path))
+    with pytest.raises(CheckRefused, match=r"parity: mean gap .* cause: weights, position ids, template or"):
+        made.run(pack_badly)
+
+
+def test_log_3_a_shape_that_no_gate_asked_for_raises_an_alarm_in_its_step(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """More rows than the gate's 64: the first step that has them says so."""
+    train = {"steps": 1, "prompts_per_step": 12, "rollouts_per_prompt": 8}
+    causes = {}
+    for max_rows in (1000, 64):
+        made = Composition(tiny_spec(train=train), tiny_model_dir, new_run(tmp_path))
+        made.run(with_shaped_engine(tiny_model_dir, max_rows))
+        causes[max_rows] = made.notes.causes("tripwire")
+    assert causes == {1000: [], 64: ["logprob_drift"]}
+
+
+def test_log_3_drift_at_learning_rate_0_is_seen_by_a_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: the gap grew with every step, although the weights stood still."""
+
+    def drift(request: GenerationRequest, completion: Completion) -> Completion:
+        shift = np.float32(0.025 * completion.policy_version)
+        return replace(completion, logprobs=np.minimum(completion.logprobs - shift, 0.0))
+
+    spec = tiny_spec(train={"steps": 4}, optimizer={"lr": 1e-30})
+    alarms: dict[str, list[int]] = {}
+    for name, tamper in (("true", None), ("drifting", drift)):
+        made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+        made.run(lambda roles, t=tamper: replace(roles, engine=TamperedEngine(roles.engine, tamper=t)))
+        found = [event for event in made.notes.events if event.cause == "logprob_drift"]
+        alarms[name] = [event.step for event in found]
+    assert alarms["true"] == []
+    # 0.06 nats are allowed, which the third publication exceeds.
+    assert alarms["drifting"] == [4]
 
 
 def _shift(rollout: Rollout, nats: float) -> Rollout:

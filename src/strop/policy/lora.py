@@ -26,6 +26,8 @@ PEFT_PREFIX = "base_model.model."
 """What peft puts before a parameter's name in its files."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 _PARTS = (".lora_A.weight", ".lora_B.weight")
+_NUM_PROBES, _NUM_SIGMA = 4, 6.0
+"""Inputs that a merged layer is tried on, and how far rounding may lead."""
 
 
 class AdaptedLinear(torch.nn.Linear):
@@ -103,6 +105,30 @@ def merge_adapters(tensors: Mapping[str, torch.Tensor], spec: LoraSpec) -> dict[
         weight = tensors[f"{path}.weight"]
         merged[f"{path}.weight"] = (weight.float() + spec.scaling * (second @ first)).to(weight.dtype)
     return merged
+
+
+def find_merge_flaw(
+    module: Any, tensors: Mapping[str, torch.Tensor], merged: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Name the first layer whose merged weight does not say what the layer of a live model says.
+
+    Compared is what the adapter adds to a few random inputs, within what the weight's type can hold. `module`
+    is the live model, `tensors` are all of its tensors by name.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for name in tensors:
+        if not name.endswith(_PARTS[0]):
+            continue
+        path = name.removesuffix(_PARTS[0])
+        first, second = (tensors[path + part].float() for part in _PARTS)
+        weight, whole = tensors[f"{path}.weight"].float(), merged[f"{path}.weight"]
+        x = torch.randn(first.shape[1], _NUM_PROBES, generator=generator)
+        added = module.get_submodule(path).scaling * (second @ (first @ x))
+        rounding = torch.finfo(whole.dtype).eps / 2 * (whole.float().square() @ x.square()).sqrt()
+        gap = ((whole.float() - weight) @ x - added).abs()
+        if bool((gap > _NUM_SIGMA * rounding + 1e-3 * added.abs()).any()):
+            return f"{path} adds {float(gap.max()):.2g} less or more than its adapter"
+    return None
 
 
 def without_adapters(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from strop.errors import StoreError, explain_refusal
 from strop.policy.digest import digest_each, find_difference, tensors_digest
 from strop.policy.language_model import LanguageModel
-from strop.policy.lora import merge_adapters
+from strop.policy.lora import find_merge_flaw, merge_adapters
 from strop.policy.published import read_published, unfit
 from strop.tokenizer import Tokenizer
 
@@ -41,8 +41,23 @@ def weights_digest(model: LanguageModel) -> str:
 
 
 def merged_tensors(model: LanguageModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's tensors without adapters: what those say is added to the weights."""
-    return dict(tensors) if model.adapters is None else merge_adapters(tensors, model.adapters)
+    """Return a model's tensors without adapters: what those say is added to the weights.
+
+    Raises: StoreError if the merged weights do not say what the live model says.
+    """
+    if model.adapters is None or not tensors:
+        return dict(tensors)
+    merged = merge_adapters(tensors, model.adapters)
+    flaw = find_merge_flaw(model.module, tensors, merged)
+    if flaw is not None:
+        raise StoreError(
+            explain_refusal(
+                f"the merged weights are not the live policy: {flaw}",
+                allowed="weights that say what base and adapters say together",
+                next_step="report it; the previous checkpoint is intact",
+            )
+        )
+    return merged
 
 
 def own_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from strop.cluster import Roles
 from strop.engine import UpdateMode, WeightTransport, WeightUpdate
 from strop.engine.canary import Replicated, WeightCanary
@@ -30,7 +32,8 @@ class Publishing:
         self._roles = roles
         self._mode = UpdateMode(spec.engine.update_mode)
         self._publish_event = publish_event
-        token_ids = roles.tokenizer.encode(CANARY)
+        # A tokenizer of another model is the gate's to refuse, which comes later.
+        token_ids = np.minimum(roles.tokenizer.encode(CANARY), roles.learner.shape.vocab_size - 1)
         self._canary = WeightCanary(
             token_ids[:1],
             token_ids[1:],
