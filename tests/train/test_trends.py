@@ -79,6 +79,17 @@ def test_a_reward_that_is_lost_for_eight_steps_is_an_alarm() -> None:
     assert causes(history, reward_mean=0.45) == []
 
 
+def test_a_few_lucky_replies_are_no_reward_that_could_be_lost() -> None:
+    # Two of 256 replies earned something; by chance none of the next does.
+    lucky = [0.0, 0.125, 0.0, 0.0, 0.125, 0.0, 0.0, 0.0]
+    history = History([{"reward_mean": reward} for reward in [*lucky, *[0.0] * 7]])
+    assert causes(history, reward_mean=0.0) == []
+    # Rare, and steady: eight steps of one in forty are more than luck.
+    steady = [0.025, 0.05, 0.0, 0.025, 0.025, 0.05, 0.0, 0.025]
+    history = History([{"reward_mean": reward} for reward in [*steady, *[0.0] * 7]])
+    assert causes(history, reward_mean=0.0) == ["reward_collapse"]
+
+
 def test_long_replies_that_keep_coming_too_late_are_an_alarm() -> None:
     # A step whose used replies are 0.68 as long lacks 0.32; three of them 0.96 of 8: 0.88 is below 0.9.
     late = {"reply_tokens_mean": 9.0, "used_length_ratio": 0.68}

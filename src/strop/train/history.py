@@ -6,7 +6,7 @@ Its size is fixed, however long the run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 from statistics import fmean, stdev
@@ -43,6 +43,12 @@ class Change:
         return self.then - self.now > _NUM_ERRORS * self.error
 
 
+def change_between(first: Sequence[float], last: Sequence[float]) -> Change:
+    """Compare two windows of single steps."""
+    error = hypot(stdev(first) / len(first) ** 0.5, stdev(last) / len(last) ** 0.5)
+    return Change(then=fmean(first), now=fmean(last), error=error)
+
+
 class History:
     """The steps that later ones are compared with."""
 
@@ -55,8 +61,8 @@ class History:
         """Those of the last steps with a gradient."""
         self.rewards: deque[float] = deque(maxlen=NUM_LOW)
         """Mean rewards of the last steps."""
-        self.best_reward: float | None = None
-        """Highest mean of `NUM_LOW` rewards in a row."""
+        self.best_rewards: tuple[float, ...] = ()
+        """The `NUM_LOW` rewards in a row with the highest mean."""
         self.used_lengths = deque([1.0] * NUM_LOW, maxlen=NUM_LOW)
         """Mean length of the replies used by the last steps, over that of all that were dispatched. Full from
         the beginning: one odd step is no selection."""
@@ -76,8 +82,9 @@ class History:
             self.used_lengths.append(metrics.get("used_length_ratio", 1.0))
         if "reward_mean" in metrics:
             self.rewards.append(metrics["reward_mean"])
-            if len(self.rewards) == NUM_LOW:
-                self.best_reward = max(fmean(self.rewards), self.best_reward or 0.0)
+            is_whole = len(self.rewards) == NUM_LOW
+            if is_whole and (not self.best_rewards or fmean(self.rewards) > fmean(self.best_rewards)):
+                self.best_rewards = tuple(self.rewards)
 
     def first_values(self, metric: str) -> list[float]:
         """Return a metric's values in the first steps."""
@@ -93,5 +100,4 @@ class History:
         is_early = len(self.last) < NUM_LOW - 1
         if is_early or metric not in metrics or min(len(first), len(last)) < _MIN_STEPS:
             return None
-        error = hypot(stdev(first) / len(first) ** 0.5, stdev(last) / len(last) ** 0.5)
-        return Change(then=fmean(first), now=fmean(last), error=error)
+        return change_between(first, last)

@@ -17,7 +17,7 @@ from strop.train.collapse import (
     find_unearned_reward,
     ignores_prompts,
 )
-from strop.train.history import NUM_LOW, History
+from strop.train.history import NUM_LOW, History, change_between
 from strop.train.observer import EvalSummary
 
 _MIN_NORMS = 4
@@ -89,11 +89,13 @@ def _find_reward_fall(
     bound: float | None, metrics: Mapping[str, float], history: History
 ) -> tuple[str, str] | None:
     """Find a reward that stays far below what the run once had."""
-    best, now = history.best_reward, metrics.get("reward_mean")
-    if bound is None or not best or now is None:
+    now = metrics.get("reward_mean")
+    if bound is None or now is None or not history.best_rewards:
         return None
-    rewards = [*history.rewards, now][-NUM_LOW:]
-    if max(rewards) >= bound * best:
+    rewards, best = [*history.rewards, now][-NUM_LOW:], fmean(history.best_rewards)
+    # A few lucky replies of a policy that earns nothing are no reward that could be lost.
+    is_fall = change_between(history.best_rewards, rewards).is_fall
+    if best <= 0.0 or max(rewards) >= bound * best or not is_fall:
         return None
     return "reward_collapse", (
         f"reward_mean={now:.4g} stays below tripwires.min_reward_kept_frac={bound:g} of the best"
