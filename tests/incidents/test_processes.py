@@ -31,7 +31,7 @@ from strop.spec import RunSpec
 from strop.store import AtomicDirectory, verify_directory
 from strop.tasks.judging import InlineJudge
 from tests.fixtures.attempts import fork, wait_for_end
-from tests.fixtures.silent_engine import train_until_silence
+from tests.fixtures.silent_engine import train_until_a_write_blocks, train_until_silence
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import ACCEPTED, Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
 
@@ -234,6 +234,28 @@ def test_prc_1_an_engine_that_never_answers_ends_the_run_naming_the_stage(
         assert "stage generate has not moved for" in stall.detail
         assert run.checkpoint_steps() == [1]
     assert "Thread 0x" in log_path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_whole_disk", [False, True], ids=["one file", "the whole disk"])
+def test_prc_1_a_write_that_never_ends_ends_the_run_naming_the_stage(
+    tmp_path: Path, tiny_model_dir: Path, is_whole_disk: bool
+) -> None:
+    """Incident: saving a tokenizer to a file server that had gone blocked for ever, and nobody was told."""
+    log_path = tmp_path / "log.txt"
+    code = wait_for_end(
+        fork(train_until_a_write_blocks, tmp_path / "runs", tiny_model_dir, log_path, is_whole_disk)
+    )
+    assert code == 1, log_path.read_text()
+    (path,) = (tmp_path / "runs").iterdir()
+    with RunDir.open(path) as run:
+        stalls = [event for event in run.events.read() if event.cause == "stall"]
+        # Of a disk on which nothing can be written only standard error tells.
+        assert [stall.step for stall in stalls] == ([] if is_whole_disk else [2])
+        assert all("stage checkpoint has not moved for" in stall.detail for stall in stalls)
+        assert run.checkpoint_steps() == []
+    # The stack says what it waited for.
+    assert "in save_checkpoint" in log_path.read_text()
 
 
 # Loaded by Python before the engine's program: says its last words and ends, at once or once a file is there.

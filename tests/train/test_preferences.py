@@ -176,7 +176,7 @@ def test_other_pairs_are_another_run(tmp_path: Path, tiny_model_dir: Path, frami
     resumed = RunDir.open(made.run_dir.path)
     resumed.acquire()
     other = compose(tmp_path / "other", tiny_model_dir, framing, dpo={"pairs": "all"}, train={"steps": 4})
-    with pytest.raises(CheckRefused, match="began with another preferences \\("):
+    with pytest.raises(CheckRefused, match=r"began with another preferences \("):
         Composition(other.spec, tiny_model_dir, resumed, preferences=other.preferences).run()
 
 

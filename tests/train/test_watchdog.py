@@ -17,6 +17,8 @@ from strop.train.watchdog import Watchdog
 HANG = """
 import sys, threading
 from pathlib import Path
+import strop.train.watchdog as module
+module.TELL_LIMIT_S = 0.5
 from strop.record import Event, EventKind, RunDir
 from strop.train.watchdog import Watchdog
 run = RunDir.create(Path(sys.argv[1]), "hung", "", "d1", {})
@@ -24,6 +26,8 @@ def tell(stage, stalled_s):
     run.events.append(Event(kind=EventKind.TRIPWIRE, step=3, cause="stall", detail=f"stage {stage}"))
     if sys.argv[2] == "raise":
         raise OSError("the disk is gone too")
+    if sys.argv[2] == "hang":
+        threading.Event().wait()
 def wait_for_the_engine():
     # From here on it hangs; how long it took to come here is nobody's stall.
     watchdog._max_stall_s = 0.3
@@ -34,7 +38,7 @@ with Watchdog(3600.0, tell) as watchdog:
 """
 
 
-@pytest.mark.parametrize("listener", ["return", "raise"])
+@pytest.mark.parametrize("listener", ["return", "raise", "hang"])
 def test_prc_1_a_hung_stage_ends_the_process(tmp_path: Path, listener: str) -> None:
     """Incident: a wait without deadline kept a machine busy for twelve hours."""
     ended = subprocess.run(

@@ -18,6 +18,8 @@ from pathlib import Path
 from strop.errors import EXIT_FAILED
 from strop.hardware.orphans import show_stacks_of_children
 
+TELL_LIMIT_S = 10.0
+"""How long telling of a stall may take: longer than children have."""
 CHILDREN_LIMIT_S = 3.0
 """How long children may take to write their stacks."""
 
@@ -63,17 +65,22 @@ class Watchdog:
         while not self._stopped.wait(min(1.0, self._max_stall_s / 4)):
             stalled_s = time.monotonic() - self._moved_at
             if stalled_s > self._max_stall_s:
-                try:
-                    self._on_stall(self._stage, stalled_s)
-                finally:
-                    # Whoever is told may fail too, for example on the disk that everything waits for.
-                    self._dump_stacks()
-                    # Not sys.exit: the main thread is the one that hangs.
-                    os._exit(EXIT_FAILED)
+                faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                # Whoever is told may hang or fail too, on the very disk that everything waits for.
+                telling = threading.Thread(target=self._tell, args=(self._stage, stalled_s), daemon=True)
+                telling.start()
+                telling.join(TELL_LIMIT_S)
+                # Not sys.exit: the main thread is the one that hangs.
+                os._exit(EXIT_FAILED)
+
+    def _tell(self, stage: str, stalled_s: float) -> None:
+        try:
+            self._on_stall(stage, stalled_s)
+        finally:
+            self._dump_stacks()
 
     def _dump_stacks(self) -> None:
-        """Write the stacks of all threads to standard error and to the run's log; children to theirs."""
-        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        """Write the stacks of all threads to the run's log, and let children write theirs."""
         if self._log_path is not None and self._log_path.parent.is_dir():
             with self._log_path.open("a") as log:
                 faulthandler.dump_traceback(file=log, all_threads=True)
