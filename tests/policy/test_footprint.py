@@ -173,7 +173,7 @@ def _damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (Path.unlink, "FileNotFoundError"),
         (lambda path: path.write_text("{"), "JSONDecodeError"),
         (_damage(lambda config: config.__delitem__("hidden_size")), "hidden_size"),
-        (_damage(lambda config: config.__setitem__("vocab_size", None)), "TypeError"),
+        (_damage(lambda config: config.__setitem__("vocab_size", None)), "vocab_size"),
         (_damage(lambda config: config.__setitem__("num_hidden_layers", "many")), "ValueError"),
     ],
     ids=["absent", "torn", "without width", "null", "not a number"],

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.errors import ConfigError
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.scoring import score_reply
 from strop.spec.optimizer import OptimizerSpec
-from tests.fixtures.tiny_model import tiny_model
 from tests.policy.worlds import World, load_model, make_model, reinforce
 
 
@@ -45,49 +41,6 @@ def test_sizes_are_read_from_the_config(tmp_path: Path) -> None:
     shape = load_model(make_model(tmp_path, num_key_value_heads=1)).shape
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_width) == (2, 4, 1, 8)
     assert (shape.hidden_width, shape.vocab_size, shape.max_positions) == (32, 262, 512)
-
-
-CAPPED = {
-    "family": "gemma2",
-    "sliding_window": 512,
-    "layer_types": ["full_attention"] * 2,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": 0.5,
-}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"family": "gemma2", "sliding_window": 4},
-        {"family": "gemma2", "layer_types": ["full_attention"] * 2},
-        {"family": "mistral", "sliding_window": 4},
-        {"family": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-        CAPPED,
-    ],
-    ids=repr,
-)
-def test_windows_and_caps_are_computed_as_the_model_does(tmp_path: Path, config: dict[str, Any]) -> None:
-    path = tiny_model(tmp_path, **config)
-    model = load_model(path)
-    own: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
-    prompt_ids, reply_ids = np.arange(9, dtype=np.int32), np.arange(40, 49, dtype=np.int32)
-    token_ids = torch.tensor([*prompt_ids.tolist(), *reply_ids.tolist()])
-    with torch.no_grad():
-        logprobs = torch.log_softmax(own(input_ids=token_ids[None], use_cache=False).logits[0], dim=-1)
-    expected = logprobs[torch.arange(8, 17), token_ids[9:]]
-    assert score_reply(model, prompt_ids, reply_ids, 1.0).tolist() == pytest.approx(
-        expected.tolist(), abs=1e-5
-    )
-
-
-def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
-    path = make_model(tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.norm.weight"][:] = float("nan")
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="log-probabilities that are not finite"):
-        load_model(path)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:

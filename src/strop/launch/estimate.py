@@ -214,7 +214,9 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     # From here on of the mean step: not every one samples.
     num_rollouts, prompt_tokens = num_rollouts * work.sampling_frac, prompt_tokens * work.sampling_frac
     reply_tokens = num_rollouts * work.reply_tokens
-    positions = work.signal_frac * (prompt_tokens + reply_tokens) + work.given_tokens
+    # A family whose sequences are computed by themselves reads a prompt once for each reply.
+    reads = 1 if work.size.alone_because is None else train.rollouts_per_prompt
+    positions = work.signal_frac * (reads * prompt_tokens + reply_tokens) + work.given_tokens
     scored = work.signal_frac * reply_tokens + work.given_scored
     seconds = {
         "generate": work.sampling_frac * generate_s,

@@ -66,6 +66,11 @@ def why_alone(config: Mapping[str, Any]) -> str | None:
     return because
 
 
+def say_alone(because: str) -> str:
+    """Say to a user that sequences are computed by themselves."""
+    return f"each sequence is computed by itself, prompts once for every reply, because {because}"
+
+
 def read_max_positions(config: Mapping[str, Any]) -> int:
     """Return how long a sequence may be under this config, that of the text part.
 

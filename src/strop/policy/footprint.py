@@ -7,13 +7,16 @@ the tensors that autograd keeps; norms and elementwise work are not counted as F
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import ConfigError, explain_refusal
+from strop.policy.families import read_max_positions, why_alone
 from strop.spec.lora import LoraSpec
+from strop.store.model_files import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
     # An engine's own environment reads sizes too, without the run file.
@@ -36,6 +39,8 @@ HEAD_CHUNK_ROWS = 256
 stay in bf16 and become their gradient in place."""
 _STATE_BYTES = {"bfloat16": 18, "float32": 16}
 """Per parameter: fp32 master 4, moments 8, gradient 4, and a bf16 copy 2 where there is one."""
+_EXPLAINED_FRAC = 0.05
+"""Norms and biases are no more of a model's parameters than that; beyond it there are others."""
 _SPARE_FRAC = 0.1
 """Of a rank's memory, for caches of keys and values and for what is freed late."""
 COPY_BYTES = {"bfloat16": 2, "float32": 4}
@@ -44,7 +49,7 @@ COPY_BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """The sizes of a decoder with grouped-query attention and a gated MLP."""
+    """The sizes of a decoder with grouped-query attention and a gated MLP, and what there is beside it."""
 
     num_layers: int
     hidden_width: int
@@ -55,10 +60,14 @@ class ModelSize:
     vocab_size: int
     max_positions: int
     is_tied: bool
+    other_params: int = 0
+    """Parameters of the layers that these sizes do not explain: experts, states, narrower projections."""
+    alone_because: str | None = None
+    """Why each sequence is computed by itself, as far as the config tells; None where rows are packed."""
 
     @property
     def body_params(self) -> int:
-        """Parameters in the layers' matrices (N)."""
+        """Parameters in the layers' matrices that every token passes through (N)."""
         query = self.hidden_width * self.num_heads * self.head_width
         key_value = self.hidden_width * self.num_kv_heads * self.head_width
         mlp = 3 * self.hidden_width * self.mlp_width
@@ -72,32 +81,63 @@ class ModelSize:
     @property
     def num_params(self) -> int:
         """All parameters, norms left out."""
-        return self.body_params + self.head_params * (1 if self.is_tied else 2)
+        return self.layer_params * self.num_layers + self.outer_params
+
+    @property
+    def outer_params(self) -> int:
+        """Parameters of embedding and head."""
+        return self.head_params * (1 if self.is_tied else 2)
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one layer."""
+        return (self.body_params + self.other_params) // self.num_layers
+
+
+def size_of_config(config: Mapping[str, Any]) -> ModelSize:
+    """Read sizes from what a config.json holds.
+
+    Raises: KeyError, TypeError or ValueError if one is missing or no number.
+    """
+    text = config.get("text_config") or config
+    num_heads = _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads", default=1)
+    hidden_width = _first(text, "hidden_size", "n_embd", "d_model")
+    return ModelSize(
+        num_layers=_first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+        hidden_width=hidden_width,
+        mlp_width=_first(
+            text, "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", default=4 * hidden_width
+        ),
+        num_heads=num_heads,
+        num_kv_heads=_first(text, "num_key_value_heads", default=num_heads),
+        head_width=_first(text, "head_dim", default=hidden_width // num_heads),
+        vocab_size=_first(text, "vocab_size"),
+        max_positions=read_max_positions(text),
+        is_tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        alone_because=why_alone(config),
+    )
+
+
+def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the first size that a config has under one of its names."""
+    found = next((config[name] for name in names if config.get(name)), default)
+    if found is None:
+        raise KeyError(names[0])
+    return int(found)
 
 
 def read_model_size(model_dir: Path) -> ModelSize:
-    """Read sizes from a model directory's config.json.
+    """Read sizes from a model directory's config.json, and how many parameters there are from its weights.
 
     Raises: ConfigError if the file is missing or lacks a size.
     """
-    path = model_dir / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
-        config = config.get("text_config", config)
-        num_heads = int(config["num_attention_heads"])
-        hidden_width = int(config["hidden_size"])
-        return ModelSize(
-            num_layers=int(config["num_hidden_layers"]),
-            hidden_width=hidden_width,
-            mlp_width=int(config["intermediate_size"]),
-            num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_width=int(config.get("head_dim") or hidden_width // num_heads),
-            vocab_size=int(config["vocab_size"]),
-            max_positions=int(config["max_position_embeddings"]),
-            is_tied=bool(config.get("tie_word_embeddings", False)),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        size = size_of_config(json.loads((model_dir / "config.json").read_text()))
+        num_stored = _count_stored(model_dir)
+        if num_stored is None or abs(num_stored - size.num_params) <= _EXPLAINED_FRAC * num_stored:
+            return size
+        return replace(size, other_params=num_stored - size.num_params)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             explain_refusal(
                 f"the sizes of the model in {model_dir} cannot be read ({type(error).__name__}: {error})",
@@ -105,6 +145,23 @@ def read_model_size(model_dir: Path) -> ModelSize:
                 next_step="fetch the model anew with `strop model get URI`",
             )
         ) from error
+
+
+def _count_stored(model_dir: Path) -> int | None:
+    """Count the numbers in a model's weights by the files' headers, None where there are no files."""
+    index = model_dir / WEIGHTS_INDEX
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    paths = [model_dir / name for name in sorted(names)]
+    if not all(path.is_file() for path in paths):
+        return None
+    total = 0
+    for path in paths:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total
 
 
 def state_bytes(size: ModelSize, dtype: str, num_trained: int | None = None) -> int:
@@ -154,8 +211,7 @@ def rank_state_bytes(size: ModelSize, dtype: str, num_ranks: int, num_trained: i
     """
     if num_ranks == 1:
         return state_bytes(size, dtype, num_trained)
-    item, layer = COPY_BYTES[dtype], size.body_params // size.num_layers
-    outer = size.num_params - size.body_params
+    item, layer, outer = COPY_BYTES[dtype], size.layer_params, size.outer_params
     reduced = max(outer, layer) if num_trained is None else num_trained // size.num_layers
     gathered = (outer + 2 * layer) * item + reduced * (item + 4)
     return rank_kept_bytes(size, dtype, num_ranks, num_trained) + gathered
@@ -209,8 +265,7 @@ def frozen_bytes(
     item = COPY_BYTES[dtype]
     weights = -(-size.num_params * item // num_ranks)
     if num_ranks > 1:
-        layer = size.body_params // size.num_layers
-        weights += (size.num_params - size.body_params + 2 * layer) * item
+        weights += (size.outer_params + 2 * size.layer_params) * item
     one_layer = replace(size, num_layers=1)
     forward = activation_bytes(one_layer, dtype, num_positions, is_recomputed=True)
     return weights + num_positions * size.hidden_width * item + max(forward - beside_bytes, 0)

@@ -70,6 +70,8 @@ def find_head_form(module: Any, trunk: Any, token_ids_T: torch.Tensor) -> HeadFo
     if logits.shape != seen["ramp"].shape:
         raise UnknownHead("its logits are fewer than its head's rows")
     ramp_V, logits_V = seen["ramp"][0, 0].double(), logits[0, 0].double()
+    if before == _factor(ramp_V, logits_V, tolerance) == 1.0:
+        return HeadForm()
     numbers = sorted(set(_positive(module.config.to_dict().values())))
     form = _fit(ramp_V, logits_V, numbers, tolerance)
     return HeadForm(scale=_snap(form.scale * before, numbers, tolerance), cap=form.cap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize, gpu_positions
+from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, gpu_positions, size_of_config
 from strop.policy.language_model import LanguageModel
 
 
@@ -21,24 +21,9 @@ def default_positions(model: LanguageModel, *, num_ranks: int = 1) -> int:
         adapters = sum(parameter.numel() for _, parameter in model.trained_parameters())
     return gpu_positions(
         torch.cuda.get_device_properties(model.device).total_memory,
-        _size_of(model),
+        size_of_config(model.module.config.to_dict()),
         str(model.dtype).removeprefix("torch."),
         num_ranks=num_ranks,
         num_trained=adapters,
         is_recomputed=model.recomputes,
-    )
-
-
-def _size_of(model: LanguageModel) -> ModelSize:
-    config, shape = model.module.config.get_text_config(), model.shape
-    return ModelSize(
-        num_layers=shape.num_layers,
-        hidden_width=shape.hidden_width,
-        mlp_width=int(config.intermediate_size),
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_width=shape.head_width,
-        vocab_size=shape.vocab_size,
-        max_positions=shape.max_positions,
-        is_tied=bool(config.tie_word_embeddings),
     )

@@ -23,31 +23,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware import free_memory_bytes
 from strop.policy.attention import PLAIN, ScoreRule
-from strop.policy.families import why_alone
+from strop.policy.families import say_alone, why_alone
 from strop.policy.fused_trunk import build_fused_trunk
-from strop.policy.head import HeadGradients, TokenGradient, loss_and_gradients
 from strop.policy.head_form import HeadForm, UnknownHead, find_head_form
-from strop.policy.packing import PackedBatch, PackedGroup, PackedLayout, PackedReply
+from strop.policy.packing import PackedGroup, PackedLayout
 from strop.policy.prefix_attention import PrefixSharedAttention
-from strop.policy.rows import open_rows
+from strop.policy.probe import Answer, ask_engine, ask_learner, ask_module, make_groups, spread_token_ids
 from strop.policy.structure import ModelShape, find_trunk, read_shape
-from strop.rollout import IntArray
 
 if TYPE_CHECKING:
     from strop.policy.language_model import LanguageModel
 
     MakeModel = Callable[..., LanguageModel]
 
-_PROMPT_LENS = (9, 6)
-_REPLY_LENS = ((4, 1), (2, 3))
-_REPLY_WEIGHTS = (1.0, -0.7, 0.0, 0.0)
-"""Of the gradient that is compared. What reaches the second group through the first is found so too."""
 _NARROW = 4
 """Positions that windows see during the proof; prompts and replies go beyond."""
 _SHIFTS = (17, 31)
@@ -57,14 +50,15 @@ _EXACT_GAP = 1e-5
 """Of float32: largest gap of a log-probability (nats), per unit of the largest logit, which is at least 1."""
 _EXACT_STEP_GAP = 1e-4
 """The same of generation: recurrent states are computed by another formula step by step than in one pass."""
-_ROUNDINGS = 30.0
-"""A deep model with unruly weights is allowed so many times what one rounding of its embeddings changes."""
+_LAST_BIT = {True: 2.0**-23, False: 2.0**-8}
+_ROUNDINGS = {True: 30.0, False: 3.0}
+"""A deep model with unruly weights is allowed so many times what the last bit of its embeddings changes, in
+float32 (True) and in bfloat16."""
 _EXACT_COSINE_GAP = 1e-6
 """Of float32: 1 - cosine of the gradients."""
 _ROUNDED_GAP_NATS = 0.1
 """Of bfloat16: mean gap. Layers, head and layout were proven in float32 before."""
 _ROUNDED_COSINE_GAP = 0.02
-_LAST_BIT = 2.0**-23
 _SPARE = 1.25
 """Times the bytes that widening takes must be free."""
 
@@ -84,24 +78,13 @@ class _Flaw(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Answer:
-    """What a forward says about the probe."""
-
-    logprob_M: torch.Tensor
-    """Reply by reply."""
-    gradient_I_D: torch.Tensor | None
-    """Of the weighted sum of log-probabilities, with respect to the embedding of each id; None: not asked."""
-    largest_logit: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Probe:
     """The sequences that a model is proven with, and what its own forward says about them."""
 
     groups: tuple[PackedGroup, ...]
-    own: _Answer
-    measure_rounding: Callable[[], float]
-    """Returns by how much (nats) log-probabilities change with the last bit of the embeddings."""
+    own: Answer
+    measure_change: Callable[[float], float]
+    """Returns by how much (nats) log-probabilities change with a fraction of the embeddings."""
 
 
 Way = Callable[[str], "LanguageModel | None"]
@@ -125,11 +108,7 @@ def prove(make: MakeModel, module: Any, given: str, *, may_fuse: bool) -> Langua
             )
         ) from flaw
     if model.shape.alone_because is not None:
-        warnings.warn(
-            f"{given} is run sequence by sequence, without sharing prompts: {model.shape.alone_because}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        warnings.warn(f"{given}: {say_alone(model.shape.alone_because)}", RuntimeWarning, stacklevel=3)
     return model
 
 
@@ -174,7 +153,7 @@ def _require_causal(module: Any) -> None:
     """Raises: _Flaw if what stands behind a token changes what the model says of the next one."""
     module.set_attn_implementation("eager")
     device = module.get_output_embeddings().weight.device
-    token_ids = torch.from_numpy(_token_ids(module, 12, shift=0)).long().to(device)[None]
+    token_ids = torch.from_numpy(spread_token_ids(module, 12, shift=0)).long().to(device)[None]
     with torch.no_grad():
         long, short = (module(input_ids=token_ids[:, :num], use_cache=False).logits[0, 5] for num in (12, 6))
     if float((long - short).abs().max()) > _EXACT_STEP_GAP * max(float(long.abs().max()), 1.0):
@@ -198,22 +177,22 @@ class _Probes:
             yield self._known[index]
 
     def _ask(self, index: int) -> None:
-        groups = _make_groups(self._module, _SHIFTS[index])
+        groups = make_groups(self._module, _SHIFTS[index])
         own = self._eager(groups, 0.0)
         if not bool(own.logprob_M.isfinite().all()):
             raise _Flaw("its own forward gives log-probabilities that are not finite")
 
-        def measure() -> float:
-            return float((self._eager(groups, _LAST_BIT).logprob_M - own.logprob_M).abs().max())
+        def measure(change: float) -> float:
+            return float((self._eager(groups, change).logprob_M - own.logprob_M).abs().max())
 
         self._known.append(_Probe(groups, own, measure))
 
-    def _eager(self, groups: Sequence[PackedGroup], change: float) -> _Answer:
+    def _eager(self, groups: Sequence[PackedGroup], change: float) -> Answer:
         """Ask the module's own forward, with embeddings that are changed by a fraction."""
         previous = self._module.config.get_text_config()._attn_implementation
         self._module.set_attn_implementation("eager")
         try:
-            return _ask_module(self._module, groups, change, has_gradient=self._has_gradients and not change)
+            return ask_module(self._module, groups, change, has_gradient=self._has_gradients and not change)
         except _FAILURES as error:
             raise _Flaw(f"its forward needs more than token ids ({_said(error)})") from error
         finally:
@@ -242,7 +221,8 @@ def _ways(make: MakeModel, module: Any, form: HeadForm, *, may_fuse: bool) -> li
             module.set_attn_implementation(implementation)
         except _FAILURES:
             return None
-        model = make(module, shape=replace(read_shape(module), alone_because=because or flaw), form=form)
+        why = because or f"in packed rows {flaw}"
+        model = make(module, shape=replace(read_shape(module), alone_because=why), form=form)
         model.keeps_states = keeps_states
         return model
 
@@ -290,7 +270,7 @@ def _observe(make: MakeModel, module: Any, form: HeadForm) -> ModelShape:
     Raises: _Flaw saying what it does instead.
     """
     device = module.get_output_embeddings().weight.device
-    token_ids = _token_ids(module, 2, shift=0)
+    token_ids = spread_token_ids(module, 2, shift=0)
     observer = _Observer(PackedLayout.of_prompts([2]), device)
     try:
         shape = read_shape(module)
@@ -316,7 +296,7 @@ def _observe(make: MakeModel, module: Any, form: HeadForm) -> ModelShape:
 
 def _read_head(module: Any) -> HeadForm:
     device = module.get_output_embeddings().weight.device
-    token_ids = torch.from_numpy(_token_ids(module, 2, shift=0)).long().to(device)
+    token_ids = torch.from_numpy(spread_token_ids(module, 2, shift=0)).long().to(device)
     try:
         return find_head_form(module, find_trunk(module), token_ids)
     except UnknownHead as unknown:
@@ -329,8 +309,8 @@ def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | 
     """Say what is wrong with what a model says about a probe, in training and in generation."""
     own = probe.own
     try:
-        trained = _train(model, probe.groups, has_gradient=own.gradient_I_D is not None)
-        generated_M = _generate(model, probe.groups)
+        trained = ask_learner(model, probe.groups, has_gradient=own.gradient_I_D is not None)
+        generated_M = ask_engine(model, probe.groups)
     except _FAILURES as error:
         return f"it fails with {_said(error)}"
     scale = max(own.largest_logit, 1.0)
@@ -341,7 +321,9 @@ def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | 
         gaps = (logprob_M - own.logprob_M).abs()
         size = float(gaps.max() if is_exact else gaps.mean())
         bound = gap * scale if is_exact else _ROUNDED_GAP_NATS
-        if not size <= bound and not (is_exact and size <= _ROUNDINGS * probe.measure_rounding()):
+        if size <= bound:
+            continue
+        if not size <= _ROUNDINGS[is_exact] * probe.measure_change(_LAST_BIT[is_exact]):
             return f"{doing} is off by {size:.2g} nats"
     if trained.gradient_I_D is None or own.gradient_I_D is None:
         return None
@@ -349,130 +331,6 @@ def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | 
     if not 1.0 - cosine <= (_EXACT_COSINE_GAP if is_exact else _ROUNDED_COSINE_GAP):
         return f"its gradient has a cosine of {cosine:.3g} to the right one"
     return None
-
-
-def _ask_module(module: Any, groups: Sequence[PackedGroup], change: float, *, has_gradient: bool) -> _Answer:
-    """Ask the module's own forward, one sequence at a time."""
-    logprobs, largest, gradient = [], 1.0, None
-    device = module.get_output_embeddings().weight.device
-    for (prompt, reply), weight in zip(_sequences(groups), _REPLY_WEIGHTS, strict=True):
-        token_ids = torch.from_numpy(np.concatenate([prompt, reply])).long().to(device)
-        is_weighed = has_gradient and weight != 0.0
-        with _embeddings_of(module, change=change) as embeddings, torch.set_grad_enabled(is_weighed):
-            logits = module(input_ids=token_ids[None, :-1], use_cache=False).logits[0].float()
-            places = torch.arange(len(prompt) - 1, len(token_ids) - 1, device=device)
-            found = torch.log_softmax(logits[places], dim=-1)[torch.arange(len(reply)), token_ids[places + 1]]
-            if is_weighed:
-                part = embeddings.gradient(weight * found.sum(), None, groups)
-                gradient = part if gradient is None else gradient + part
-        logprobs.append(found.detach())
-        largest = max(largest, float(logits.detach().abs().max()))
-    return _Answer(torch.cat(logprobs), gradient, largest)
-
-
-def _train(model: LanguageModel, groups: Sequence[PackedGroup], *, has_gradient: bool) -> _Answer:
-    """Ask as a learner does: trunk and head over a batch, and backward."""
-    batch = PackedBatch.of_groups(groups, model.device)
-
-    def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
-        weight = batch.weight_M[tokens]
-        return TokenGradient(loss_M=weight * logprob, grad_M=weight)
-
-    table = model.module.get_input_embeddings().weight if model.fused is not None else None
-    with _embeddings_of(model.module, table) as embeddings, torch.set_grad_enabled(has_gradient):
-        scored = model.read(batch)
-        result = loss_and_gradients(
-            scored.detach(), model.head, batch, temperature=1.0, rule=rule, into=HeadGradients()
-        )
-        gradient = embeddings.gradient(scored, result.grad_hidden_U_D, groups) if has_gradient else None
-    order = torch.from_numpy(np.argsort(batch.reply_M, kind="stable")).to(model.device)
-    return _Answer(result.logprob_M[order], gradient)
-
-
-@torch.inference_mode()
-def _generate(model: LanguageModel, groups: Sequence[PackedGroup]) -> torch.Tensor:
-    """Ask as an engine does: prefill, and a step per token over rows that end one after the other."""
-    pairs = _sequences(groups)
-    longest = max(len(prompt) + len(reply) for prompt, reply in pairs)
-    rows = open_rows(model, max_rows=len(pairs), num_slots=longest)
-    counts = [len(group.replies) for group in groups]
-    first = rows.begin([group.prompt_ids for group in groups], counts)
-    logits = first.repeat_interleave(torch.tensor(counts, device=model.device), dim=0)
-    live = list(range(len(pairs)))
-    found: list[list[torch.Tensor]] = [[] for _ in pairs]
-    for step in range(max(len(reply) for _, reply in pairs)):
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
-        for row, pair in enumerate(live):
-            found[pair].append(logprobs[row, int(pairs[pair][1][step])])
-        kept = [row for row, pair in enumerate(live) if len(pairs[pair][1]) > step + 1]
-        if len(kept) < len(live):
-            rows.keep(kept)
-            live = [live[row] for row in kept]
-        if live:
-            newest = torch.tensor([int(pairs[pair][1][step]) for pair in live], device=model.device)
-            places = torch.tensor([len(pairs[pair][0]) + step for pair in live], device=model.device)
-            logits = rows.step(newest, places)
-    return torch.stack([logprob for row in found for logprob in row])
-
-
-class _Embeddings:
-    """What stands between token ids and the layers of a forward, to be asked for gradients."""
-
-    def __init__(self, table: torch.Tensor | None, change: float) -> None:
-        self._table = table
-        self._change = change
-        self._read: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def replace(self, _: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        """Begin the graph behind the embeddings; a forward hook."""
-        leaf = output.detach().requires_grad_()
-        self._read.append((inputs[0], leaf))
-        # A copy, which models may change in place.
-        return leaf * (1.0 + self._change)
-
-    def gradient(
-        self, output: torch.Tensor, upstream: torch.Tensor | None, groups: Sequence[PackedGroup]
-    ) -> torch.Tensor:
-        """Return what reaches the embedding of each id of the probe. Shapes: (I, D)."""
-        if self._table is not None:
-            (sparse,) = torch.autograd.grad(output, [self._table], upstream)
-            pairs = [(sparse._indices()[0], sparse._values())]
-        else:
-            leaves = [leaf for _, leaf in self._read]
-            grads = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
-            pairs = [
-                (ids, grad) for (ids, _), grad in zip(self._read, grads, strict=True) if grad is not None
-            ]
-        known = torch.from_numpy(_distinct(groups)).to(output.device)
-        total = torch.zeros(len(known), pairs[0][1].shape[-1], dtype=torch.float64, device=output.device)
-        for ids, grad in pairs:
-            places = torch.searchsorted(known, ids.reshape(-1)).clamp(max=len(known) - 1)
-            is_known = known[places] == ids.reshape(-1)
-            total.index_add_(0, places[is_known], grad.reshape(-1, grad.shape[-1])[is_known].double())
-        return total
-
-
-@contextmanager
-def _embeddings_of(
-    module: Any, table: torch.Tensor | None = None, *, change: float = 0.0
-) -> Iterator[_Embeddings]:
-    """Watch the embeddings of a forward: those of a table, or where the module's own layer is called.
-
-    There they may be changed by a fraction.
-    """
-    embeddings = _Embeddings(table, change)
-    if table is not None:
-        table.requires_grad_(True)
-        try:
-            yield embeddings
-        finally:
-            table.requires_grad_(False)
-        return
-    hook = module.get_input_embeddings().register_forward_hook(embeddings.replace)
-    try:
-        yield embeddings
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -528,52 +386,6 @@ def _widened(module: Any) -> Iterator[bool]:
 
 def _free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()
-
-
-def _make_groups(module: Any, shift: int) -> tuple[PackedGroup, ...]:
-    """Return two prompts with two replies each, of distinct tokens where the vocabulary has them."""
-    num = sum(_PROMPT_LENS) + sum(map(sum, _REPLY_LENS))
-    token_ids, weights = _token_ids(module, num, shift=shift), iter(_REPLY_WEIGHTS)
-    groups, start = [], 0
-    for prompt_len, reply_lens in zip(_PROMPT_LENS, _REPLY_LENS, strict=True):
-        prompt, start = token_ids[start : start + prompt_len], start + prompt_len
-        replies = []
-        for length in reply_lens:
-            reply, start = token_ids[start : start + length], start + length
-            replies.append(_make_reply(reply, next(weights)))
-        groups.append(PackedGroup(prompt_ids=prompt, replies=tuple(replies)))
-    return tuple(groups)
-
-
-def _make_reply(token_ids: IntArray, weight: float) -> PackedReply:
-    return PackedReply(
-        token_ids=token_ids,
-        is_scored=np.ones(len(token_ids), dtype=np.bool_),
-        engine_logprobs=np.zeros(len(token_ids), dtype=np.float32),
-        advantage=1.0,
-        weight=weight,
-    )
-
-
-def _token_ids(module: Any, num: int, *, shift: int) -> IntArray:
-    """Return fixed, spread token ids, none of them one that the config gives a meaning."""
-    text = module.config.get_text_config()
-    settings = {**module.config.to_dict(), **text.to_dict()}
-    special = {value for name, value in settings.items() if name.endswith(("_id", "_index"))}
-    vocab_size = min(int(text.vocab_size), module.get_input_embeddings().weight.shape[0])
-    spread = ((np.arange(num + len(special)) * 7919 + shift) % vocab_size).tolist()
-    chosen = [token_id for token_id in spread if token_id not in special]
-    return np.resize(np.array(chosen, dtype=np.int32), num)
-
-
-def _sequences(groups: Sequence[PackedGroup]) -> list[tuple[IntArray, IntArray]]:
-    """Return each prompt with each of its replies."""
-    return [(group.prompt_ids, reply.token_ids) for group in groups for reply in group.replies]
-
-
-def _distinct(groups: Sequence[PackedGroup]) -> np.ndarray:
-    """Return all ids of the groups once, in order."""
-    return np.unique(np.concatenate([part for pair in _sequences(groups) for part in pair])).astype(np.int64)
 
 
 def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 
 from strop.engine import GenerationRequest
 from strop.errors import EngineError
+from strop.policy.families import say_alone
 from strop.policy.head import TOP_RANKS
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import pack_given
@@ -54,6 +55,7 @@ async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     gaps = await _gaps(gate, rollouts, temperature)
     mean_nats = float(np.abs(gaps).mean())
     detail = f"mean gap {mean_nats:.2g} nats over {len(gaps)} tokens, tolerance {tolerance:g}"
+    detail += f"; {say_alone(because)}" if (because := gate.roles.learner.shape.alone_because) else ""
     detail += f"; {lost}" if lost else ""
     if not mean_nats <= tolerance:
         detail += f"; cause: {await _name_cause(gate, rollouts, gaps, tolerance)}"
