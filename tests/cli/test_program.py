@@ -154,7 +154,7 @@ def test_explain_says_meaning_value_and_origin(run: Run, folder: Path) -> None:
     assert "run.toml:8" in run("explain", "train.steps", "run.toml").out
     assert "task arithmetic has no such setting" in run("explain", "task.min_words", "run.toml").out
     section = run("explain", "optimizer")
-    assert section.out.count("optimizer.") == 7
+    assert section.out.count("optimizer.") == 9
     every = run("explain").out
     assert "tripwires.on_alarm" in every
 

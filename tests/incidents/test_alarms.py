@@ -32,7 +32,9 @@ from strop.train.measure import measure_time
 from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer
 from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, tiny_spec
 
-ACCEPT = {"accept": "weights: a random model for a test; audit: it is paid for little; verifier: as much"}
+ACCEPT = {
+    "accept": "weights: a random model for a test; audit: it is paid for little; verifier: as much; parity: said by a script"
+}
 
 
 def alarms_of(made: Composition, cause: str) -> list[Event]:

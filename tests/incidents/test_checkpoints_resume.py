@@ -38,7 +38,7 @@ from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.checkpoint import load_checkpoint
 from tests.fixtures.attempts import LIMIT_S, Bench
-from tests.fixtures.tiny_run import Composition, Curve, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import NUM_GATE_REQUESTS, Composition, Curve, new_run, read_curve, tiny_spec
 from tests.fixtures.train_here import Moment
 
 NUM_STEPS = 5
@@ -195,12 +195,8 @@ class DyingEngine:
         return getattr(self._engine, name)
 
 
-NUM_PROBES = 64
-"""Requests of the gate: 8 groups of 8."""
-
-
 def die_after(num_requests: int) -> Callable[[Roles], Roles]:
-    return lambda roles: replace(roles, engine=DyingEngine(roles.engine, NUM_PROBES + num_requests))
+    return lambda roles: replace(roles, engine=DyingEngine(roles.engine, NUM_GATE_REQUESTS + num_requests))
 
 
 def take_up(made: Composition) -> Composition:

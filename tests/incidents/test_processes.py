@@ -33,7 +33,16 @@ from strop.tasks.judging import InlineJudge
 from tests.fixtures.attempts import fork, wait_for_end
 from tests.fixtures.silent_engine import train_until_a_write_blocks, train_until_silence
 from tests.fixtures.tiny_disk import tiny_disk
-from tests.fixtures.tiny_run import ACCEPTED, Composition, Notes, SpellTask, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import (
+    ACCEPTED,
+    NUM_GATE_REQUESTS,
+    Composition,
+    Notes,
+    SpellTask,
+    new_run,
+    read_curve,
+    tiny_spec,
+)
 
 # Two steps of a run that is found again or created, as the loop does it.
 TAKE_A_RUN = """
@@ -178,7 +187,7 @@ def test_prc_8_a_leak_of_a_fixed_amount_per_step_is_named(tmp_path: Path, tiny_m
             return super().verify(example, text)
 
     # 12 judgements of 1 MB a step, well above what the heap breathes. Short replies: a step is quick.
-    spec = tiny_spec(train={"steps": 40, "checkpoint_every": 50})
+    spec = tiny_spec(train={"steps": 40, "checkpoint_every": 50}, tripwires={"on_alarm": "warn"})
     task = Leaking(max_reply_tokens=4)
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)
     made.run()
@@ -187,7 +196,7 @@ def test_prc_8_a_leak_of_a_fixed_amount_per_step_is_named(tmp_path: Path, tiny_m
 
 
 def test_prc_8_an_ordinary_run_raises_no_memory_alarm(tmp_path: Path, tiny_model_dir: Path) -> None:
-    spec = tiny_spec(train={"steps": 40, "checkpoint_every": 50})
+    spec = tiny_spec(train={"steps": 40, "checkpoint_every": 50}, tripwires={"on_alarm": "warn"})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=SpellTask(max_reply_tokens=4))
     made.run()
     assert "memory_growth" not in made.notes.causes("tripwire")
@@ -369,9 +378,9 @@ def test_prc_5_a_role_that_ends_in_mid_run_is_told_with_status_and_last_words(
     doomed.doom(monkeypatch, status=status, is_at_import=False)
     spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1})
     made = doomed.compose(spec, new_run(tmp_path / "runs"))
-    # The gate asks 64 times, and each step 12 times.
+    # Each step asks 12 times.
     with pytest.raises(RunStopped, match="all 12 rollouts of step 3 failed: engine") as caught:
-        made.run(doomed.end_at(made, 64 + 24))
+        made.run(doomed.end_at(made, NUM_GATE_REQUESTS + 24))
     assert f"ended with exit code {status}" in str(caught.value)
     assert "cannot go on: libgpu.so is gone" in str(caught.value)
     assert "goes on from checkpoint step-000002" in str(caught.value)
@@ -388,7 +397,7 @@ def test_prc_5_an_evaluation_that_was_cut_off_is_repeated(
     spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1}, eval={"every": 2, "num_samples": 1})
     made = doomed.compose(spec, new_run(tmp_path / "runs"))
     # 12 held-out examples, each once greedily and once sampled; then two steps.
-    num_before = 64 + 24 + 24
+    num_before = NUM_GATE_REQUESTS + 24 + 24
     with pytest.raises(EngineError, match="ended with exit code 0") as caught:
         made.run(doomed.end_at(made, num_before + num_answered, is_evaluated=True))
     assert "cannot go on: libgpu.so is gone" in str(caught.value)

@@ -32,7 +32,7 @@ from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, generate_all
 from tests.fixtures.tiny_model import tiny_model
-from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
+from tests.fixtures.tiny_run import ACCEPTED, Composition, SpellTask, new_run, tiny_spec
 
 
 @pytest.fixture
@@ -216,7 +216,9 @@ def test_smp_1_a_constant_seed_raises_an_alarm_in_the_first_step(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """Incident: 83 rollouts held 3 distinct completions, and nothing counted them."""
-    spec = tiny_spec(train={"rollouts_per_prompt": 32, "steps": 1})
+    # The gate finds that too: what one stream draws is not drawn from the distribution.
+    accepted = f"{ACCEPTED}; parity: to see what the step says"
+    spec = tiny_spec(train={"rollouts_per_prompt": 32, "steps": 1, "accept": accepted})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path))
     made.run(lambda roles: replace(roles, engine=OneStream(roles.engine)))
     assert "duplicate_completions" in made.notes.causes("tripwire")

@@ -300,7 +300,7 @@ def test_a_run_does_not_call_examples_held_out_that_it_trains_on(
     examples = ReverseText.examples
     monkeypatch.setattr(ReverseText, "examples", lambda self, split: examples(self, Split.TRAIN))
     with pytest.raises(CheckRefused, match=r"2 of 2 examples of task reverse-text called held_out were"):
-        here.train("train.accept=weights: random; schedule: to see what the evaluation says")
+        here.train("train.accept=weights: random; audit: random; overlap: to see what the evaluation says")
     assert not list((here.told[0].path / "eval").iterdir())
 
 

@@ -20,7 +20,7 @@ from strop.errors import RunStopped
 from strop.record import RunDir
 from strop.spec import RunSpec
 from strop.store import verify_directory
-from tests.fixtures.tiny_run import Composition, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import NUM_GATE_REQUESTS, Composition, new_run, read_curve, tiny_spec
 
 SIZES = {"steps": 4, "checkpoint_every": 2}
 
@@ -76,9 +76,9 @@ def test_a_killed_engine_ends_the_run_with_its_cause_and_the_run_goes_on_later(
     whole.run()
     made = over_processes(spec, tiny_model_dir, new_run(tmp_path / "killed"))
     assert isinstance(made.placement, ProcessPlacement)
-    # The gate asks for 8 groups of 8, a step for 3 of 4: this is the first request of step 4.
+    # A step asks for 3 groups of 4: this is the first request of step 4.
     with pytest.raises(RunStopped) as caught:
-        made.run(kill_at(made.placement, 64 + 3 * 12))
+        made.run(kill_at(made.placement, NUM_GATE_REQUESTS + 3 * 12))
     message = str(caught.value)
     assert "all 12 rollouts of step 4 failed: engine, EngineLost" in message
     assert "ended with signal 9" in message

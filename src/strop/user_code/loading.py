@@ -36,7 +36,7 @@ def load_code(ref: CodeRef, digest: str | None = None) -> Any:
     Raises: ConfigError naming file and line if the module cannot be imported, has no such name, or is not
         the one of `digest`.
     """
-    if digest is not None and _module_name(ref.path, digest) not in sys.modules:
+    if ref.is_file and digest is not None and _module_name(ref.path, digest) not in sys.modules:
         with blaming(ref, "be read"):
             found = hash_sources(ref.path)
         if found != digest:
