@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -128,10 +128,11 @@ class LanguageModel:
     def read(self, batch: PackedBatch) -> torch.Tensor:
         """Run all layers and the final norm over a batch. Shapes: returns (U, D), scored positions alone."""
         if self.is_alone:
-            return read_alone(self.run, batch)
+            # Some keep the residual stream in float32.
+            return read_alone(self.run, batch).to(self.dtype)
         attention = build_shared_attention(batch.layout, self.device)
         hidden = self.trunk(batch.token_ids_N, batch.position_ids_N, attention)
-        return hidden.index_select(0, batch.scored_positions_U)
+        return hidden.index_select(0, batch.scored_positions_U).to(self.dtype)
 
     def trunk(
         self,
@@ -163,15 +164,18 @@ class LanguageModel:
         """Project hidden states on the vocabulary. Shapes: returns (N, V) in the compute type."""
         if self.fused is not None and products is not None:
             return self.head.finish(products.multiply(self.fused.head, hidden_N_D))
-        return self.head.logits(hidden_N_D)
+        return self.head.logits(hidden_N_D.to(self.dtype))
 
 
 def _forward_again(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     return recompute(forward, *inputs, **named) if torch.is_grad_enabled() else forward(*inputs, **named)
 
 
-def load_module(path: Path, dtype: torch.dtype) -> Any:
-    """Load with transformers, and refuse a directory whose tensors do not fill the model exactly."""
+def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
+    """Load with transformers, and refuse a directory whose tensors do not fill the model exactly.
+
+    "auto" keeps the types that are stored.
+    """
     previous = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

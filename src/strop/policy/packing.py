@@ -339,12 +339,13 @@ class Load:
 
     def plus(self, group: PackedGroup) -> Load:
         """Return the load with one more group."""
-        reply_len = max((len(reply.token_ids) - 1 for reply in group.replies), default=0)
+        # A reply of one token feeds nothing; its prompt stands in another row, or alone.
+        fed = [len(reply.token_ids) - 1 for reply in group.replies if len(reply.token_ids) > 1]
         return replace(
             self,
             num_packed=self.num_packed + group.num_positions,
-            num_rows=self.num_rows + max(len(group.replies), 1),
-            width=max(self.width, len(group.prompt_ids) + max(reply_len, 0)),
+            num_rows=self.num_rows + max(len(fed), 1),
+            width=max(self.width, len(group.prompt_ids) + max(fed, default=0)),
         )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from strop.policy.language_model import LanguageModel
 
 _PROMPT_LENS = (9, 6)
-_REPLY_LENS = ((4, 1), (2, 3))
+_REPLY_LENS = ((4, 2), (1, 3))
 _REPLY_WEIGHTS = (1.0, -0.7, 0.0, 0.0)
 """Of the gradient that is compared. What reaches the second group through the first is found so too."""
 

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from strop.errors import StoreError, explain_refusal
 from strop.policy.digest import digest_each, find_difference, tensors_digest
-from strop.policy.language_model import LanguageModel
+from strop.policy.language_model import LanguageModel, load_module
 from strop.policy.lora import find_merge_flaw, merge_adapters
 from strop.policy.published import read_published, unfit
 from strop.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir:
     Raises: StoreError if what was written is not what the policy holds.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    module.save_pretrained(target, state_dict=dict(live))
+    module.save_pretrained(target, state_dict=dict(live) | _stored_buffers(module))
     for name in _COPIED_FILES:
         if (tokenizer_dir / name).exists():
             shutil.copyfile(tokenizer_dir / name, target / name)
@@ -158,6 +158,9 @@ def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, tar
         stored: dict[str, torch.Tensor] = {}
         for shard in _listed_shards(target):
             stored |= load_file(target / shard)
+        if not live.keys() <= stored.keys():
+            # Families with experts are stored under other names than they are computed with.
+            stored = dict(load_module(target, "auto").named_parameters())
         exported, own = Tokenizer.load(target), Tokenizer.load(tokenizer_dir)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return f"it cannot be read back ({type(error).__name__}: {error})"
@@ -170,6 +173,12 @@ def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, tar
     if exported.stop_token_ids != own.stop_token_ids:
         return f"it stops at {sorted(exported.stop_token_ids)}, not at {sorted(own.stop_token_ids)}"
     return None
+
+
+def _stored_buffers(module: Any) -> dict[str, torch.Tensor]:
+    """Return what belongs to a model's files and is never trained, as the balance of experts."""
+    stored = module.state_dict().keys()
+    return {name: buffer.cpu() for name, buffer in module.named_buffers() if name in stored}
 
 
 def _listed_shards(target: Path) -> list[str]:
