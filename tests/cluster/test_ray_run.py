@@ -46,7 +46,11 @@ TOLERANCE = 1e-4
 
 def make_spec(**placement: object) -> RunSpec:
     return tiny_spec(
-        train={"steps": NUM_STEPS}, placement=placement, engine={"max_rows": 7}, reference={"kl_beta": 0.05}
+        # Of three groups; two ranks take every mini-batch together.
+        train={"steps": NUM_STEPS, "mini_batches": 3},
+        placement=placement,
+        engine={"max_rows": 7},
+        reference={"kl_beta": 0.05},
     )
 
 
@@ -120,7 +124,8 @@ def test_a_run_on_ray_follows_the_run_in_one_process(scene: Scene, model_dir: Pa
     assert scene.roles.learner.version == NUM_STEPS
     found, wanted = read_metrics(scene.run_dir), read_metrics(here.run_dir)
     assert len(found) == len(wanted) == NUM_STEPS
-    for name in ("reward_mean", "loss", "grad_norm", "reply_tokens_mean", "entropy_nats"):
+    names = ("reward_mean", "loss", "grad_norm", "reply_tokens_mean", "entropy_nats")
+    for name in (*names, "num_optimizer_steps", "reference_kl_nats", "ratio_p50", "update_ratio"):
         values = [[line[name] for line in lines if name in line] for lines in (found, wanted)]
         np.testing.assert_allclose(values[0], values[1], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
     # Checkpoints are of two ranks; the exported weights are whole.

@@ -31,7 +31,7 @@ def compose(
     root: Path, model_dir: Path, *, task: Task | None = None, run_dir: RunDir | None = None, **settings: Any
 ) -> Composition:
     """Return a run that samples one step ahead, unless `settings` of its train section say otherwise."""
-    algorithm = {"zero_variance": settings.pop("zero_variance", None)}
+    algorithm = settings.pop("algorithm", {"zero_variance": settings.pop("zero_variance", None)})
     mode = settings.pop("update_mode", "drain")
     train = {"steps": NUM_STEPS, "max_staleness": 1, "checkpoint_every": 2, "keep_checkpoints": 9, **settings}
     spec = tiny_spec(
@@ -145,6 +145,35 @@ def test_weights_may_be_published_every_second_step(tmp_path: Path, tiny_model_d
         {4},
     ]
     assert [line["staleness_max"] for line in made.notes.steps] == [0, 1, 0, 1, 0, 1]
+
+
+def test_ratios_start_from_the_weights_of_the_last_publication(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Within a window of two steps the second moves on from what the engine has; the first begins there."""
+    made = compose(
+        tmp_path,
+        tiny_model_dir,
+        algorithm={"mode": "decoupled", "zero_variance": "keep"},
+        sync_every=2,
+        checkpoint_every=NUM_STEPS,
+        deterministic=True,
+    )
+    made.run()
+    lines = made.notes.steps
+    moved = [line["approx_kl_nats"] > 1e-6 for line in lines]
+    assert moved == [False, True, False, True, False, True]
+    assert all(line["ratio_p01"] == pytest.approx(1.0, abs=1e-4) for line in lines[::2])
+    # What sampled the rollouts is what ratios start from, so there is nothing to correct but rounding.
+    assert all(line["correction_mean"] == pytest.approx(1.0, abs=1e-3) for line in lines)
+
+
+def test_versions_count_batches_and_not_optimizer_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
+    made = compose(tmp_path, tiny_model_dir, mini_batches=3, epochs=2, deterministic=True)
+    made.run()
+    assert [line["policy_version"] for line in made.notes.steps] == list(range(1, NUM_STEPS + 1))
+    assert {line["num_optimizer_steps"] for line in made.notes.steps} == {6.0}
+    # One step ahead, whatever the learner does meanwhile: nothing is too old.
+    assert [line["staleness_max"] for line in made.notes.steps] == [0.0, *[1.0] * (NUM_STEPS - 1)]
+    assert not any("num_evicted_groups" in line for line in made.notes.steps)
 
 
 class FlatOnEven(SpellTask):
