@@ -33,7 +33,8 @@ from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_to
 from tests.fixtures.tiny_run import Composition, Notes, SpellTask, new_run, tiny_spec
 
 ACCEPT = {
-    "accept": "weights: a random model for a test; audit: it is paid for little; verifier: as much; parity: said by a script"
+    "accept": "weights: a random model for a test; audit: it is paid for little; verifier: as much;"
+    " parity: said by a script"
 }
 
 
