@@ -33,6 +33,8 @@ from tests.policy.worlds import Gradients, World, reinforce
 
 MARK = "<!-- Written by tests/policy/family_verdicts.py; what stands below is replaced. -->"
 MAX_GAP_NATS = 1e-5
+MAX_STEP_GAP_NATS = 1e-4
+"""Of generation: states that are computed step by step round otherwise than in one pass."""
 MIN_COSINE = 0.999999
 
 _SECTIONS = {
@@ -60,8 +62,8 @@ class Verdict:
     @property
     def is_exact(self) -> bool:
         """Whether it is as exact as promised; what is not run needs not be."""
-        gap = max(self.scoring_nats, self.generating_nats)
-        return gap <= MAX_GAP_NATS and self.cosine >= MIN_COSINE
+        is_near = self.scoring_nats <= MAX_GAP_NATS and self.generating_nats <= MAX_STEP_GAP_NATS
+        return is_near and self.cosine >= MIN_COSINE
 
 
 def measure_family(model_dir: Path) -> Verdict:

@@ -191,9 +191,10 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
         )
     # What an architecture's own code raises at a config that it does not expect may be anything.
     except (OSError, ValueError, RuntimeError, ImportError, TypeError, LookupError, AttributeError) as error:
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             explain_refusal(
-                f"{path} cannot be loaded as a causal language model ({error})",
+                f"{path} cannot be loaded as a causal language model ({said})",
                 allowed="a Hugging Face model directory with config.json and *.safetensors",
                 next_step="fetch it anew with `strop model get URI`",
             )

@@ -48,12 +48,12 @@ _SHIFTS = (17, 31)
 with other tokens they do not once more."""
 _EXACT_GAP = 1e-5
 """Of float32: largest gap of a log-probability (nats), per unit of the largest logit, which is at least 1."""
-_EXACT_STEP_GAP = 1e-4
-"""The same of generation: recurrent states are computed by another formula step by step than in one pass."""
 _LAST_BIT = {True: 2.0**-23, False: 2.0**-8}
-_ROUNDINGS = {True: 30.0, False: 3.0}
+_ROUNDINGS = {True: 10.0, False: 3.0}
 """A deep model with unruly weights is allowed so many times what the last bit of its embeddings changes, in
 float32 (True) and in bfloat16."""
+_CAUSAL_GAP = 1e-4
+"""Relative to the largest logit: by which one changes with what stands behind, where a model looks ahead."""
 _EXACT_COSINE_GAP = 1e-6
 """Of float32: 1 - cosine of the gradients."""
 _ROUNDED_GAP_NATS = 0.1
@@ -123,30 +123,35 @@ def _choose(make: MakeModel, module: Any, *, may_fuse: bool) -> LanguageModel:
             probes = _Probes(module, has_gradients=True)
             ways = _ways(make, module, _read_head(module), may_fuse=may_fuse)
             try:
-                model, place = _first_right(ways, probes, is_exact=is_exact)
-            except _Flaw as flaw:
+                model, place, flaw = _first_right(ways, probes, "", is_exact=is_exact)
+            except _Flaw:
                 _require_causal(module)
-                raise flaw
+                raise
         if is_exact and not is_wide:
-            model, _ = _first_right(ways[place:], _Probes(module, has_gradients=False), is_exact=False)
+            probes = _Probes(module, has_gradients=False)
+            model, _, _ = _first_right(ways[place:], probes, flaw, is_exact=False)
     return model
 
 
-def _first_right(ways: Sequence[Way], probes: _Probes, *, is_exact: bool) -> tuple[LanguageModel, int]:
-    """Return the first model that says what the probes expect, and the place of its way.
+def _first_right(
+    ways: Sequence[Way], probes: _Probes, flaw: str, *, is_exact: bool
+) -> tuple[LanguageModel, int, str]:
+    """Return the first model that says what the probes expect, its way's place, and the last flaw before.
 
     Raises: _Flaw if there is none.
     """
-    flaw: str | None = ""
     for place, way in enumerate(ways):
-        model = way(flaw or "")
+        model = way(flaw)
         if model is None:
             continue
+        flaws = []
         for probe in probes:
-            flaw = _find_flaw(model, probe, is_exact=is_exact)
-            if flaw is None:
-                return model, place
-    raise _Flaw(flaw or "no way of running it is known")
+            found = _find_flaw(model, probe, is_exact=is_exact)
+            if found is None:
+                return model, place, flaw
+            flaws.append(found)
+        flaw = flaws[-1]
+    raise _Flaw(flaw)
 
 
 def _require_causal(module: Any) -> None:
@@ -156,7 +161,7 @@ def _require_causal(module: Any) -> None:
     token_ids = torch.from_numpy(spread_token_ids(module, 12, shift=0)).long().to(device)[None]
     with torch.no_grad():
         long, short = (module(input_ids=token_ids[:, :num], use_cache=False).logits[0, 5] for num in (12, 6))
-    if float((long - short).abs().max()) > _EXACT_STEP_GAP * max(float(long.abs().max()), 1.0):
+    if float((long - short).abs().max()) > _CAUSAL_GAP * max(float(long.abs().max()), 1.0):
         raise _Flaw("what stands behind a token changes what it says of the next one")
 
 
@@ -194,7 +199,7 @@ class _Probes:
         try:
             return ask_module(self._module, groups, change, has_gradient=self._has_gradients and not change)
         except _FAILURES as error:
-            raise _Flaw(f"its forward needs more than token ids ({_said(error)})") from error
+            raise _Flaw(f"its own forward fails on token ids alone ({_said(error)})") from error
         finally:
             self._module.set_attn_implementation(previous)
 
@@ -302,7 +307,7 @@ def _read_head(module: Any) -> HeadForm:
     except UnknownHead as unknown:
         raise _Flaw(str(unknown)) from unknown
     except _FAILURES as error:
-        raise _Flaw(f"its forward needs more than token ids ({_said(error)})") from error
+        raise _Flaw(f"its own forward fails on token ids alone ({_said(error)})") from error
 
 
 def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | None:
@@ -314,13 +319,10 @@ def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | 
     except _FAILURES as error:
         return f"it fails with {_said(error)}"
     scale = max(own.largest_logit, 1.0)
-    for doing, logprob_M, gap in (
-        ("scoring", trained.logprob_M, _EXACT_GAP),
-        ("generating", generated_M, _EXACT_STEP_GAP),
-    ):
+    for doing, logprob_M in (("scoring", trained.logprob_M), ("generating", generated_M)):
         gaps = (logprob_M - own.logprob_M).abs()
         size = float(gaps.max() if is_exact else gaps.mean())
-        bound = gap * scale if is_exact else _ROUNDED_GAP_NATS
+        bound = _EXACT_GAP * scale if is_exact else _ROUNDED_GAP_NATS
         if size <= bound:
             continue
         if not size <= _ROUNDINGS[is_exact] * probe.measure_change(_LAST_BIT[is_exact]):
