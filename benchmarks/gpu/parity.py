@@ -35,7 +35,7 @@ def run_parity(setting: Setting) -> PartResult:
         path = save_model(model, setting.work_dir / str(dtype).removeprefix("torch."), dtype)
         expected = padded_gradients(path, groups, setting.device, dtype)
         _compare(result, f"{_word(dtype)}, attention of this device", path, groups, expected, setting)
-        with mock.patch("strop.policy.learner.build_shared_attention", PrefixSharedAttention):
+        with mock.patch("strop.policy.language_model.build_shared_attention", PrefixSharedAttention):
             _compare(result, f"{_word(dtype)}, padded attention", path, groups, expected, setting)
     if setting.is_gpu:
         _check_flex(result, setting)

@@ -106,7 +106,8 @@ def test_long_rope_ends_where_its_frequencies_change(tmp_path: Path) -> None:
     assert (model.shape.max_positions, read_model_size(path).max_positions) == (64, 64)
     with pytest.raises(EngineError, match="64"):
         check_room(60, 5, "asks for", model.shape.max_positions)
-    exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    exact: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    exact.eval()
     token_ids = torch.arange(65)[None]
     with torch.no_grad():
         short, long = exact(input_ids=token_ids[:, :64]).logits, exact(input_ids=token_ids).logits
