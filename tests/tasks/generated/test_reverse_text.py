@@ -32,7 +32,8 @@ FOX = make_example("reverse-text", {"text": "fox"}, "xof")
         ("xofxof", "xof", 1 / 2),  # three letters of six
         ("xf", "xof", 1 / 3),  # the second letter is wrong, and what follows does not count
         ("of", "xof", 0.0),
-        ("Xof", "xof", 0.0),
+        ("Xof", "xof", 1.0),  # case does not count
+        ("X-o-f.", "xof", 1.0),  # nor what stands between letters
     ],
 )
 def test_letters_count_from_the_beginning(reply: str, gold: str, share: float) -> None:
