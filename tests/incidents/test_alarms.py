@@ -275,7 +275,8 @@ def test_opt_6_a_collapse_ends_the_run_by_itself_with_the_checkpoint_before_it(
     """Incident: reward rose at an accuracy of 0, replies became one word, and no alarm was raised."""
     tripwires = {} if on_alarm == "stop-on-collapse" else {"on_alarm": on_alarm}
     made = Composition(
-        tiny_spec(train=COLLAPSING | {"keep_checkpoints": 9}, tripwires=tripwires),
+        # Slow enough that it comes after the first steps, which the later ones are compared with.
+        tiny_spec(train=COLLAPSING | {"keep_checkpoints": 9}, tripwires=tripwires, optimizer={"lr": 7e-4}),
         tiny_model_dir,
         new_run(tmp_path),
         task=PaysForBrevity(),
