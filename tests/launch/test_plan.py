@@ -15,6 +15,7 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine
 from strop.hardware.accelerators import find_accelerator
+from strop.launch.estimate import SIGNAL_FRAC
 from strop.launch.plan import make_plan, plan_work, predict_run
 from strop.launch.planned import Plan
 from strop.record.rollouts import write_rollouts
@@ -24,6 +25,7 @@ from strop.tasks import build_task, render_prompt
 from strop.tokenizer import Tokenizer
 from strop.train.pairs import read_pairs
 from strop.train.preferences import pack_pairs
+from tests.fixtures.families import family_model
 from tests.fixtures.tiny_run import new_run
 
 PlanIt = Callable[..., Plan]
@@ -272,6 +274,22 @@ def test_a_run_that_starts_is_predicted_as_it_was_planned(plan_it: PlanIt, tmp_p
     assert found.memory_bytes == planned.roles[0].needed_bytes
     assert not found.is_overlapped
     assert not found.is_measured
+
+
+def test_a_family_that_shares_no_prompts_is_planned_so(plan_it: PlanIt, tmp_path: Path) -> None:
+    alone = plan_it(f"model.uri={family_model(tmp_path / 'mamba', 'mamba2')}", "model.dtype=float32")
+    packed = plan_it("model.dtype=float32")
+    said = [next(v.value for v in plan.limits if v.name == "sequences") for plan in (alone, packed)]
+    assert said[0].startswith("each sequence is computed by itself, prompts once for every reply, because")
+    assert said[1] == "packed, prompts shared"
+    assert alone.time is not None
+    assert packed.time is not None
+    assert alone.prompt == packed.prompt
+    assert alone.prompt is not None
+    # One more reading of the prompt for each of the other replies, of the groups that are forwarded.
+    train = load_spec("run.toml").spec.train
+    more = train.prompts_per_step * (train.rollouts_per_prompt - 1) * alone.prompt.tokens_mean
+    assert alone.time.num_positions - packed.time.num_positions == pytest.approx(SIGNAL_FRAC * more)
 
 
 def write_pairs(root: Path, model_dir: Path, num_pairs: int) -> Path:

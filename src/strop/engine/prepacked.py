@@ -51,14 +51,16 @@ class PrepackedProducts:
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether the operators work here, which the smallest weight tells: what they need differs by version."""
+    """Whether the operators work here and are right, which a small weight tells: both differ by version."""
+    # Small whole numbers, whose products and sums are exact in either type.
+    weight = (torch.arange(16 * 32) % 7 - 3.0).view(16, 32).to(dtype)
+    x = (torch.arange(3 * 32) % 5 - 2.0).view(3, 32).to(dtype)
     try:
-        weight = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype))
-        x = torch.zeros(1, 16, dtype=dtype)
-        torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        product = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
     except (AttributeError, RuntimeError):
         return False
-    return True
+    return torch.equal(product, torch.nn.functional.linear(x, weight))
 
 
 def _pack(linear: JoinedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
