@@ -70,6 +70,16 @@ def test_a_processor_that_cannot_pack_multiplies_plainly(
     _can_pack.cache_clear()
 
 
+def test_packed_products_that_are_wrong_are_not_used(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _can_pack.cache_clear()
+    right = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *inputs: right(*inputs) + 1.0)
+    assert PrepackedProducts.for_model(model) is None
+    _can_pack.cache_clear()
+
+
 def test_what_cannot_be_packed_is_left_alone(tmp_path: Path) -> None:
     unfused = LanguageModel.load(tiny_model(tmp_path), dtype=torch.float32, may_fuse=False)
     assert PrepackedProducts.for_model(unfused) is None

@@ -7,6 +7,7 @@ is given the very mask that the compiled kernel gets.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from strop.policy import shared_attention
-from strop.policy.attention import AttentionContext
+from strop.policy.attention import AttentionContext, ScoreRule
 from strop.policy.flex_attention import (
     BLOCK,
     FlexSharedAttention,
@@ -148,3 +149,30 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_with_a_warning(monkeypatch
     expected = outputs_and_gradients(PrefixSharedAttention(layout, CPU), layout, 2, torch.float32)
     assert torch.equal(ours[0], expected[0])
     shared_attention._compiled_flaw.cache_clear()
+
+
+def test_layers_that_the_kernel_does_not_compute_take_the_padded_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one model, as Gemma 3's windows beside its full layers."""
+    asked: list[int] = []
+
+    def counts(*inputs: Any) -> torch.Tensor:
+        asked.append(1)
+        return reference_kernel(*inputs)
+
+    monkeypatch.setattr(shared_attention, "compiled_kernel", lambda: counts)
+    monkeypatch.setattr(shared_attention, "_compiled_flaw", lambda *_: None)
+    layout = LAYOUTS["short"]
+    attention = shared_attention._ProvenAttention(layout, CPU)
+    random = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(heads, layout.num_positions, 8, generator=random) for heads in (4, 2))
+    sinks = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    rules = (ScoreRule(window=3), ScoreRule(cap=0.5), ScoreRule(sinks=sinks))
+    for rule, value in [*((rule, key) for rule in rules), (ScoreRule(), key[:, :, :5])]:
+        ours = attention.attend(0, query, key, value, 0.3, rule)
+        expected = PrefixSharedAttention(layout, CPU).attend(0, query, key, value, 0.3, rule)
+        torch.testing.assert_close(ours, expected)
+    assert asked == []
+    attention.attend(0, query, key, key, 0.3)
+    assert asked == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.policy.packing import SIDE_STREAMS, PackedBatch, PackedGroup, PackedReply
+from strop.policy.alone import spread_rows
+from strop.policy.packing import (
+    SIDE_STREAMS,
+    Load,
+    PackedBatch,
+    PackedGroup,
+    PackedReply,
+    cut_groups,
+    split_by_budget,
+)
+from tests.policy.worlds import World
 
 
 @st.composite
@@ -98,3 +109,32 @@ def test_a_batch_is_what_a_loop_over_its_tokens_makes(groups: list[PackedGroup])
     ]
     assert list(zip(*columns, strict=True)) == expected["scored"]
     assert batch.reply_M.dtype == np.int64
+
+
+def test_what_is_fed_where_each_reply_is_a_row_with_its_prompt() -> None:
+    """Prompt 5 with replies that feed 3, 0 and 7; prompt 2 with one that feeds nothing."""
+    groups = [World(0).packed(5, [4, 1, 8]), World(1).packed(2, [1])]
+    # Packed: 5 + 3 + 7 and 2. By itself: rows of 8 and 12, and the prompt of 2, all padded to 12.
+    packed, alone = (reduce(Load.plus, groups, Load(is_alone=flag)).num_positions for flag in (False, True))
+    assert (packed, alone) == (17, 36)
+    cut = [
+        [(len(group.prompt_ids), len(group.replies)) for group in batch]
+        for batch in split_by_budget(groups, 24, is_alone=True)
+    ]
+    # The first group fills the budget alone, with its reply that feeds nothing.
+    assert cut == [[(5, 3)], [(2, 1)]]
+    assert [len(batch) for batch in split_by_budget(groups, 11, is_alone=True)] == [1, 1, 1]
+    assert [len(part) for part in cut_groups(groups, 36, is_alone=True)] == [2]
+    assert [len(part) for part in cut_groups(groups, 35, is_alone=True)] == [1, 1]
+
+
+def test_rows_hold_what_the_packed_row_holds() -> None:
+    batch = PackedBatch.of_groups(
+        [World(0).packed(2, [3, 1, 2]), World(1).packed(3, [1])], torch.device("cpu")
+    )
+    source, place = spread_rows(batch.layout)
+    # Prompts at 0-1 and 2-4; replies feed 5-6 and 7.
+    assert source.tolist() == [[0, 1, 5, 6], [0, 1, 7, 0], [2, 3, 4, 0]]
+    # A prompt is read in the first row of its group.
+    assert place.tolist() == [0, 1, 8, 9, 10, 2, 3, 6]
+    assert source.reshape(-1)[place].tolist() == list(range(8))

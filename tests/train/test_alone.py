@@ -32,9 +32,7 @@ def test_the_gate_says_how_sequences_are_computed(tmp_path: Path, model_dir: Pat
         placement = InlinePlacement(spec, ModelSource(path=model_dir, digest="unused"))
         roles = await placement.start()
         try:
-            gate = GateInput(
-                spec=spec, task=SpellTask(), roles=roles, model_dir=model_dir, run_path=tmp_path
-            )
+            gate = GateInput(spec=spec, task=SpellTask(), roles=roles, model_dir=model_dir, run_path=tmp_path)
             return {check.name: check.detail for check in await pass_gate(gate)}
         finally:
             await placement.stop()
