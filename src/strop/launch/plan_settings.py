@@ -10,7 +10,6 @@ from strop.algorithm.corrections import CORRECTIONS, Correction
 from strop.hardware import Machine
 from strop.launch.planned import PlannedValue
 from strop.launch.roles import count_rows
-from strop.policy.families import say_alone
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
 from strop.policy.learning_rate import lr_at
 from strop.spec import ResolvedSpec
@@ -57,7 +56,8 @@ def list_limits(
         ),
     ]
     if size is not None:
-        layout = "packed, prompts shared" if size.alone_because is None else say_alone(size.alone_because)
+        because = size.alone_because
+        layout = "packed, prompts shared" if because is None else f"each by itself: {because}"
         values += [
             PlannedValue(name="positions of the model", value=size.max_positions, origin="config.json"),
             PlannedValue(name="sequences", value=layout, origin="config.json; proven when it is loaded"),
