@@ -52,7 +52,7 @@ def spread_rows(layout: PackedLayout) -> tuple[NDArray[np.int64], NDArray[np.int
     groups = [layout.group_of_S[reply] for reply in fed]
     # Of a group whose replies feed nothing, the prompt alone.
     rows: list[tuple[int, int | None]] = list(zip(groups, fed, strict=True))
-    rows += [(group, None) for group in range(len(layout.prompt_lens_P)) if group not in set(groups)]
+    rows += [(group, None) for group in sorted(set(range(len(layout.prompt_lens_P))) - set(groups))]
     lens = [layout.prompt_lens_P[g] + (0 if r is None else layout.reply_lens_S[r]) for g, r in rows]
     width = max(lens)
     source_R_T = np.zeros((len(rows), width), dtype=np.int64)
