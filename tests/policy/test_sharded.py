@@ -39,8 +39,8 @@ from strop.policy.weights import export_tensors, load_published, own_tensors, we
 from strop.rollout import FloatArray
 from strop.spec.lora import LoraSpec
 from strop.spec.optimizer import OptimizerSpec
-from tests.policy.frozen import frozen_alone, frozen_rank, weigh
 from tests.fixtures.families import family_model
+from tests.policy.frozen import frozen_alone, frozen_rank, weigh
 from tests.policy.gloo import run_ranks
 from tests.policy.worlds import (
     Gradients,

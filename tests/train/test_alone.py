@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*each sequence is computed by i
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers with a state and layers with attention."""
-    return family_model(tmp_path_factory.mktemp("model"), "qwen3_next")
+    specials: dict[str, Any] = {"bos_token_id": None, "pad_token_id": 260}
+    return family_model(tmp_path_factory.mktemp("model"), "qwen3_next", **specials)
 
 
 def test_the_gate_says_how_sequences_are_computed(tmp_path: Path, model_dir: Path) -> None:
