@@ -483,3 +483,10 @@ def test_weights_that_ratios_start_from_are_held_beside_the_others() -> None:
         names[mode] = {part.name: part.amount for part in split_memory(spec, SIZE, 8, 10)}
     assert names["decoupled"]["weights that ratios start from (fp32)"] == 8000
     assert "weights that ratios start from (fp32)" not in names["single"]
+    # A penalty in the reward is scored by the weights as they are, and nothing is held for it.
+    in_reward = make_spec(
+        train=window, algorithm={"name": "reinforce_pp"}, reference={"kl_beta": 0.1}, **apart
+    )
+    assert in_reward.scores_start
+    held = [part.name for part in split_memory(in_reward, SIZE, 8, 10)]
+    assert "weights that ratios start from (fp32)" not in held

@@ -91,17 +91,21 @@ class RunSpec(Section):
 
         An algorithm of the user's is taken to start where the catalog's do.
         """
-        if self.train.terms not in ("rl", "rl+sft"):
-            return False
-        own: Mode = "bypass" if self.algorithm.name in ("dppo", "ipo_mask") else "single"
-        is_apart = choose_mode(self.algorithm.mode or own, self.train) == "decoupled"
         # A penalty in the reward is that of the policy that the batch began with.
-        return is_apart or (self.algorithm.whitened == "rpp" and self.reference.kl_beta > 0.0)
+        is_penalized = self.algorithm.whitened == "rpp" and self.reference.kl_beta > 0.0
+        return self._starts_apart or (self.train.terms in ("rl", "rl+sft") and is_penalized)
 
     @property
     def holds_start(self) -> bool:
         """Whether these are kept while later steps move the others."""
-        return self.scores_start and self.train.sync_every > 1 and self.algorithm.mode != "single"
+        return self._starts_apart and self.train.sync_every > 1
+
+    @property
+    def _starts_apart(self) -> bool:
+        """Whether ratios start at other weights than those that an optimizer step begins with."""
+        own: Mode = "bypass" if self.algorithm.name in ("dppo", "ipo_mask") else "single"
+        is_apart = choose_mode(self.algorithm.mode or own, self.train) == "decoupled"
+        return self.train.terms in ("rl", "rl+sft") and is_apart
 
     @property
     def needs_reference(self) -> bool:
