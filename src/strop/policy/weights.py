@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from strop.errors import StoreError, explain_refusal
@@ -107,7 +106,7 @@ def find_strange(live: Mapping[str, str], path: Path) -> list[str]:
 
     Stored values are brought to the type that the live tensor has. What a family stores under other names, or
     in other pieces, is loaded once more and compared as it then is.
-    Raises: OSError or SafetensorError if a file cannot be read.
+    Raises: OSError or SafetensorError if a file cannot be read; ConfigError if it does not fill the model.
     """
     stored: dict[str, str] = {}
     for shard in _listed_shards(path):
@@ -116,7 +115,7 @@ def find_strange(live: Mapping[str, str], path: Path) -> list[str]:
             stored |= digest_each((name, file.get_tensor(name).to(_type_of(live[name]))) for name in names)
     if missing := live.keys() - stored.keys():
         dtype = _type_of(live[min(missing)])
-        again: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        again = load_module(path, dtype)
         others = ((name, tensor) for name, tensor in again.named_parameters() if name in missing)
         stored |= digest_each((name, tensor.to(_type_of(live[name]))) for name, tensor in others)
     return sorted(name for name, digest in live.items() if stored.get(name) != digest)

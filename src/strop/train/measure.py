@@ -78,7 +78,8 @@ def measure_parts(groups: Sequence[Group], task: Task) -> dict[str, float]:
     outcomes = [rollout.outcome for group in groups for rollout in group.rollouts]
     earned: dict[str, list[float]] = {}
     for name, value in (item for outcome in outcomes if outcome.is_scored for item in outcome.parts.items()):
-        earned.setdefault(name, []).append(value or 0.0)
+        if value is not None:
+            earned.setdefault(name, []).append(value)
     if len(earned) > 1:
         metrics |= {f"reward_part_{name}": fmean(values) for name, values in earned.items()}
     return metrics
