@@ -55,6 +55,18 @@ def require_system_part(name: str, found: bool) -> None:
     pytest.skip(reason)
 
 
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Say where the records of two runs part."""
+    if op != "==" or type(left).__name__ != "Curve":
+        return None
+    # Here: most tests need no torch.
+    from tests.fixtures.tiny_run import Curve
+
+    assert isinstance(left, Curve)
+    assert isinstance(right, Curve)
+    return ["two runs of one spec differ", *left.describe_difference(right)]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Leases of this session, and not of the machine."""

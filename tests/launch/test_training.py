@@ -371,7 +371,7 @@ def test_a_run_does_not_go_on_with_code_or_data_that_has_changed(
         files[change]
         + ("\n# Another thought.\n" if change == "reward.py" else '{"question": "9?", "answer": "9"}\n')
     )
-    with pytest.raises(CheckRefused, match="began with .*another version of its task"):
+    with pytest.raises(CheckRefused, match=r"began with .*another version of its task"):
         here.train()
     path.write_text(files[change])
     assert here.train().run_path == here.told[0].path
