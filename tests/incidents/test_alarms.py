@@ -268,15 +268,18 @@ COLLAPSING = {"steps": 40, "prompts_per_step": 6, "rollouts_per_prompt": 6, "che
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_alarm", ["stop-on-collapse", "warn"])
+@pytest.mark.parametrize(
+    ("on_alarm", "lr"),
+    # Slow enough that it comes after the first steps, which the later ones are compared with; and within them.
+    [("stop-on-collapse", 7e-4), ("warn", 7e-4), ("stop-on-collapse", 3e-3)],
+)
 def test_opt_6_a_collapse_ends_the_run_by_itself_with_the_checkpoint_before_it(
-    tmp_path: Path, tiny_model_dir: Path, on_alarm: str
+    tmp_path: Path, tiny_model_dir: Path, on_alarm: str, lr: float
 ) -> None:
     """Incident: reward rose at an accuracy of 0, replies became one word, and no alarm was raised."""
     tripwires = {} if on_alarm == "stop-on-collapse" else {"on_alarm": on_alarm}
     made = Composition(
-        # Slow enough that it comes after the first steps, which the later ones are compared with.
-        tiny_spec(train=COLLAPSING | {"keep_checkpoints": 9}, tripwires=tripwires, optimizer={"lr": 7e-4}),
+        tiny_spec(train=COLLAPSING | {"keep_checkpoints": 9}, tripwires=tripwires, optimizer={"lr": lr}),
         tiny_model_dir,
         new_run(tmp_path),
         task=PaysForBrevity(),

@@ -20,7 +20,8 @@ Curve = Sequence[Mapping[str, float]]
 RECORDED: dict[str, Curve] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "recorded_curves.json").read_text()
 )
-"""The steps of real runs. "one letter": a random model, paid for short replies. "any order": a random model
+"""The steps of real runs. "one letter": a random model, paid for short replies; "fast": at
+four times the rate. "any order": a random model
 on reverse-text with `task.partial_marks = "any-order"`. "demo": recipes/arithmetic.toml, the real model."""
 
 
@@ -102,10 +103,11 @@ MULTIPLE_CHOICE = straight(
     ("curve", "causes"),
     [
         (RECORDED["one letter"], {"reply_collapse", "entropy_fall", "length_collapse"}),
+        (RECORDED["one letter, fast"], {"reply_collapse", "entropy_fall"}),
         (RECORDED["any order"], {"unearned_reward", "entropy_fall"}),
         (REPORTED, {"unearned_reward", "reply_collapse", "entropy_fall", "length_collapse"}),
     ],
-    ids=["one letter", "any order", "reported"],
+    ids=["one letter", "fast", "any order", "reported"],
 )
 def test_a_recorded_collapse_is_named_and_ends_the_run(curve: Curve, causes: set[str]) -> None:
     alarms, ended = watch_curve(curve)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from strop.train.history import NUM_FIRST, NUM_LOW, History
+from strop.train.history import NUM_BEGIN, NUM_FIRST, NUM_LOW, History
 
 Alarm = tuple[str, str]
 """Cause and detail."""
@@ -55,23 +55,32 @@ def find_one_reply(bound: float | None, metrics: Mapping[str, float], history: H
     """Find different prompts that get one wrong reply, or replies that no longer depend on them."""
     if bound is None or is_more_right(metrics, history):
         return None
-    common = history.compare("common_reply_frac", metrics)
-    dependence = history.compare("prompt_dependence", metrics)
-    is_one = common is not None and common.now > max(bound, _MIN_RISE_RATIO * common.then) and common.is_rise
-    is_deaf = (
-        dependence is not None
-        and dependence.is_fall
-        and dependence.now < min(_MIN_DEPENDENCE, dependence.then / _MIN_RISE_RATIO)
-    )
-    if not is_one and not is_deaf:
+    # The begin as well: a fast collapse is over before the first steps are, and they look as the last ones.
+    for num_first in (NUM_FIRST, NUM_BEGIN):
+        common, distinct, dependence = (
+            history.compare(name, metrics, num_first)
+            for name in ("common_reply_frac", "distinct_reply_frac", "prompt_dependence")
+        )
+        is_one = (
+            common is not None and common.now > max(bound, _MIN_RISE_RATIO * common.then) and common.is_rise
+        )
+        is_deaf = (
+            dependence is not None
+            and dependence.is_fall
+            and dependence.now < min(_MIN_DEPENDENCE, dependence.then / _MIN_RISE_RATIO)
+        )
+        if is_one or is_deaf:
+            break
+    else:
         return None
     names = {
         "common_reply_frac": common,
-        "distinct_reply_frac": history.compare("distinct_reply_frac", metrics),
+        "distinct_reply_frac": distinct,
+        "prompt_dependence": dependence,
     }
     numbers = [
         f"{name}={change.now:.4g} from {change.then:.4g}"
-        for name, change in (names | {"prompt_dependence": dependence}).items()
+        for name, change in names.items()
         if change is not None
     ]
     limit = (
@@ -80,7 +89,7 @@ def find_one_reply(bound: float | None, metrics: Mapping[str, float], history: H
         else f"below a prompt_dependence of {_MIN_DEPENDENCE:g} replies could as well answer other prompts"
     )
     return "reply_collapse", (
-        f"{', '.join(numbers)}, over the last {NUM_LOW} steps and the first {NUM_FIRST}"
+        f"{', '.join(numbers)}, over the last {NUM_LOW} steps and the first {num_first}"
         f"{_say_accuracy(metrics, history)}: {limit}, and the policy no longer reads what it is asked. Look"
         " at what the reward gives for such a reply, and go back to an earlier checkpoint"
     )

@@ -13,6 +13,8 @@ from statistics import fmean, stdev
 
 NUM_FIRST = 8
 """Steps at the start that later ones are compared with; their median is robust to one odd step."""
+NUM_BEGIN = 2
+"""Steps at the start that no collapse can have reached, where the first `NUM_FIRST` may hold a fast one."""
 NUM_RECENT = 16
 """Steps back whose gradient norms a new one is compared with: a norm that grows slowly is no spike."""
 NUM_LOW = 8
@@ -45,7 +47,10 @@ class Change:
 
 def change_between(first: Sequence[float], last: Sequence[float]) -> Change:
     """Compare two windows of single steps."""
-    error = hypot(stdev(first) / len(first) ** 0.5, stdev(last) / len(last) ** 0.5)
+    spread = stdev(first), stdev(last)
+    if len(first) < _MIN_STEPS:  # So few may lie close by luck.
+        spread = max(spread), max(spread)
+    error = hypot(spread[0] / len(first) ** 0.5, spread[1] / len(last) ** 0.5)
     return Change(then=fmean(first), now=fmean(last), error=error)
 
 
@@ -90,14 +95,15 @@ class History:
         """Return a metric's values in the first steps."""
         return [metrics[metric] for metrics in self.first if metric in metrics]
 
-    def compare(self, metric: str, metrics: Mapping[str, float]) -> Change | None:
-        """Compare the last `NUM_LOW` steps, that of `metrics` among them, with the first `NUM_FIRST`.
+    def compare(self, metric: str, metrics: Mapping[str, float], num_first: int = NUM_FIRST) -> Change | None:
+        """Compare the last `NUM_LOW` steps, that of `metrics` among them, with the first `num_first`.
 
-        None until there are as many, and where more than two steps of either lack the metric.
+        None until `NUM_FIRST` steps lie before them, and where more than two steps of either lack the metric.
         """
-        first = self.first_values(metric)
+        first = [step[metric] for step in self.first[:num_first] if metric in step]
         last = [step[metric] for step in (*self.last, metrics) if metric in step]
         is_early = len(self.last) < NUM_LOW - 1
-        if is_early or metric not in metrics or min(len(first), len(last)) < _MIN_STEPS:
+        is_short = len(first) < min(_MIN_STEPS, num_first) or len(last) < _MIN_STEPS
+        if is_early or metric not in metrics or is_short:
             return None
         return change_between(first, last)

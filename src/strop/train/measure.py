@@ -231,8 +231,11 @@ def _surprise(rollouts: Sequence[Rollout]) -> float:
 
 
 def _duplicate_frac(groups: Sequence[Group]) -> float:
-    """Return the share of rollouts whose sampled tokens repeat those of an earlier one in the group."""
-    num_rollouts = num_distinct = 0
+    """Return the share of rollouts whose sampled tokens repeat those of an earlier one in the group.
+
+    Of those that have an earlier one, so that 1 is reached by groups of any size.
+    """
+    num_rollouts = num_distinct = num_groups = 0
     for group in groups:
         texts = [
             b"".join(turn.token_ids.tobytes() for turn in rollout.turns if turn.is_sampled)
@@ -241,4 +244,6 @@ def _duplicate_frac(groups: Sequence[Group]) -> float:
         ]
         num_rollouts += len(texts)
         num_distinct += len(set(texts))
-    return 1.0 - num_distinct / num_rollouts if num_rollouts else 0.0
+        num_groups += bool(texts)
+    num_later = num_rollouts - num_groups
+    return (num_rollouts - num_distinct) / num_later if num_later else 0.0
