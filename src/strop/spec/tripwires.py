@@ -24,7 +24,8 @@ class TripwireSpec(Section):
         default=0.95,
         ge=0.0,
         le=1.0,
-        description="Rollouts whose tokens equal those of an earlier one in their group, of all that have one." + _FRAC,
+        description="Rollouts whose tokens equal those of an earlier one in their group, of all that have one."
+        + _FRAC,
     )
     max_truncated_frac: float | None = Field(
         default=0.5, ge=0.0, le=1.0, description="Replies cut at their token limit." + _FRAC

@@ -32,8 +32,8 @@ FOX = make_example("reverse-text", {"text": "fox"}, "xof")
         ("xofxof", "xof", 1 / 2),  # three letters of six
         ("xf", "xof", 1 / 3),  # the second letter is wrong, and what follows does not count
         ("of", "xof", 0.0),
-        ("Xof", "xof", 1.0),  # case does not count
-        ("X-o-f.", "xof", 1.0),  # nor what stands between letters
+        ("x-o-f.", "xof", 1 / 2),  # what stands between letters breaks off nothing, and is paid nothing
+        ("of lex", "o flex", 5 / 6),
     ],
 )
 def test_letters_count_from_the_beginning(reply: str, gold: str, share: float) -> None:
@@ -99,6 +99,10 @@ def test_verify() -> None:
     assert (exact.reward, exact.is_correct, exact.format_ok) == (1.0, True, True)
     below = TASK.verify(FOX, "Here:\nxof")
     assert (below.reward, below.is_correct, below.format_ok) == (1.0, True, False)
+    loud = TASK.verify(FOX, "XOF")
+    assert (loud.reward, loud.is_correct) == (1.0, True)
+    spelled = TASK.verify(FOX, "x-o-f")
+    assert (spelled.reward, spelled.is_correct) == (pytest.approx(3 / 5), False)
     close = TASK.verify(FOX, "xo")
     assert close.reward == pytest.approx(2 / 3)
     assert close.is_correct is False

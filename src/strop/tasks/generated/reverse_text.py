@@ -16,7 +16,7 @@ from strop.tasks.thinking import judged_text
 from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "Write this text backwards, letter by letter: {text}"
-_VERIFIER = "common-beginning-3"
+_VERIFIER = "common-beginning-4"
 _SPLITS = "by-problem-1"
 _MAX_WORD_CHARS = 8
 _MAX_PREAMBLE_TOKENS = 32
@@ -44,7 +44,7 @@ WORDS = tuple(_WORD_LIST.split())
 class ReverseText:
     """Reward: letters that are right from the beginning, by the length of the longer of reply and answer.
 
-    Right only if equal. Judged is the last line that is not blank, without outer white space.
+    Right only if equal but for case. Judged is the last line that is not blank, without outer white space.
     `format_ok`: the reply is one line. A letter counts only behind right ones, so next to nothing is earned
     without reading the text. With `task.partial_marks = "any-order"` words that say nothing are paid (a third
     of full marks for the best that were tried), and a policy learns to say one of them to everybody.
@@ -79,7 +79,7 @@ class ReverseText:
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last line of the reply with the text written backwards."""
         lines = [line.strip() for line in (judged_text(text) or "").splitlines() if line.strip()]
-        reply = lines[-1] if lines else ""
+        reply = lines[-1].casefold() if lines else ""
         gold = example.fields["text"][::-1]
         return Outcome(
             parts={"similarity": self._grade(reply, gold)},
@@ -125,18 +125,16 @@ def _sort_words(text: str) -> str:
 
 
 def share_of_beginning(reply: str, gold: str) -> float:
-    """Return how much of a text is right from its beginning: common letters there by those of the longer one.
+    """Return how much of a text is right from its beginning: letters common there by the longer one's length.
 
-    Case, and what stands between letters, do not count: R-I-V is riv. 1 if and only if all letters are equal.
+    What stands between letters breaks off nothing and is paid nothing: r-i-v has three of five characters
+    right. 1 if and only if both are equal.
     """
-    reply, gold = _letters(reply), _letters(gold)
-    pairs = zip(reply, gold, strict=False)
+    if reply == gold:
+        return 1.0
+    pairs = zip(filter(str.isalnum, reply), filter(str.isalnum, gold), strict=False)
     num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return num_right / max(len(reply), len(gold)) if reply or gold else 1.0
-
-
-def _letters(text: str) -> str:
-    return "".join(filter(str.isalnum, text.casefold()))
+    return num_right / max(len(reply), len(gold))
 
 
 def subsequence_ratio(reply: str, gold: str) -> float:
