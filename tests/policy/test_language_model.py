@@ -56,6 +56,15 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
         load_model(path)
 
 
+def test_a_pad_id_without_a_row_is_refused(tmp_path: Path) -> None:
+    """Torch asserts it, where other wrong values of a config are ValueErrors."""
+    path = make_model(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"pad_token_id": config["vocab_size"]}))
+    with pytest.raises(ConfigError, match=r"cannot be loaded .*[Pp]adding_idx"):
+        load_model(path)
+
+
 def test_a_reply_is_scored_token_by_token(tmp_path: Path) -> None:
     model = load_model(make_model(tmp_path))
     plain_ids = np.array([3, 260, 0, 7], dtype=np.int32)

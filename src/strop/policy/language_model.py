@@ -28,6 +28,12 @@ from strop.policy.shared_attention import build_shared_attention
 from strop.policy.structure import ModelShape, decoder_layers, find_trunk, read_shape
 from strop.spec.lora import LoraSpec
 
+# What an architecture's own code raises at a config that it does not expect may be anything.
+_LOADING_ERRORS = (
+    *(OSError, ValueError, RuntimeError, ImportError),
+    *(TypeError, LookupError, AttributeError, AssertionError),
+)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -189,8 +195,7 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
             # Listed instead of raised, so that the refusal below can name the tensors.
             ignore_mismatched_sizes=True,
         )
-    # What an architecture's own code raises at a config that it does not expect may be anything.
-    except (OSError, ValueError, RuntimeError, ImportError, TypeError, LookupError, AttributeError) as error:
+    except _LOADING_ERRORS as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             explain_refusal(
