@@ -270,7 +270,7 @@ COLLAPSING = {"steps": 40, "prompts_per_step": 6, "rollouts_per_prompt": 6, "che
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_alarm", "lr"),
-    # Slow enough that it comes after the first steps, which the later ones are compared with; and within them.
+    # So slow that it comes after the first steps, which later ones are compared with; and within them.
     [("stop-on-collapse", 7e-4), ("warn", 7e-4), ("stop-on-collapse", 3e-3)],
 )
 def test_opt_6_a_collapse_ends_the_run_by_itself_with_the_checkpoint_before_it(

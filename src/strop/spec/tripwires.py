@@ -24,7 +24,7 @@ class TripwireSpec(Section):
         default=0.95,
         ge=0.0,
         le=1.0,
-        description="Rollouts whose tokens equal those of an earlier one in their group, of all that have one."
+        description="Rollouts whose tokens equal those of an earlier one in their group, if they have one."
         + _FRAC,
     )
     max_truncated_frac: float | None = Field(
