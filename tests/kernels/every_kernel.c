@@ -81,9 +81,12 @@ static void show_floats(const char *name, const float *values, int count)
         FILL(query, sizeof query / sizeof *query, write);                                                    \
         FILL(key, sizeof key / sizeof *key, write);                                                          \
         FILL(value, sizeof value / sizeof *value, write);                                                    \
-        decode_attention_##suffix(keys, values, KV_HEADS *SLOTS *HEAD, lengths, owners, shared, query, key,  \
-                                  value, strides, out, ROWS, KV_HEADS, RATIO, HEAD, SLOTS, 0.25f);           \
-        SHOW("attention", out, sizeof out / sizeof *out, read);                                              \
+        for (int64_t window = 0; window <= 6; window += 6) {                                                 \
+            decode_attention_##suffix(keys, values, KV_HEADS *SLOTS *HEAD, lengths, owners, shared, query,   \
+                                      key, value, strides, out, ROWS, KV_HEADS, RATIO, HEAD, SLOTS, window,  \
+                                      0.25f);                                                                \
+            SHOW(window ? "windowed" : "attention", out, sizeof out / sizeof *out, read);                    \
+        }                                                                                                    \
     }
 
 TRY_ALL(float, f32, read_f32, write_f32)

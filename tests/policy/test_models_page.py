@@ -1,4 +1,8 @@
-"""docs/models.md says of every family of the installed transformers how it is run."""
+"""docs/models.md says of every family of a transformers release how it is run.
+
+With another release installed, families that both know have to be run as the page says, and those that only
+the other one knows exactly, if at all.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,28 @@ import transformers
 from tests.fixtures.families import FAMILIES, NOT_BUILT
 from tests.policy.family_verdicts import MARK, Verdict, main, measure_all, read_page, render
 
+RELEASE = f"With transformers {transformers.__version__}, "
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @pytest.mark.slow
 def test_the_page_is_what_is_measured_here() -> None:
     """Digits differ between machines; how a family is run, and why, does not."""
-    measured = measure_all()
-    assert {name: (one.run, one.why) for name, one in measured.items()} == read_page(PAGE)
+    measured, page = measure_all(), read_page(PAGE)
+    is_same_release = RELEASE in PAGE.read_text()
+    known = measured if is_same_release else measured.keys() & page.keys()
+    assert {name: (measured[name].run, measured[name].why) for name in known} == {
+        name: page[name] for name in known
+    }
     assert {name: one for name, one in measured.items() if not one.is_exact} == {}
 
 
 def test_the_page_has_every_family() -> None:
-    assert f"With transformers {transformers.__version__}" in PAGE.read_text()
-    assert set(read_page(PAGE)) == set(FAMILIES)
-    assert NOT_BUILT.keys() <= set(FAMILIES)
+    page = read_page(PAGE)
+    if RELEASE in PAGE.read_text():
+        assert set(page) == set(FAMILIES)
+    assert NOT_BUILT.keys() <= set(page)
+    assert len(page.keys() & set(FAMILIES)) > 180
 
 
 def test_the_page_keeps_what_stands_above_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
+from strop.sandbox.keeper import SCRATCH_BASES
 from tests.fixtures.sandboxes import (
     appearance_of,
     cut_off,
@@ -335,7 +336,7 @@ asyncio.run(main())
 
 
 def test_directories_of_killed_keepers_are_removed_and_others_stay() -> None:
-    base = Path(tempfile.gettempdir())
+    base = next(base for base in SCRATCH_BASES if os.access(base, os.W_OK))
     abandoned, held, young = (Path(tempfile.mkdtemp(prefix="strop-sandbox-", dir=base)) for _ in range(3))
     (abandoned / "1/deep").mkdir(parents=True)
     (abandoned / "1").chmod(0)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     # A model is proven with these when it is loaded.
     from strop.policy.language_model import LanguageModel
 
-_CACHES = ("past_key_values", "cache_params")
-"""What a trunk calls its states, among its inputs and its outputs."""
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""What a trunk calls its states, among its inputs and its outputs; the first since transformers 5.24."""
 
 
 def read_alone(run: Callable[..., Any], batch: PackedBatch) -> torch.Tensor:

@@ -86,7 +86,7 @@ _WITHOUT_MEANING = frozenset(
     {
         *("dropout", "is_causal", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
         *("position_ids", "cache_position", "position_embeddings", "past_key_values", "past_key_value"),
-        *("output_router_logits", "logits_to_keep", "layer_idx", "cu_seq_lens_q", "cu_seq_lens_k"),
+        *("cache", "output_router_logits", "logits_to_keep", "layer_idx", "cu_seq_lens_q", "cu_seq_lens_k"),
     }
 )
 
