@@ -158,9 +158,14 @@ class Cluster:
 
     def clear(self) -> None:
         """Cancel every job and wait until all nodes are free again."""
-        self._says("scancel", "--state=PENDING", "--user", getpass.getuser())
-        self._says("scancel", "--user", getpass.getuser())
-        self._await("an empty queue", lambda: self._says("squeue", "-h") == "")
+
+        def is_empty() -> bool:
+            # Each time: a job may just have been put back into the queue, and a busy controller may not answer.
+            self._says("scancel", "--state=PENDING", "--user", getpass.getuser())
+            self._says("scancel", "--user", getpass.getuser())
+            return self._says("squeue", "-h") == ""
+
+        self._await("an empty queue", is_empty)
 
     def step_daemons(self) -> list[int]:
         """Return the pids of this cluster's slurmstepd that are alive."""
