@@ -160,7 +160,7 @@ class Cluster:
         """Cancel every job and wait until all nodes are free again."""
 
         def is_empty() -> bool:
-            # Each time: a job may just have been put back into the queue, and a busy controller may not answer.
+            # Each time: a job may have been put back into the queue, and a busy controller not answer.
             self._says("scancel", "--state=PENDING", "--user", getpass.getuser())
             self._says("scancel", "--user", getpass.getuser())
             return self._says("squeue", "-h") == ""
