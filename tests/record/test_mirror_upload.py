@@ -119,6 +119,28 @@ def test_rollouts_before_a_checkpoint_arrive_before_it_unless_there_is_much_to_c
     assert all((complete < index) is is_checkpoint_first for index in rollouts)
 
 
+def test_a_checkpoint_that_is_written_during_a_look_waits_for_its_rollouts(
+    played: PlayedRun, root: str
+) -> None:
+    """A kill right after it has arrived lost the rollouts of its step, now and then."""
+    played.train(1)
+    sent: list[str] = []
+
+    def before(method: str, uri: str) -> None:
+        if uri.endswith("traces/metrics.jsonl") and not played.run.checkpoint_steps():
+            played.train(2)
+        if method in {"write", "upload"}:
+            sent.append(uri)
+
+    uploader = played.uploader(root, watched(before))
+    while latest_step(played, root) is None if sent else True:
+        uploader.look(is_flush=False)
+    mirror = mirror_of(played, root)
+    assert sent.index(f"{mirror}/traces/rollouts/step-000002.parquet") < sent.index(
+        f"{mirror}/tiny_step2/COMPLETE"
+    )
+
+
 def test_a_line_that_is_being_written_is_not_sent(played: PlayedRun, root: str) -> None:
     played.train(1)
     log_path = played.run.path / "attempts" / "1" / "train.log"

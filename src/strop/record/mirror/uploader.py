@@ -95,6 +95,8 @@ class Uploader:
         self._traces = TraceSender(self._run.path, store, order.uri)
         self._traces_at = -float("inf")
         self._latest: Latest | None = None
+        self._seen_step: int | None = None
+        """The newest local checkpoint when the look began."""
         self._sent_step: int | None = None
         """The newest local checkpoint that was dealt with."""
         self._is_retention_due = True
@@ -134,6 +136,8 @@ class Uploader:
         # One that starts in a long run would have to compare all that an earlier one has sent.
         is_checkpoint_first = is_flush or self._traces.has_much_to_compare
         parts = self._last_parts if is_checkpoint_first else self._parts
+        # One that is written during the look is left to the next: its rollouts may not be among what is sent.
+        self._seen_step = self._newest_step()
         try:
             self._begin()
             are_done = [self._do(part, is_flush=is_flush) for part in parts]
@@ -201,15 +205,18 @@ class Uploader:
 
     def _send_checkpoint(self, is_flush: bool) -> bool:
         """Send the newest complete checkpoint, if it is not there."""
-        step = self._newest_step()
+        step = self._seen_step
         if step is None or step == self._sent_step:
-            return True
+            return not self._has_news()
         latest, _ = require_claim(self._store, self._order.uri, self._order.owner)
         if latest.step is not None and latest.step > step:
             # An earlier attempt came further than what this one goes on from.
             self._sent_step = step
             return True
         pinned = pin_checkpoint(self._run, step)
+        if pinned is None and (newest := self._newest_step()) is not None:
+            # Pruned meanwhile: where each look takes that long, none would ever be sent.
+            step, pinned = newest, pin_checkpoint(self._run, newest)
         if pinned is None:
             return False
         try:
