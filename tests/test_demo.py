@@ -1,6 +1,7 @@
-"""The command that the README shows first, run as it shows it but for a few steps only.
+"""The command that the README shows first, run as it shows it, for a few large steps: the real model learns.
 
-The numbers that the demo reaches are measured by `make bench`; here it has to work, end to end.
+How far the demo gets is measured by `make bench`; here it has to work, end to end, and to get better by more
+than chance. In ten such steps sampled replies went from 10 % right to 53 % (bfloat16, one machine).
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from tests.conftest import require_system_part
 
 ROOT = Path(__file__).parents[1]
-FEW = ["train.steps=2", "train.prompts_per_step=2", "eval.num_examples=8", "train.checkpoint_every=2"]
+FEW = ["train.steps=8", "optimizer.lr=5e-5", "eval.num_examples=32", "train.checkpoint_every=8"]
+MIN_GAIN = 0.15
+"""Of accuracy in 128 sampled replies to 32 examples: some three standard errors without any learning."""
 
 
 def run_command(*words: str) -> str:
@@ -32,10 +36,14 @@ def test_make_demo_trains_evaluates_and_says_where_its_report_is(tmp_path: Path)
     printed = run_command("make", "demo", f"DEMO={' '.join([*FEW, f'output.root={tmp_path}'])}")
     (run_dir,) = (path.parent for path in tmp_path.glob("*/run.json"))
     assert json.loads((run_dir / "run.json").read_text())["finished_at"] is not None
-    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
-    assert [path.name for path in sorted((run_dir / "eval").iterdir())] == [
-        "arithmetic-step-000000.json",
-        "arithmetic-step-000002.json",
+    rewards = [
+        json.loads(line)["reward_mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
+    assert len(rewards) == 8
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + MIN_GAIN
+    before, after = (
+        json.loads((run_dir / "eval" / f"arithmetic-step-{step:06d}.json").read_bytes()) for step in (0, 8)
+    )
+    assert after["sampled"]["accuracy"] > before["sampled"]["accuracy"] + MIN_GAIN
     assert (run_dir / "report.html").is_file()
     assert str(run_dir / "report.html") in printed
