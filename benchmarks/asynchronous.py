@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.demo import DemoResult, measure_demo
+from benchmarks.demo import DemoResult, train_demo
 from benchmarks.figures import Figure, Measured
 
 APART = ("placement.kind=process",)
@@ -49,7 +49,7 @@ def _train(changes: Sequence[str], *, is_quick: bool) -> dict[str, Any]:
         metrics.extend(json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
 
     short = ("train.steps=3", "eval.num_examples=8") if is_quick else ()
-    result: DemoResult = measure_demo(*changes, *short, look=look)
+    result: DemoResult = train_demo(*changes, *short, look=look)
     return {
         "settings": [*changes, *short],
         "accuracy_before": result.accuracy_before,

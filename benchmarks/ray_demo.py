@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.demo import measure_demo
+from benchmarks.demo import train_demo
 from benchmarks.figures import Figure, Measured
 
 ON_RAY = (
@@ -39,8 +39,8 @@ def measure_ray_demo(*, is_quick: bool) -> Measured:
         found.update(split_steps(run_dir))
 
     short = ("train.steps=3", "eval.num_examples=8") if is_quick else ()
-    here = measure_demo(*short)
-    there = measure_demo(*ON_RAY, *short, look=look)
+    here = train_demo(*short)
+    there = train_demo(*ON_RAY, *short, look=look)
     overheads = tuple(found["overhead_frac"])
     goal = None if is_quick else here.accuracy_after - SLACK
     return Measured(

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.demo import ROOT, DemoFailed, measure_demo
+from benchmarks.demo import ROOT, DemoFailed, train_demo
 from benchmarks.figures import Figure, Measured
 
 RECIPE = ROOT / "recipes" / "reverse-text.toml"
@@ -34,7 +34,7 @@ def measure_reverse_text(*, is_quick: bool) -> Measured:
         causes.extend(event["cause"] for event in events if event["kind"] == "tripwire")
 
     # A collapse is a figure here, and no reason to end before it can be read.
-    result = measure_demo(*short, "tripwires.on_alarm=warn", look=look, recipe=RECIPE)
+    result = train_demo(*short, "tripwires.on_alarm=warn", look=look, recipe=RECIPE)
     num_averaged = 1 if is_quick else NUM_AVERAGED
 
     def mean_of(metric: str, steps: list[dict[str, float]]) -> float:

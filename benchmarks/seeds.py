@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from benchmarks import asynchronous, ray_demo
-from benchmarks.demo import measure_demo
+from benchmarks.demo import train_demo
 from benchmarks.figures import Figure, Measured
 
 REFERENCE = "one process"
@@ -33,7 +33,7 @@ def measure_seeds(*, is_quick: bool) -> Measured:
     # Seed by seed, so that a benchmark that is ended early has printed whole comparisons.
     for seed in SEEDS[:1] if is_quick else SEEDS:
         for name, changes in ARMS.items():
-            found[name].append(measure_demo(*changes, *short, f"seed={seed}").accuracy_after)
+            found[name].append(train_demo(*changes, *short, f"seed={seed}").accuracy_after)
             print(f"seed {seed}, {name}: {found[name][-1]:.2f}", flush=True)
     goal = None if is_quick else fmean(found[REFERENCE]) - SLACK
     figures = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo import ROOT, STEP_SECONDS, DemoFailed, read_accuracies, read_step_seconds
+from benchmarks.demo import ROOT, STEP_SECONDS, DemoFailed, count_tokens, read_accuracies, read_step_seconds
 from benchmarks.process_memory import run_watched, tree_bytes, tree_peak_bytes
 from tests.fixtures.jobs import wait_for
 
@@ -44,6 +44,15 @@ def test_metrics_without_step_seconds_are_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(DemoFailed, match=STEP_SECONDS):
         read_step_seconds(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "learned"),
+    [([0.9, 0.0, 0.7, 0.7, 0.7, 0.7, 0.9], 60), ([0.6] * 7, None), ([1.0] * 3, None)],
+)
+def test_the_tokens_until_a_run_has_learned(accuracies: list[float], learned: int | None) -> None:
+    lines = [{"accuracy": accuracy, "num_scored_tokens": 10.0} for accuracy in accuracies]
+    assert count_tokens(lines) == (10 * len(accuracies), learned)
 
 
 def test_the_memory_of_a_grandchild_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

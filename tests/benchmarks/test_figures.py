@@ -25,7 +25,7 @@ def test_a_goal_is_reached_at_its_bound(
     assert ("FAIL" in figure.describe()) is not is_reached
 
 
-WHOLE_RUNS = ("asynchronous", "busy", "planning", "ray-demo", "reverse-text", "seeds")
+WHOLE_RUNS = ("asynchronous", "busy", "demo", "planning", "ray-demo", "reverse-text", "seeds")
 """Train the demo's model, minutes each even with `--quick`."""
 
 
