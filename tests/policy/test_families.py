@@ -63,7 +63,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
 def test_packed_and_alone_a_model_says_the_same(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     verdict = measure_family(family_model(tmp_path, family, **changes))
     assert verdict.run == "packed"
-    assert verdict.is_exact, verdict
+    assert verdict.is_exact(), verdict
 
 
 @pytest.mark.parametrize(("family", "changes"), ALONE.values(), ids=list(ALONE))
@@ -72,7 +72,7 @@ def test_what_cannot_be_packed_is_run_sequence_by_sequence(
 ) -> None:
     verdict = measure_family(family_model(tmp_path, family, **changes))
     assert verdict.run == "alone"
-    assert verdict.is_exact, verdict
+    assert verdict.is_exact(), verdict
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "phi", "deepseek_v3", "mamba2", "qwen3_next"])
