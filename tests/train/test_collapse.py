@@ -210,7 +210,7 @@ def test_steps_that_are_right_more_often_than_not_are_no_collapse() -> None:
         for _ in range(30)
     ]
     alarms, ended = watch_curve(solved)
-    assert alarms[-1] == ["duplicate_completions", "entropy_collapse"]
+    assert alarms[-1] == ["entropy_collapse"]
     assert ended is None
     lost = [{**step, "accuracy": 0.0, "reward_mean": 0.0} for step in solved]
     assert watch_curve(lost)[1] == NUM_STOP

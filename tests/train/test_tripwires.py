@@ -55,6 +55,14 @@ def test_each_alarm_names_number_bound_and_advice(metric: str, value: float, cau
     assert words in alarm.detail
 
 
+def test_replies_that_are_right_may_be_alike() -> None:
+    alike = {"duplicate_frac": 1.0}
+    assert [alarm.cause for alarm in find_alarms(TripwireSpec(), 1, alike | {"accuracy": 0.5})] == [
+        "duplicate_completions"
+    ]
+    assert find_alarms(TripwireSpec(), 1, alike | {"accuracy": 0.51}) == []
+
+
 @pytest.mark.parametrize(
     ("metric", "bound"), [("zero_variance_frac", 0.95), ("truncated_frac", 0.5), ("entropy_nats", 0.005)]
 )

@@ -36,6 +36,8 @@ class _Wire:
     setting: str
     is_upper: bool
     advice: str
+    max_accuracy: float = 1.0
+    """Above it, the policy does what it is asked, and the number is no sign of anything."""
 
 
 _WIRES = (
@@ -52,6 +54,7 @@ _WIRES = (
         setting="max_duplicate_frac",
         is_upper=True,
         advice="rollouts of a group repeat each other; look at seeds, temperature and entropy",
+        max_accuracy=0.5,
     ),
     _Wire(
         cause="truncation",
@@ -105,7 +108,7 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
     bounds = _read_bounds(spec)
     for wire in _WIRES:
         bound, value = bounds[wire.setting], metrics.get(wire.metric)
-        if bound is None or value is None:
+        if bound is None or value is None or metrics.get("accuracy", 0.0) > wire.max_accuracy:
             continue
         if value > bound if wire.is_upper else value < bound:
             word = "above" if wire.is_upper else "below"
