@@ -7,13 +7,12 @@ is that stale rollouts teach as much. Each arm runs to its end, one after the ot
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.demo import DemoResult, train_demo
+from benchmarks.demo import DemoResult, read_metrics, train_demo
 from benchmarks.figures import Figure, Measured
 
 APART = ("placement.kind=process",)
@@ -46,7 +45,7 @@ def _train(changes: Sequence[str], *, is_quick: bool) -> dict[str, Any]:
     metrics: list[dict[str, float]] = []
 
     def look(run_dir: Path) -> None:
-        metrics.extend(json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+        metrics.extend(read_metrics(run_dir))
 
     short = ("train.steps=3", "eval.num_examples=8") if is_quick else ()
     result: DemoResult = train_demo(*changes, *short, look=look)

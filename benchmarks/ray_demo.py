@@ -7,13 +7,12 @@ collectives. The rest is Ray, the wire, weights on their way, judging, and the r
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.demo import train_demo
+from benchmarks.demo import read_metrics, train_demo
 from benchmarks.figures import Figure, Measured
 
 ON_RAY = (
@@ -73,7 +72,7 @@ def split_steps(run_dir: Path) -> dict[str, list[float]]:
     The engine's clock is read at each update, so it holds what was sampled for the step that made the update.
     The first one also holds the gate's probes, one behind an evaluation that too: such steps are left out.
     """
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(run_dir)
     # A role's own log and that of its server; one of them holds these lines.
     said = "".join(path.read_text() for path in sorted(run_dir.rglob("engine*.log")))
     sampled = {int(version): float(s) for version, s in _SAMPLED.findall(said)}

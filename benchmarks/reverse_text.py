@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.demo import ROOT, DemoFailed, train_demo
+from benchmarks.demo import ROOT, DemoFailed, read_metrics, train_demo
 from benchmarks.figures import Figure, Measured
 
 RECIPE = ROOT / "recipes" / "reverse-text.toml"
@@ -29,7 +29,7 @@ def measure_reverse_text(*, is_quick: bool) -> Measured:
     causes: list[str] = []
 
     def look(run_dir: Path) -> None:
-        lines.extend(map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()))
+        lines.extend(read_metrics(run_dir))
         events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
         causes.extend(event["cause"] for event in events if event["kind"] == "tripwire")
 
