@@ -14,6 +14,7 @@ import torch
 
 from strop.cluster.contract import ModelSource, Scorer
 from strop.hardware import free_memory_bytes
+from strop.hardware.compute_thread import compute_in_thread
 from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
 from strop.policy.frozen import FrozenModel
@@ -100,11 +101,11 @@ class LocalLearner:
 
     async def write_weights(self, path: Path) -> str:
         """Write the compute copies; in a thread, because hashing is no work for the event loop."""
-        return await asyncio.to_thread(self.local.write_weights, path)
+        return await compute_in_thread(partial(self.local.write_weights, path))
 
     async def weights_digest(self) -> str:
         """Return the digest of the compute copies; in a thread like `write_weights`."""
-        return await asyncio.to_thread(self.local.weights_digest)
+        return await compute_in_thread(self.local.weights_digest)
 
     async def export(self, target: Path, tokenizer_dir: Path) -> str:
         """Write a Hugging Face model directory. See `LearnerRole.export`."""
@@ -112,7 +113,7 @@ class LocalLearner:
 
     async def write_adapter(self, target: Path) -> str:
         """Write the adapters in peft's form. Returns the digest of their tensors."""
-        return await asyncio.to_thread(self.local.write_adapter, target)
+        return await compute_in_thread(partial(self.local.write_adapter, target))
 
     async def save_state(self, target: Path) -> None:
         """Write masters, moments and counters. See `LearnerRole.save_state`."""

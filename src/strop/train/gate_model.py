@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from strop.cluster import Scorer
+from strop.hardware.compute_thread import compute_in_thread
 from strop.policy.footprint import read_model_size
 from strop.policy.scoring import pack_given
 from strop.policy.weights import find_strange
@@ -82,7 +83,7 @@ async def check_tensors(gate: GateInput) -> GateCheck:
     for who, path in places.items():
         live = await learner.digest_tensors(None if who == "policy" else who)
         try:
-            strange = await asyncio.to_thread(find_strange, live, path)
+            strange = await compute_in_thread(partial(find_strange, live, path))
         except (OSError, SafetensorError, ValueError) as error:
             strange, note = list(live), f" ({error})"
         else:
