@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from strop.cluster import local_learner
+from strop.train import gate_model
+
 COMPUTING = """
 import asyncio, functools, os, time
 from strop.hardware.compute_thread import compute_in_thread
@@ -48,9 +51,6 @@ def test_a_thread_that_computed_ends_with_its_team() -> None:
 
 def test_no_room_that_trains_computes_in_a_pool_of_asyncio() -> None:
     """Hashing the weights in asyncio's own threads, which stay, cost every later step 7 to 9 %."""
-    import strop.cluster.local_learner
-    import strop.train.gate_model
-
-    for module in (strop.cluster.local_learner, strop.train.gate_model):
+    for module in (local_learner, gate_model):
         assert module.__file__ is not None
         assert "to_thread" not in Path(module.__file__).read_text()
