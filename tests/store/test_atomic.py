@@ -232,3 +232,56 @@ def test_a_manifest_is_plain_json(tmp_path: Path) -> None:
     # SHA-256 of "abc", the first example of the standard (FIPS 180-4).
     assert content["files"]["a"]["sha256"].startswith("ba7816bf8f01cfea")
     assert content["files"]["a"]["size_bytes"] == 3
+
+
+@pytest.fixture
+def made_durable(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Note in order what is made durable, and what is moved into its place."""
+    noted: list[tuple[str, str]] = []
+    fsync, replace, rename = os.fsync, os.replace, Path.rename
+
+    def note_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        noted.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def note_replace(source: Path, target: Path) -> None:
+        replace(source, target)
+        noted.append(("move", str(target)))
+
+    def note_rename(source: Path, target: Path) -> Path:
+        noted.append(("move", str(target)))
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    return noted
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_writer_goes_on(
+    tmp_path: Path, made_durable: list[tuple[str, str]]
+) -> None:
+    path = tmp_path / "x"
+    write_bytes_atomically(path, b"new")
+    (aside, move, folder) = made_durable
+    assert aside[1].startswith(f"{path}.partial-")
+    assert (move, folder) == (("move", str(path)), ("fsync", str(tmp_path)))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_directory_is_called_complete_when_all_of_it_is_on_the_disk(
+    tmp_path: Path, made_durable: list[tuple[str, str]], is_replaced: bool
+) -> None:
+    """A power cut must not leave a COMPLETE beside files or names of files that are gone."""
+    target = tmp_path / "record"
+    for _ in range(1 + is_replaced):
+        made_durable.clear()
+        with AtomicDirectory(target, replace=True) as partial:
+            fill(partial)
+    sealed = made_durable.index(("move", str(partial / "COMPLETE")))
+    before = {place for what, place in made_durable[:sealed] if what == "fsync"}
+    parts = {partial / "model" / "weights.bin", partial / "state.bin", partial / "model", partial}
+    assert {str(part) for part in parts} <= before
+    # The directory's own name at last: whoever goes on relies on it.
+    assert made_durable[-1] == ("fsync", str(tmp_path))
+    assert made_durable[sealed + 1] == ("fsync", str(partial))
