@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from strop.errors import CheckRefused, CorruptRecord, StoreError
 from strop.record import RunDir
 from strop.record.fence import ATTEMPT_VARIABLE, NUMBER_VARIABLE, raise_fence, read_fence, require_unfenced
+from strop.store.leftovers import partial_path_of
 
 
 def test_without_a_launcher_there_is_no_fence(tmp_path: Path) -> None:
@@ -73,6 +75,8 @@ def test_other_files_are_no_fence(tmp_path: Path) -> None:
         (path.parent / "7.txt").write_text("")
         (path.parent / "x.json").write_text("{}")
         (path.parent / ".8.json.partial-1").write_text("")
+        # Of an attempt that was killed while it set its mark: it has not begun.
+        partial_path_of(path.parent / "fence-9.json").write_text("{}")
     assert read_fence(tmp_path) == (0, "17-0")
 
 
@@ -164,8 +168,28 @@ def test_a_folder_that_cannot_be_filled_gives_its_lock_back(tmp_path: Path) -> N
     (path / "rollouts").write_text("a file")
     with pytest.raises(StoreError):
         adopt(path)
+    # And is no run yet: whoever comes next fills it.
+    assert not (path / "run.json").exists()
     (path / "rollouts").unlink()
-    adopt(path).release()
+    run = adopt(path)
+    assert (run.path / "checkpoints").is_dir()
+    run.release()
+
+
+def test_an_attempt_of_a_job_waits_for_the_one_that_it_overtook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is cut off and ends; a run that no launcher began is refused at once."""
+    path = prepared(tmp_path)
+    first, second = adopt(path), RunDir.open(path)
+    with pytest.raises(CheckRefused, match="is in use by process"):
+        second.acquire()
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "17-1")
+    ending = threading.Timer(0.3, first.release)
+    ending.start()
+    second.acquire()
+    ending.join()
+    second.release()
 
 
 def test_an_attempt_that_was_overtaken_writes_nothing_more(
@@ -176,10 +200,21 @@ def test_an_attempt_that_was_overtaken_writes_nothing_more(
     path = prepared(tmp_path)
     raise_fence(path, 0, "17-0")
     run = adopt(path)
-    run.begin_attempt()
+    attempt = run.begin_attempt()
+    run.metrics.append(1, {"loss": 1.0})
     # Its node was lost, and its job lives again elsewhere.
     raise_fence(path, 1, "17-1")
-    with pytest.raises(CheckRefused) as caught:
-        run.mark_finished()
-    assert "was overtaken by attempt 1 (17-1)" in str(caught.value)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    for change in (
+        run.mark_finished,
+        run.begin_attempt,
+        lambda: run.end_attempt(attempt, cause="done", exit_code=0, step=1),
+        lambda: run.truncate_after(0),
+        lambda: run.keep_checkpoints(1),
+        lambda: run.move_to(path.with_name("elsewhere")),
+    ):
+        with pytest.raises(CheckRefused) as caught:
+            change()
+        assert "was overtaken by attempt 1 (17-1)" in str(caught.value)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
     run.release()

@@ -87,9 +87,22 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_changes_need_the_lock(tmp_path: Path) -> None:
     create(tmp_path).release()
     (run,) = list_runs(tmp_path)
-    for change in (run.begin_attempt, run.mark_finished, lambda: run.truncate_after(0)):
+    with RunDir.open(run.path) as other:
+        attempt = other.begin_attempt()
+        write_checkpoint(other, 5)
+        write_checkpoint(other, 10)
+    for change in (
+        run.begin_attempt,
+        run.mark_finished,
+        lambda: run.truncate_after(0),
+        lambda: run.end_attempt(attempt, cause="done", exit_code=0, step=1),
+        lambda: run.keep_checkpoints(1),
+        lambda: run.move_to(tmp_path / "elsewhere"),
+    ):
         with pytest.raises(CheckRefused, match="opened for reading only"):
             change()
+    assert run.checkpoint_steps() == [5, 10]
+    assert "ended_at" not in json.loads((attempt.path / "attempt.json").read_bytes())
 
 
 def test_an_attempt_has_its_directory_and_its_end(tmp_path: Path) -> None:
@@ -132,6 +145,34 @@ def test_the_newest_unfinished_run_of_the_same_spec_is_resumed(tmp_path: Path) -
     assert find_resumable(tmp_path / "absent", "demo", "d1") is None
 
 
+def test_whoever_takes_a_run_over_knows_what_was_done_meanwhile(tmp_path: Path) -> None:
+    with create(tmp_path) as run:
+        seen = RunDir.open(run.path)
+        run.begin_attempt()
+    with seen:
+        assert seen.begin_attempt().index == 2
+
+
+def test_a_run_that_was_finished_between_a_look_and_its_lock_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(tmp_path).release()
+    acquire = RunDir.acquire
+
+    def be_a_moment_late(self: RunDir) -> None:
+        monkeypatch.undo()
+        with RunDir.open(self.path) as faster:
+            faster.mark_finished()
+        acquire(self)
+
+    monkeypatch.setattr(RunDir, "acquire", be_a_moment_late)
+    assert find_resumable(tmp_path, "demo", "d1") is None
+    # And nobody holds it.
+    (run,) = list_runs(tmp_path)
+    run.acquire()
+    run.release()
+
+
 def test_resuming_cuts_back_everything_after_the_checkpoint(tmp_path: Path) -> None:
     with create(tmp_path) as run:
         for step in (1, 2, 3):
@@ -167,12 +208,14 @@ def test_taking_a_run_over_clears_what_its_dead_owner_left(tmp_path: Path) -> No
     run.release()
     kill_while_writing = (
         "import os, signal, sys; from pathlib import Path; from strop.store import AtomicDirectory\n"
-        "with AtomicDirectory(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+        "for place in sys.argv[1:]: AtomicDirectory(Path(place)).__enter__()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", kill_while_writing, str(run.checkpoint_path(5))], check=False)
-    assert len(list(run.checkpoints_path.iterdir())) == 1
+    places = [run.checkpoint_path(5), run.rollouts_path(5), run.eval_path("t", 5), run.report_path]
+    subprocess.run([sys.executable, "-c", kill_while_writing, *map(str, places)], check=False)
+    assert [len(list(place.parent.glob(f"{place.name}.partial-*"))) for place in places] == [1, 1, 1, 1]
     with RunDir.open(run.path):
-        assert list(run.checkpoints_path.iterdir()) == []
+        assert list(run.path.rglob("*.partial-*")) == []
 
 
 WORK = """
