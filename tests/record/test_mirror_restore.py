@@ -11,10 +11,13 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError
 from strop.record import RunDir
+from strop.record.mirror.claim import RunIdentity, claim_mirror
 from strop.record.mirror.layout import flush_path, mirror_uri
 from strop.record.mirror.restore import fetch_run, find_remote_run, restore_run
 from strop.store import FileLock, verify_directory
 from strop.store.contract import Objects
+from strop.store.local_objects import LocalObjects
+from strop.store.record_store import RecordStore
 from tests.fixtures.mirrored import CHANGES, PlayedRun, WatchedObjects, list_files, model_bytes
 
 
@@ -152,6 +155,47 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     else:  # What it points to is gone altogether.
         shutil.rmtree(newest)
     require_sound(restore_run(mirror_of(played, root), tmp_path / "elsewhere"), 2)
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_not_finished_where_it_goes_on(
+    tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    played.train(1, 2)
+    uploader = played.uploader(root)
+    uploader.look(is_flush=False)
+    played.train(3, 4)
+    played.run.mark_finished()
+    uploader.look(is_flush=True)
+    uri = mirror_of(played, root)
+    whole = restore_run(uri, tmp_path / "whole")
+    assert RunDir.open(whole).state.finished_at == played.run.state.finished_at
+    (Path(uri) / "tiny_step4" / "state" / "optimizer.safetensors").write_bytes(b"")
+    before = restore_run(uri, tmp_path / "before")
+    require_sound(before, 2)
+    assert not RunDir.open(before).is_finished
+
+
+def test_an_attempt_that_sent_nothing_counts_where_the_run_goes_on(
+    tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    """Its log may be in the mirror: the next attempt must not have its number."""
+    played.train(1, 2).uploader(root).look(is_flush=False)
+    store, uri = RecordStore(LocalObjects()), mirror_of(played, root)
+    claim_mirror(store, uri, RunIdentity.of(played.run.state), owner="second", attempt=2)
+    with RunDir.open(restore_run(uri, tmp_path / "elsewhere")) as run:
+        assert run.begin_attempt().index == 3
+
+
+def test_an_evaluation_of_a_later_step_is_in_no_record(tmp_path: Path, played: PlayedRun, root: str) -> None:
+    played.train(1, 2, 3)
+    for step in (2, 3):
+        (played.run.path / "eval" / f"task-step-00000{step}.json").write_text(str(step))
+    played.run.mark_finished()
+    played.uploader(root).look(is_flush=False)
+    record = Path(mirror_of(played, root)) / "tiny_step2" / "run"
+    assert [path.name for path in (record / "eval").iterdir()] == ["task-step-000002.json"]
+    # Nor is the run finished for those elsewhere before its model was sent.
+    assert json.loads((record / "run.json").read_text())["finished_at"] is None
 
 
 def test_a_mirror_without_a_sound_checkpoint_is_refused(tmp_path: Path, played: PlayedRun, root: str) -> None:

@@ -24,7 +24,7 @@ from strop.errors import (
 from strop.record import RunDir
 from strop.record.mirror.claim import RunIdentity, claim_mirror, point_to, read_latest
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, mirror_uri
-from strop.record.mirror.restore import restore_run
+from strop.record.mirror.restore import find_remote_run, restore_run
 from strop.record.mirror.uploader import EXIT_FENCED, EXIT_ORPHAN, MAX_PAUSE_S
 from strop.store import remove_directory, verify_directory
 from strop.store.contract import Objects
@@ -435,6 +435,64 @@ def test_two_machines_with_the_same_attempt_number_do_not_mix(
         here.look(is_flush=True)
 
 
+def test_a_claim_in_the_moment_of_pointing_is_not_written_over(played: PlayedRun, root: str) -> None:
+    """An attempt that was taken for dead has sent all of a checkpoint when the next one begins."""
+    store, uri = RecordStore(LocalObjects()), str(mirror_of(played, root))
+    identity = RunIdentity.of(played.run.state)
+    claim_mirror(store, uri, identity, owner="old", attempt=1)
+
+    def before(method: str, written: str) -> None:
+        if method in {"write", "write_if"}:
+            claim_mirror(store, uri, identity, owner="new", attempt=2)
+
+    with pytest.raises(MirrorFenced, match="belongs to attempt 2, fence 2"):
+        point_to(RecordStore(watched(before)), uri, "old", step=2, record_uri="r", digest="d")
+    latest = read_latest(store, uri)
+    assert latest is not None
+    assert (latest[0].owner, latest[0].step) == ("new", None)
+
+
+def test_a_fence_is_never_below_the_number_of_its_attempt(played: PlayedRun, root: str) -> None:
+    """Attempts whose store did not answer have claimed nothing, and count all the same."""
+    store, uri = RecordStore(LocalObjects()), str(mirror_of(played, root))
+    claims = [
+        claim_mirror(store, uri, RunIdentity.of(played.run.state), owner=owner, attempt=attempt)
+        for owner, attempt in (("a", 1), ("b", 5), ("c", 5))
+    ]
+    assert [latest.fence for latest in claims] == [1, 5, 6]
+
+
+def test_a_record_that_an_attempt_left_behind_is_neither_named_nor_removed(
+    tmp_path: Path, played: PlayedRun, root: str
+) -> None:
+    """It died between its last checkpoint and the pointer to it; the next one goes on from before that."""
+    played.train(1, 2)
+    played.uploader(root).look(is_flush=False)
+    uri = str(mirror_of(played, root))
+    other_path = restore_run(uri, tmp_path / "elsewhere")
+
+    def before(method: str, written: str) -> None:
+        if method == "write_if":
+            raise RemoteUnreachable("the machine is gone")
+
+    played.train(3, 4, 5, 6)
+    played.uploader(root, watched(before)).look(is_flush=False)
+    verify_directory(mirror_of(played, root) / "tiny_step6")
+    assert latest_step(played, root) == 2
+    # Whoever goes on, goes on from what was named.
+    found = find_remote_run(uri)
+    assert found is not None
+    assert [name.step for name in found.records] == [2, 6]
+    other = PlayedRun(RunDir.open(other_path))
+    other.run.acquire()
+    other.run.begin_attempt()
+    other.train(3, 4)
+    assert other.uploader(root, owner="other", keep_last=1).look(is_flush=False)
+    folders = {path.name for path in mirror_of(played, root).iterdir() if path.is_dir()}
+    assert (latest_step(played, root), folders) == (4, {"tiny_step4", "tiny_step6", "traces"})
+    other.run.release()
+
+
 def test_the_mirror_of_another_run_is_refused(tmp_path: Path, played: PlayedRun, root: str) -> None:
     played.uploader(root).look(is_flush=False)
     # Another machine made a run of that name in the same second, a moment later.
@@ -498,6 +556,50 @@ def test_the_end_sends_the_model_of_a_finished_run(played: PlayedRun, root: str)
     assert verify_directory(final).facts == {"run": played.run.path.name, "step": 2}
     assert set(list_files(final)) == {"COMPLETE", "config.json", "model.safetensors"}
     assert (final / "model.safetensors").read_bytes() == model_bytes(2)
+
+
+@pytest.mark.parametrize(
+    ("moment", "is_begun"), [("traces/metrics.jsonl", False), ("tiny_final/model.safetensors", True)]
+)
+def test_an_attempt_that_is_overtaken_at_its_end_sends_no_model(
+    played: PlayedRun, root: str, moment: str, is_begun: bool
+) -> None:
+    played.train(1, 2)
+    played.run.mark_finished()
+    store, uri = RecordStore(LocalObjects()), str(mirror_of(played, root))
+
+    def before(method: str, sent: str) -> None:
+        if method in {"write", "upload"} and sent.endswith(moment):
+            claim_mirror(store, uri, RunIdentity.of(played.run.state), owner="newer", attempt=2)
+
+    with pytest.raises(MirrorFenced):
+        played.uploader(root, watched(before)).look(is_flush=True)
+    final = mirror_of(played, root) / "tiny_final"
+    assert final.exists() is is_begun
+    assert not (final / "COMPLETE").exists()
+
+
+def test_whoever_may_write_clears_what_an_earlier_writer_left_half_sent(played: PlayedRun, root: str) -> None:
+    played.train(1, 2)
+    calls: list[str] = []
+    objects = watched(lambda method, uri: calls.append(method))
+    uploader = played.uploader(root, objects)
+    uploader.look(is_flush=False)
+    uploader.look(is_flush=False)
+    # After the claim, before anything is sent, and never again.
+    assert calls.count("give_up_uploads") == 1
+    order = [calls.index(method) for method in ("write_if", "give_up_uploads", "upload")]
+    assert order == sorted(order)
+
+
+def test_what_a_killed_uploader_held_is_let_go(played: PlayedRun, root: str) -> None:
+    held = played.run.path / ".mirror"
+    (held / "pinned" / "model").mkdir(parents=True)
+    (held / "pinned" / "model" / "model.safetensors").write_bytes(model_bytes(2))
+    (held / "one.parquet").write_bytes(b"rollouts")
+    flush_path(played.run.path).touch()
+    assert played.uploader(root).run() == 0
+    assert [path.name for path in held.iterdir()] == ["flush"]
 
 
 def test_an_uploader_whose_trainer_is_gone_ends(played: PlayedRun, root: str) -> None:
