@@ -15,6 +15,7 @@ from strop.hardware import spawn
 from strop.launch import following
 from strop.launch.following import choose_step, follow_run
 from strop.record import RunDir
+from strop.record.fence import NUMBER_VARIABLE, raise_fence
 from strop.spec import load_spec, write_spec
 from strop.store.atomic import AtomicDirectory
 from tests.evaluate.stored_results import make_result
@@ -139,6 +140,54 @@ def test_what_no_checkpoint_could_be_evaluated_by_is_refused_at_once(
     assert isinstance(error, kind)
     assert message in str(error)
     assert not [line for line in said if "begins" in line]
+
+
+def test_an_attempt_that_was_overtaken_evaluates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was lost and lives: the next attempt's evaluator writes to the same places."""
+    run_path = a_finished_run(tmp_path, [20])
+    monkeypatch.setenv(NUMBER_VARIABLE, "0")
+    raise_fence(run_path, 1, "17-1")
+    let_children_run(monkeypatch, "raise SystemExit(1)")
+    said, error = follow(run_path, write_eval_file(tmp_path))
+    assert isinstance(error, CheckRefused)
+    assert "was overtaken by attempt 1 (17-1)" in str(error)
+    assert not [line for line in said if "begins" in line]
+
+
+def test_a_run_that_ends_during_a_look_has_its_last_checkpoint_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("name=run", "task.name=arithmetic", "model.uri=Org/Small")
+    run = RunDir.create(tmp_path / "runs", "run", write_spec(load_spec(None, settings)), "digest", {})
+    list_steps = RunDir.checkpoint_steps
+
+    def write(step: int) -> None:
+        with AtomicDirectory(run.checkpoint_path(step), facts={}) as partial:
+            (partial / "weights").write_text(str(step))
+
+    def end_meanwhile(self: RunDir) -> list[int]:
+        found = list_steps(self)
+        if not run.is_finished:
+            write(40)
+            run.mark_finished()
+        return found
+
+    def evaluate(argv: Sequence[str], log_path: Path) -> Any:
+        step = int(argv[4].rpartition("-")[2])
+        name = f"short.arithmetic-step-{step:06d}.json"
+        write_result(make_result({"a": 1.0}, step=step), run.path / "eval" / name)
+        return spawn(["true"], log_path)
+
+    write(20)
+    write_result(make_result({"a": 1.0}, step=20), run.path / "eval" / "short.arithmetic-step-000020.json")
+    monkeypatch.setattr(RunDir, "checkpoint_steps", end_meanwhile)
+    monkeypatch.setattr(following, "spawn", evaluate)
+    said, error = follow(run.path, write_eval_file(tmp_path))
+    run.release()
+    assert error is None
+    assert [line for line in said if "begins" in line] == ["step 40: evaluation begins"]
 
 
 def test_a_result_is_in_the_mirror_although_the_trainer_has_gone(
