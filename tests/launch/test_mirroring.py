@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -16,12 +16,14 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteDenied, RemoteUnreachable, StoreError
 from strop.hardware import terminate
-from strop.launch.mirroring import continue_from, limit_after_signal, probe_store, start_uploader
+from strop.launch.mirroring import Mirroring, continue_from, limit_after_signal, probe_store, start_uploader
 from strop.launch.training import TrainOutcome, train_here
 from strop.record import EventKind, RunDir, list_runs
 from strop.record.fence import GRACE_VARIABLE
-from strop.record.mirror.layout import MirrorOrder, mirror_uri, notes_path
+from strop.record.mirror.claim import RunIdentity, claim_mirror
+from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, notes_path
 from strop.record.mirror.restore import find_remote_run
+from strop.record.mirror.uploader import EXIT_FENCED
 from strop.spec import StoreSpec, load_spec
 from strop.store import get_model, remove_directory, verify_directory
 from strop.store.opening import open_record_store
@@ -126,6 +128,60 @@ def test_an_uploader_leaves_the_processors_to_the_trainer(tmp_path: Path) -> Non
     finally:
         terminate(uploader, 0.0)
         run.release()
+
+
+@pytest.fixture
+def mirroring(tmp_path: Path) -> Iterator[Mirroring]:
+    """A run whose first attempt was killed when it had asked for the rest to be sent."""
+    run = RunDir.create(tmp_path / "runs", "here", "", "", {})
+    flush_path(run.path).parent.mkdir()
+    flush_path(run.path).touch()
+    notes_path(run.path).write_text('{"cause": "upload_failed", "detail": "before", "is_alarm": true}\n')
+    run.begin_attempt()
+    spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True, mirror_every_s=0.1, flush_limit_s=20.0)
+    with run, follow_store(spec), Mirroring(spec, run, Notes()) as made:
+        yield made
+
+
+def test_a_second_attempt_asks_for_no_end_and_repeats_no_old_word(mirroring: Mirroring) -> None:
+    run = mirroring._run_dir
+    mirroring.begin()
+    assert not flush_path(run.path).exists()
+    mirroring.poll()
+    assert [event.cause for event in run.events.read()] == ["mirror"]
+
+
+@pytest.mark.parametrize("is_claimed", [True, False], ids=["claimed by another", "claimed by nobody"])
+def test_an_uploader_that_lost_its_claim_is_not_started_again(
+    mirroring: Mirroring, monkeypatch: pytest.MonkeyPatch, is_claimed: bool
+) -> None:
+    """The trainer claims once, when it begins: its uploader takes nothing back."""
+    monkeypatch.setattr("strop.launch.mirroring.RESPAWN_AFTER_S", 0.0)
+    run, uri = mirroring._run_dir, mirroring.uri
+    assert uri is not None
+    mirroring.begin()
+    first = mirroring._child
+    assert first is not None
+    if is_claimed:
+        claim_mirror(open_record_store(uri), uri, RunIdentity.of(run.state), owner="newer", attempt=2)
+    else:
+        Path(uri, "latest.json").unlink()
+    assert first.wait(60.0) == EXIT_FENCED
+    for _ in range(3):
+        mirroring.poll()
+    assert mirroring._child is first
+    assert [event.cause for event in run.events.read()] == ["mirror", "mirror_fenced"]
+
+
+def test_after_a_signal_the_rest_is_waited_for_as_long_as_the_run_file_says(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs", "here", "", "", {})
+    run.begin_attempt()
+    spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True, flush_limit_s=60.0, stop_flush_limit_s=0.01)
+    with run, follow_store(spec):
+        made = Mirroring(spec, run, Notes())
+        made.begin()
+        made.__exit__(Interrupted, Interrupted("a signal"), None)
+        assert [event.cause for event in run.events.read()] == ["mirror", "upload_incomplete"]
 
 
 def test_a_finished_run_is_whole_in_its_store(here: Here, whole: Curve) -> None:
@@ -262,6 +318,12 @@ def test_what_cannot_go_on_from_a_mirror_is_refused_before_anything_moves(here: 
         continue_from(f"{uri}-other", resolved)
     with pytest.raises(CheckRefused, match=r"is a run of spec \w{12}, and this run file is \w{12}"):
         continue_from(uri, load_spec(here.run_file, here.overrides("seed=4")))
+    state = (run.path / "run.json").read_text()
+    # As far, of the same file, and another run all the same.
+    (run.path / "run.json").write_text(json.dumps({**json.loads(state), "created_at": 1.0}))
+    with pytest.raises(CheckRefused, match=r"is here at step 6, and .* is at step 6\. Allowed: .*same run"):
+        continue_from(uri, resolved)
+    (run.path / "run.json").write_text(state)
     for step in (4, 6):
         remove_directory(run.checkpoint_path(step))
     with pytest.raises(CheckRefused, match=r"is here at step 0, and .* is at step 6"):
