@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from strop.cluster import ModelSource, Roles
+from strop.cluster.inline import InlinePlacement
 from strop.errors import CheckRefused, ConfigError, Interrupted, RunStopped
+from strop.evaluate import Validity, read_result, write_result
 from strop.evaluate.accuracy import refuse_trained
+from strop.hardware.number_format import DTYPE_FACT
 from strop.kernels import KernelStatus
 from strop.launch.inference import open_model, read_trained_ids
-from strop.launch.training import TrainOutcome, set_threads, train_here
+from strop.launch.training import Evaluation, TrainOutcome, set_threads, train_here
 from strop.policy.language_model import LanguageModel
 from strop.policy.weights import weights_digest
 from strop.record import EventKind, RunDir, list_runs
 from strop.record.rollouts import read_rollouts, write_rollouts
-from strop.rollout import Example, Outcome, Split
+from strop.rollout import Example, Message, Outcome, Sampling, Split
 from strop.spec import load_spec
 from strop.store import get_model
 from strop.tasks import build_task, problem_of
 from strop.tasks.generated.reverse_text import ReverseText
-from tests.fixtures.tiny_run import Notes
+from strop.tasks.judging import InlineJudge
+from strop.train import EvalSummary
+from tests.evaluate.stored_results import make_result
+from tests.fixtures.tiny_run import Notes, SpellTask, new_run, tiny_spec
 
 RUN_FILE = """
 name = "here"
@@ -142,6 +151,58 @@ def test_an_evaluation_names_the_weights_that_answered(here: Here, words: tuple[
     assert open_model(str(outcome.run_path / "checkpoints" / "step-000001")).digest not in digests
 
 
+class OneLongPrompt(SpellTask):
+    """Asks one held-out question that leaves a model of 512 positions no room for a reply."""
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        (message,) = super().render(example)
+        is_long = example.example_id == self.examples(Split.HELD_OUT)[0].example_id
+        return (replace(message, content=message.content * 300) if is_long else message,)
+
+
+def test_an_evaluation_asks_as_the_run_says_and_the_model_can_read(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    spec = tiny_spec(sampling={"temperature": 0.7}, eval={"num_examples": 4, "num_samples": 2})
+    task, run_dir = OneLongPrompt(max_reply_tokens=8), new_run(tmp_path)
+
+    async def act() -> EvalSummary:
+        placement = InlinePlacement(spec, ModelSource(path=tiny_model_dir, digest="unused"))
+        roles = await placement.start()
+        try:
+            return await Evaluation(spec, task, InlineJudge(task), roles, "digest", run_dir)(0, lambda: None)
+        finally:
+            await placement.stop()
+
+    summary = asyncio.run(act())
+    assert (summary.num_examples, summary.invalid_cause) == (4, None)
+    result = read_result(run_dir.eval_path("spell", 0))
+    # Not solved, and no engine's fault.
+    assert (result.greedy.num_too_long, result.greedy.num_unscored) == (1, 0)
+    assert (result.sampling, result.num_samples) == (Sampling(temperature=0.7), 2)
+    run_dir.release()
+
+
+def test_an_evaluation_is_compared_with_the_best_valid_one_of_its_protocol(tmp_path: Path) -> None:
+    run_dir, task = new_run(tmp_path), SpellTask()
+    stored = [
+        make_result({"a": 1.0, "b": 0.0}, step=0),
+        make_result({"a": 0.0, "b": 1.0}, step=10),  # As good, and later.
+        make_result({"a": 0.0, "b": 0.0}, step=20),
+        make_result({"a": 1.0, "b": 1.0}, step=30, validity=Validity.TRUNCATION),
+        make_result({"a": 1.0, "b": 1.0}, step=40, prompt_format="base"),
+        make_result({"a": 1.0, "b": 1.0}, step=60),  # Of a later step.
+    ]
+    for one in stored:
+        write_result(one, run_dir.eval_path(one.task, one.step))
+    evaluation = Evaluation(tiny_spec(), task, InlineJudge(task), cast(Roles, None), "digest", run_dir)
+    best = evaluation._find_best(make_result({"a": 0.0, "b": 0.0}, step=50))
+    assert best is not None
+    assert best.step == 0
+    assert evaluation._find_best(make_result(step=50, validity=Validity.TRUNCATION)) is None
+    run_dir.release()
+
+
 def test_a_checkpoint_that_does_not_name_its_weights_is_named_by_its_files(here: Here) -> None:
     checkpoint = here.train().run_path / "checkpoints" / "step-000002"
     manifest = json.loads((checkpoint / "COMPLETE").read_text())
@@ -203,6 +264,24 @@ def test_the_same_command_goes_on_and_reports_what_earlier_attempts_found(here: 
     assert [summary.step for summary in here.notes.summaries] == [2]
     assert outcome.before is not None
     assert outcome.before.step == 0
+
+
+def test_a_run_keeps_its_number_format_on_a_machine_with_another(here: Here) -> None:
+    """`auto` was float32 where it began; where it goes on it would be bfloat16, or the other way round."""
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train("model.dtype=auto")
+    path = here.told[0].path / "run.json"
+    state = json.loads(path.read_text())
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[state["facts"][DTYPE_FACT]]
+    state["facts"][DTYPE_FACT] = other
+    path.write_text(json.dumps(state))
+    here.notes = Notes()
+    here.train("model.dtype=auto")
+    assert len(list_runs(here.folder / "runs")) == 1
+    (weights,) = [event.detail for event in here.notes.events if event.cause == "weights"]
+    assert f", in {other}" in weights
+    assert any(f"model.dtype: {other}: the run began with it" in event.detail for event in here.notes.events)
 
 
 def test_a_new_run_can_be_asked_for(here: Here) -> None:
