@@ -235,6 +235,8 @@ def test_held_out_examples_are_looked_at_before_between_and_after(
 
     async def evaluate(step: int, on_progress: Callable[[], None]) -> EvalSummary:
         seen.append((step, len(made.run_dir.metrics.read())))
+        # Who is killed meanwhile does the step again, and so repeats the evaluation.
+        assert step not in made.run_dir.checkpoint_steps()
         return summary(step)
 
     spec = tiny_spec(train={"steps": 5}, eval={"every": every})
