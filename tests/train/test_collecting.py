@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from strop.rollout import Group
-from strop.train.collecting import measure_discarded
+from strop.rollout import Group, Split
+from strop.train.collecting import measure_discarded, plan_attempts
 from strop.train.generation import Batch, Fate
+from tests.fixtures.tiny_run import SpellTask, tiny_spec
 from tests.train.test_generation import group_of
 
 
@@ -44,3 +45,13 @@ def test_groups_that_were_replaced_for_their_rewards_are_no_selection_by_time() 
 
 def test_a_batch_without_discarded_groups_says_nothing() -> None:
     assert measure_discarded(batch_of([group_of_length(0, 10)], [])) == {}
+
+
+def test_what_is_sampled_follows_from_the_runs_seed_the_step_and_the_place_in_the_group() -> None:
+    task = SpellTask(max_reply_tokens=9)
+    (example, *_) = task.examples(Split.TRAIN)
+    plans = plan_attempts(tiny_spec(seed=6), task, example, step=3, num_attempts=2, max_positions=40)
+    assert [(plan.run_seed, plan.step, plan.sample_index) for plan in plans] == [(6, 3, 0), (6, 3, 1)]
+    assert {(plan.example.example_id, plan.max_reply_tokens, plan.max_positions) for plan in plans} == {
+        (example.example_id, 9, 40)
+    }

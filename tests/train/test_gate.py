@@ -17,17 +17,23 @@ from strop.cluster.inline import InlinePlacement
 from strop.engine import Completion, GenerationRequest
 from strop.engine.native import NativeEngine
 from strop.errors import CheckRefused, ConfigError
+from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.policy.language_model import LanguageModel
 from strop.policy.packing import PackedReply
 from strop.policy.scoring import score_reply
 from strop.rollout import Example, Message, Outcome, Split, Turn
+from strop.store import follow_store
+from strop.tokenizer import Tokenizer
 from strop.train import gate as gate_module
 from strop.train import gate_room
 from strop.train.batch import pack_reply
 from strop.train.gate import pass_gate, read_accepted
 from strop.train.gate_input import GateCheck, GateInput
+from strop.train.gate_room import check_room
+from strop.train.room import LOW_DISK_FACTOR
 from tests.fixtures.places import line_of
 from tests.fixtures.tiny_run import Composition, SpellTask, learner_of, new_run, tiny_spec
+from tests.incidents.faulty_engines import build_gate
 
 CHECKS = [
     "prompt",
@@ -294,6 +300,32 @@ def test_too_little_memory_or_disk_is_refused(
     monkeypatch.setattr(gate_room, "free_disk_bytes", lambda path: disk_bytes)
     error = refuse(tmp_path, tiny_model_dir)
     assert_matches(r"room: memory about \d+\.\d GiB of .* GiB free, checkpoints \d\.\d of .* GiB free", error)
+
+
+def test_room_is_for_all_checkpoints_that_there_will_be_at_a_time(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are kept, the one being written and one that is being sent; what is there counts as free."""
+    one_bytes = checkpoint_bytes(read_model_size(tiny_model_dir), "float32")
+    engine = NativeEngine(
+        LanguageModel.load(tiny_model_dir, dtype=torch.float32), Tokenizer.load(tiny_model_dir)
+    )
+
+    def has_room(free_bytes: float, **settings: Any) -> bool:
+        monkeypatch.setattr(gate_room, "free_memory_bytes", lambda: None)
+        monkeypatch.setattr(gate_room, "free_disk_bytes", lambda path: int(free_bytes))
+        gate = build_gate(tiny_model_dir, engine, train={"keep_checkpoints": 2}, **settings)
+        with follow_store(gate.spec.store):
+            return check_room(replace(gate, run_path=tmp_path)).is_passed
+
+    wanted = (2 + LOW_DISK_FACTOR) * one_bytes
+    assert (has_room(wanted), has_room(0.99 * wanted)) == (True, False)
+    mirrored = {"uri": str(tmp_path / "store"), "mirror": True}
+    assert not has_room(wanted, store=mirrored)
+    assert has_room(wanted + one_bytes, store=mirrored)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "written").write_bytes(bytes(one_bytes))
+    assert has_room(wanted - one_bytes)
 
 
 @pytest.mark.parametrize("wanted", [None, False, True])

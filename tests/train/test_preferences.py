@@ -170,6 +170,20 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, tiny_model_dir: Path, 
     assert read_curve(resumed.path) == read_curve(whole.run_dir.path)
 
 
+def test_a_policy_that_has_learned_is_not_taken_for_its_reference(
+    tmp_path: Path, tiny_model_dir: Path, framing: Framing
+) -> None:
+    """What the reference said is gone, and the weights that said it are too."""
+    made = compose(tmp_path, tiny_model_dir, framing, train={"steps": 4})
+    half = made.spec.model_copy(update={"train": made.spec.train.model_copy(update={"steps": 2})})
+    Composition(half, tiny_model_dir, made.run_dir, preferences=made.preferences).run()
+    (made.run_dir.path / REFERENCE_NAME).unlink()
+    resumed = RunDir.open(made.run_dir.path)
+    resumed.acquire()
+    with pytest.raises(CorruptRecord, match=r"it is missing, and the weights .* are no longer held"):
+        Composition(made.spec, tiny_model_dir, resumed, preferences=made.preferences).run()
+
+
 def test_other_pairs_are_another_run(tmp_path: Path, tiny_model_dir: Path, framing: Framing) -> None:
     made = compose(tmp_path, tiny_model_dir, framing, train={"steps": 2})
     made.run()
