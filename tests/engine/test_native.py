@@ -278,6 +278,34 @@ def test_what_cannot_be_generated_is_refused(
     assert isinstance(answered, Completion)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "reply", "message"),
+    [
+        ([3] * 500, [4] * 13, "has 500 prompt tokens and has a reply of 13. Allowed: .*at most 512"),
+        ([3], [], "has a reply of 0"),
+        ([], [4], "has 0 prompt tokens"),
+        ([3, 4], [262], "token ids from 3 to 262. Allowed: ids from 0 to 261"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    prompt: list[int], reply: list[int], message: str, model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    engine = NativeEngine(model, tokenizer)
+    sound = np.array([3, 4], np.int32)
+
+    async def act() -> list[Any]:
+        pairs = [(np.array(prompt, np.int32), np.array(reply, np.int32)), (sound, sound)]
+        asked = [engine.score(*pair, 1.0) for pair in pairs]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    refused, answered = run(act())
+    assert isinstance(refused, EngineError)
+    with pytest.raises(EngineError, match=message):
+        raise refused
+    # Who asks beside it is answered.
+    assert len(answered.logprobs) == 2
+
+
 def test_the_longest_possible_request_is_answered(model: LanguageModel, tokenizer: Tokenizer) -> None:
     request = replace(ask(tokenizer, "1+2 = ?", max_tokens=505), stop_token_ids=frozenset())
     assert len(request.prompt_ids) == 7

@@ -396,6 +396,24 @@ def test_nobody_listening_is_told() -> None:
         Closing(engine).run(engine.health())
 
 
+def test_proxies_of_the_environment_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be given the key and every reply, and engines are on machines of the run's own."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def act() -> HealthForm:
+        async with canned_server({"/health": HEALTHY}) as url:
+            engine = RemoteEngine(url, KEY)
+            try:
+                return await engine.health()
+            finally:
+                await engine.close()
+
+    assert asyncio.run(act()) == HEALTHY
+
+
 def test_closing_answers_those_who_wait(server: RunningServer, tokenizer: Tokenizer) -> None:
     request = ask(tokenizer, max_tokens=500)
 

@@ -256,6 +256,42 @@ def test_a_replica_that_fails_where_others_succeed_is_taken_out() -> None:
     assert "failed 2 requests that others answered; the last: e0: CUDA" in desk.events[0].detail
 
 
+@pytest.mark.parametrize("between", ["an answer", "an update"])
+def test_failures_count_in_a_row(between: str) -> None:
+    async def act() -> Desk:
+        desk = Desk(2, max_failures_in_a_row=2)
+        for engine in desk.engines:
+            engine.answers_at_once = True
+        for seed in range(3):
+            desk.engines[0].failure = EngineError("CUDA out of memory")
+            await desk.router.generate(ask(2 * seed))
+            desk.engines[0].failure = None
+            if between == "an answer":
+                await desk.router.generate(ask(2 * seed + 1))
+            else:
+                await desk.router.update(replace(UPDATE, version=seed + 1))
+        return desk
+
+    desk = run(act())
+    # Each request went to the first replica, as the least loaded one.
+    assert len(desk.seeds[0]) == (6 if between == "an answer" else 3)
+    assert desk.causes == []
+
+
+def test_unproven_weights_are_no_matter_of_another_replica() -> None:
+    """An engine that says so must be heard: another one's answer would hide it."""
+
+    async def act() -> Desk:
+        desk = Desk(2)
+        desk.engines[0].failure = WeightMismatch("the last update was not proven")
+        desk.engines[1].answers_at_once = True
+        with pytest.raises(WeightMismatch, match="the last update was not proven"):
+            await desk.router.generate(ask(0))
+        return desk
+
+    assert run(act()).seeds == [[0], []]
+
+
 def test_an_update_closes_every_replica_until_it_has_acknowledged() -> None:
     async def act() -> None:
         desk = Desk(2)
@@ -422,6 +458,27 @@ def test_an_engine_that_is_added_serves_after_the_next_update() -> None:
         return desk
 
     assert run(act()).causes == [("late", ReplicaCause.JOINED), ("late", ReplicaCause.BACK)]
+
+
+def test_an_engine_that_takes_a_name_during_an_update_has_acknowledged_nothing() -> None:
+    async def act() -> Desk:
+        desk = Desk(2)
+        lost, fresh = desk.engines[0], HeldEngine()
+        desk.router.condemn("e0", "its node is gone", ReplicaCause.LOST)
+        lost.update_gate.clear()
+        await desk.router.update(UPDATE)
+        desk.router.add("e0", fresh)
+        lost.update_gate.set()
+        await turn()
+        # What the lost one says at last is not the other one's word.
+        assert (lost.version, desk.router.serves("e0")) == (1, False)
+        await desk.router.update(replace(UPDATE, version=2))
+        await turn()
+        assert (fresh.version, desk.router.serves("e0")) == (2, True)
+        return desk
+
+    causes = [cause for _, cause in run(act()).causes]
+    assert causes == [ReplicaCause.LOST, ReplicaCause.JOINED, ReplicaCause.BACK]
 
 
 def test_scores_are_routed_and_moved_like_replies() -> None:
