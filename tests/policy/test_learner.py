@@ -271,13 +271,23 @@ def test_a_damaged_state_is_refused_and_changes_nothing(
     assert_equal(state_of(other, tmp_path / "after"), before)
 
 
-def test_a_non_finite_gradient_is_refused_and_the_next_step_is_clean(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "grad", "message"),
+    [
+        (0.0, math.inf, r"step 1 has loss .* norm nan\. Allowed: finite values"),
+        # Where the value is none, a gradient that looks like one is not its derivative.
+        (math.inf, 0.5, r"step 1 has loss (inf|nan) and gradient norm \d+"),
+    ],
+)
+def test_what_is_not_finite_is_refused_and_the_next_step_is_clean(
+    model_dir: Path, tmp_path: Path, loss: float, grad: float, message: str
+) -> None:
     def broken(tokens: ScoredTokens, /) -> TokenTerms:
         nothing = torch.zeros_like(tokens.logprob_M)
-        return TokenTerms(loss_N=nothing, grad_N=nothing + math.inf)
+        return TokenTerms(loss_N=nothing + loss, grad_N=nothing + grad)
 
     learner, other = build_learner(model_dir, lr=LR), build_learner(model_dir, lr=LR)
-    with pytest.raises(LearnerError, match=r"step 1 has loss .* norm nan\. Allowed: finite values"):
+    with pytest.raises(LearnerError, match=message):
         learner.step(signal(), temperature=1.0, token_terms=broken)
     assert learner.version == 0
     take(learner, signal())
