@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from strop.cluster import ModelSource, Roles
 from strop.cluster.build import build_placement
-from strop.cluster.engine_process import can_swap_adapters
+from strop.cluster.engine_process import EngineProcess, can_swap_adapters
 from strop.cluster.inline import InlinePlacement
 from strop.cluster.local_learner import LocalLearner
 from strop.cluster.process import ProcessPlacement
@@ -231,11 +231,24 @@ def test_prc_5_an_engine_that_dies_at_its_start_is_told_with_its_log(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """Incident: a role ended before anything was logged, and the others waited."""
+    # What an attempt that was killed left must not be taken for this one's.
+    (tmp_path / "engine.key").write_text("an old key")
+    (tmp_path / "engine.ready").write_text("an old address")
     placement = make_placement(tiny_model_dir, tmp_path)
     with killing(placement) as killed, pytest.raises(EngineError, match="the engine did not start") as caught:
         asyncio.run(placement.start())
     assert f"its process {killed[0]} ended with signal 9\nIts last log lines:" in str(caught.value)
     assert placement.engine_pid is None
+    assert names(tmp_path) == ["engine.log"]
+
+
+def test_sec_4_a_key_is_written_for_this_user_only(tiny_model_dir: Path, tmp_path: Path) -> None:
+    engine = EngineProcess(process_spec(), tiny_model_dir, tmp_path)
+    try:
+        engine.launch()
+        assert stat.S_IMODE((tmp_path / "engine.key").stat().st_mode) == 0o600
+    finally:
+        asyncio.run(engine.stop())
     assert names(tmp_path) == ["engine.log"]
 
 
