@@ -50,7 +50,7 @@ demo: $(READY)
 # Four streams: each waits now and then, for schedulers, containers and processes, and leaves cores to the others.
 JOBS := tests/launch
 PROGRAMS := tests/benchmarks tests/test_demo.py tests/test_processors.py tests/test_recipes.py
-LAST := tests/evaluate tests/tasks/audit
+LAST := tests/evaluate tests/audit
 PYTEST := $(IN_VENV) -m pytest --durations=15
 
 test: $(READY)
@@ -119,13 +119,13 @@ system-deps:
 # lm-eval, whose verdicts some tests compare with: an environment of its own in the user's cache, 1.8 GB.
 harness-deps: $(READY)
 	@$(IN_VENV) -c "from strop.evaluate.harness import LM_EVAL; \
-		from strop.hardware.python_environment import ensure_environment; \
+		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(LM_EVAL, say=print)"
 
 # vLLM for engine.kind = vllm and its tests: an environment of its own in the user's cache, 3.2 GB.
 vllm-deps: $(READY)
 	@$(IN_VENV) -c "from strop.engine.vllm.environment import VLLM; \
-		from strop.hardware.python_environment import ensure_environment; \
+		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(VLLM, say=print)"
 
 clean:

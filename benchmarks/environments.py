@@ -7,7 +7,7 @@ measure something nobody runs. vLLM's is that of strop's own engine.
 from __future__ import annotations
 
 from strop.engine.vllm.environment import VLLM
-from strop.hardware.python_environment import PythonEnvironment, ensure_environment
+from strop.store.python_environment import PythonEnvironment, ensure_environment
 
 __all__ = ["TRL", "VLLM", "ensure_environment"]
 

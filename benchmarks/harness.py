@@ -27,7 +27,7 @@ from benchmarks import machine
 from benchmarks.cases import Case
 from benchmarks.prompts import make_prompts, write_prompts
 from benchmarks.ratio import RatioSummary, summarize_ratios
-from strop.store import write_bytes_atomically
+from strop.io import write_bytes_atomically
 
 ROOT = Path(__file__).parents[1]
 RESULTS_DIR = Path(__file__).parent / "results"

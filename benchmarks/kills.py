@@ -31,13 +31,13 @@ from typing import Any
 
 from benchmarks.figures import Figure, Measured
 from benchmarks.store import run_server
-from strop.launch.jobs.drill import compare_metrics
-from strop.launch.jobs.home import job_path_of, read_plan, read_ref
-from strop.launch.jobs.launcher import Launcher
+from strop.io.atomic import read_manifest
+from strop.launch.drill import compare_metrics
+from strop.launch.home import job_path_of, read_plan, read_ref
+from strop.launch.launcher import Launcher
 from strop.launch.local.backend import LocalBackend
 from strop.launch.local.identity import read_identity
 from strop.record import RunDir
-from strop.store.atomic import read_manifest
 
 BUCKET = "kills"
 MARKER = "STROP_KILLS"

@@ -37,12 +37,12 @@ from benchmarks.rivals import strop_arm
 from benchmarks.store import BUCKET, run_server
 from benchmarks.throttled_store import COUNT_PATH
 from strop.hardware import ChildProcess, terminate
-from strop.launch import mirroring
+from strop.io.atomic import AtomicDirectory
 from strop.policy.footprint import read_model_size
 from strop.record import RunDir
 from strop.record.mirror.layout import MirrorOrder
 from strop.record.mirror.uploader import upload_settings
-from strop.store.atomic import AtomicDirectory
+from strop.run import mirroring
 
 CASE = CASES["grpo-32-natural"]
 EXPECTED_STEP_S = 7.0

@@ -28,11 +28,11 @@ from typing import Any
 
 from benchmarks.figures import Figure, Measured
 from strop.engine.router import Router, RouterLimits
-from strop.engine.simulated import SimulatedEngine, SimulatedSpeed
-from strop.engine.virtual_time import run_virtually
 from strop.environments import RolloutPlan, SingleTurn, run_group
 from strop.rollout import Example, Message, Outcome, Sampling, Split, make_example
 from strop.tasks import TaskLimits
+from strop.testing.simulated_engine import SimulatedEngine, SimulatedSpeed
+from strop.testing.virtual_time import run_virtually
 from strop.tokenizer import Tokenizer
 from strop.train.loop_lag import full_collections_by_hand
 

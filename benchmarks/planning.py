@@ -22,11 +22,11 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.figures import Figure, Measured
+from benchmarks.simulation import SimulationInput, SimulationWish, simulate
 from strop.hardware import calibrate_machine
 from strop.hardware.efficiency import Efficiency
-from strop.launch.estimate import estimate_time
-from strop.launch.plan import Planned, plan_work
-from strop.launch.simulate import SimulationInput, SimulationWish, simulate
+from strop.plan.estimate import estimate_time
+from strop.plan.planning import Planned, plan_work
 from strop.record import RunDir
 from strop.record.prediction import NUM_WARM_UP, compare_prediction, read_prediction
 from strop.spec import load_spec

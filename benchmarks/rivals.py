@@ -11,8 +11,8 @@ from benchmarks.environments import TRL, VLLM, ensure_environment
 from benchmarks.harness import Arm
 from strop.hardware import describe_machine
 from strop.hardware.number_format import AUTO, choose_format, compute_device
-from strop.hardware.python_environment import PythonEnvironment
 from strop.hardware.tuning import spin_count
+from strop.store.python_environment import PythonEnvironment
 
 KV_CACHE_GIB = 2
 """vLLM's cache: 64 rows of 512 tokens of the 135M model take 0.75 GB."""

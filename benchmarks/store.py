@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, Measured
-from strop.store.atomic import AtomicDirectory
+from strop.io.atomic import AtomicDirectory
 from strop.store.record_store import RecordStore
 from strop.store.s3_client import S3Settings
 from strop.store.s3_objects import S3Objects

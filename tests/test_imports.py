@@ -79,7 +79,7 @@ def test_a_light_command_never_loads_torch(words: tuple[str, ...], tmp_path: Pat
 # What takes a tenth of a second or more together, and a plan of arithmetic on Slurm has no use for.
 NEEDLESS_FOR_A_PLAN = {
     "torch", "transformers", "ray", "vllm", "pyarrow", "huggingface_hub", "asyncio", "http.client", "ssl",
-    "multiprocessing", "fastapi", "httpx", "strop.launch.simulate", "strop.engine.simulated",
+    "multiprocessing", "fastapi", "httpx", "strop.testing",
     "strop.evaluate", "strop.tasks.judging", "strop.tasks.llm_judge", "strop.tasks.code",
     "strop.tasks.mathematics", "strop.tasks.instructions", "strop.tasks.mixture", "strop.launch.container",
     "strop.launch.sagemaker", "strop.view.report",

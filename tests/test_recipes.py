@@ -17,8 +17,8 @@ import pytest
 from strop.cluster.ray.slots import NodeOffer, RoleCounts, plan_slots
 from strop.errors import ConfigError
 from strop.hardware.accelerators import find_accelerator
-from strop.launch.plan import make_plan
-from strop.launch.planned import Plan
+from strop.plan.plan import Plan
+from strop.plan.planning import make_plan
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Split

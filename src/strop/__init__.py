@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from strop.launch.from_python import Run, train
+    from strop.run.from_python import Run, train
 
 __version__ = "0.1.0"
 
@@ -19,7 +19,7 @@ __all__ = ["Run", "__version__", "train"]
 
 def __getattr__(name: str) -> Any:
     """Bring what trains when it is asked for."""
-    places = {"train": "strop.train", "Run": "strop.launch.from_python"}
+    places = {"train": "strop.train", "Run": "strop.run.from_python"}
     if name not in places:
         raise AttributeError(f"module 'strop' has no attribute {name!r}")
     found = import_module(places[name])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.drill import compare_metrics
+from strop.launch.drill import compare_metrics
 from tests.fixtures.commands import Run
 from tests.fixtures.jobs import find_process, hold_until_told, wait_for
 

@@ -120,7 +120,7 @@ def test_help_names_every_command(run: Run) -> None:
     assert ended.code == 0
     listed = ended.out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [
-        "train", "sft", "eval", "rescore", "sample", "plan", "simulate", "check", "stage", "submit", "status",
+        "train", "sft", "eval", "rescore", "sample", "plan", "check", "stage", "submit", "status",
         "logs", "cancel", "fetch", "drill", "explain", "ls", "view", "compare", "audit", "doctor", "model",
         "tasks", "slurm", "sagemaker",
     ]  # fmt: skip
@@ -177,7 +177,6 @@ def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:
         ("plan", "run.toml"),
         ("plan", "run.toml", "--json"),
         ("plan", "run.toml", "--hardware", "h100"),
-        ("simulate", "--help"),
         ("ls", "."),
     ],
     ids=" ".join,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from strop.hardware.findings import Finding, Severity
-from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobState
-from strop.launch.jobs.home import job_path_of, read_plan, read_ref
+from strop.io.atomic import AtomicDirectory
+from strop.launch.contract import Answer, JobPlan, JobRef, JobState
+from strop.launch.home import job_path_of, read_plan, read_ref
 from strop.spec.site import Site
-from strop.store.atomic import AtomicDirectory
 from tests.fixtures.commands import Ended, Run
 from tests.fixtures.scripted_jobs import World, make_world
 
@@ -393,7 +393,7 @@ def test_cancel_says_what_ended_the_job(run: Run, job: JobRef) -> None:
 def test_an_end_that_was_not_seen_is_no_success(
     here: World, run: Run, job: JobRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strop.launch.jobs.launcher.KILL_LIMIT_S", 0.1)
+    monkeypatch.setattr("strop.launch.launcher.KILL_LIMIT_S", 0.1)
     here.backend.ends_at = ""
     ended = run("cancel", job.job_id, "--grace", "0.1")
     assert ended.code == 1
@@ -427,7 +427,7 @@ def drill_table(ended: Ended) -> str:
 def test_a_drill_that_fails_names_the_first_missing_proof(
     here: World, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strop.launch.jobs.drill._POLL_S", 0.01)
+    monkeypatch.setattr("strop.launch.drill._POLL_S", 0.01)
     ref = here.submit("job.grace_s=1.0")
     ended = run("drill", ref.job_id)
     assert ended.code == 76

@@ -18,11 +18,11 @@ from strop.cluster import LearnerRole, ModelSource, Roles
 from strop.cluster.frozen import with_frozen
 from strop.cluster.local_learner import LocalLearner
 from strop.cluster.ray.learners import LearnerRank, RayLearner
-from strop.engine.dummy import DummyEngine
 from strop.errors import ConfigError
 from strop.policy.packing import with_logprobs
 from strop.policy.step_report import StepPlan, StepReport
 from strop.spec.run import RunSpec
+from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.terms import rl_term
 from tests.fixtures.tiny_model import tiny_model

@@ -17,9 +17,9 @@ from strop.engine import (
     WeightTransport,
     WeightUpdate,
 )
-from strop.engine.dummy import DummyEngine
 from strop.engine.router import ReplicaCause, Router, RouterLimits
 from strop.errors import ConfigError, EngineError, EngineLost, WeightMismatch
+from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
 from tests.engine.held import Desk, HeldEngine, ask, run, start, turn

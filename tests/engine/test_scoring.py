@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strop.engine.dummy import DummyEngine
 from strop.engine.remote import RemoteEngine
 from strop.engine.wire import ScoreAnswer, ScoreCall, ScoreForm, read_ids, write_floats
 from strop.errors import EngineError
+from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from strop.engine import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
-from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.engine.server import announce, build_app, listen, main, read_key
 from strop.engine.wire import GenerateCall, ReadyForm, ScoreCall, UpdateForm
 from strop.errors import ConfigError, StoreError
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
 from tests.fixtures.places import line_of

@@ -13,7 +13,6 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
-from strop.engine.dummy import DummyEngine
 from strop.engine.native import NativeEngine
 from strop.environments import RolloutPlan, SingleTurn, run_rollout
 from strop.environments.choosing import choose, encode_choices
@@ -23,6 +22,7 @@ from strop.policy.scoring import score_reply
 from strop.rollout import PROMPT_TOO_LONG, FinishReason, Rollout, Sampling, Split
 from strop.spec import MmluChoiceSpec
 from strop.tasks import PromptFormat, Task, build_task
+from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from strop.environments import Action, Environment, ScriptedEnvironment, SingleTurn
+from strop.environments import Action, Environment, SingleTurn
 from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
+from strop.testing.scripted_environment import ScriptedEnvironment
 from tests.environments.contract_suite import EnvironmentContract
 
 SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from strop.engine import Completion, GenerationRequest
-from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.engine.seeds import stream_seed
 from strop.environments import (
     Action,
     Environment,
     PromptCache,
     RolloutPlan,
-    ScriptedEnvironment,
     SingleTurn,
     run_group,
     run_rollout,
@@ -40,6 +38,8 @@ from strop.rollout import (
 from strop.spec import ArithmeticSpec
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import Arithmetic
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
+from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

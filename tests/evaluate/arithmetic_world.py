@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strop.engine import GenerationRequest
-from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.rollout import Example, Outcome
 from strop.spec.task import ArithmeticSpec
 from strop.tasks.generated.arithmetic import Arithmetic
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from strop.engine import Engine, GenerationRequest
-from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.errors import ConfigError, EngineError
 from strop.evaluate import (
     EvalResult,
@@ -32,6 +31,7 @@ from strop.rollout import Example, Outcome, Sampling, Split
 from strop.spec import HumanEvalSpec
 from strop.tasks import Task, build_task
 from strop.tasks.generated.arithmetic import Arithmetic
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     NUM_HELD_OUT,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from strop.engine.dummy import DummyEngine
 from strop.errors import ConfigError
 from strop.evaluate import EvalResult, EvalSettings, read_result, write_result
 from strop.evaluate.accuracy import evaluate_task
 from strop.rollout import Split
 from strop.spec import MmluChoiceSpec
 from strop.tasks import Task, build_task
+from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

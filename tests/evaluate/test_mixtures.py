@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from strop.engine import GenerationRequest
-from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.errors import CheckRefused
 from strop.evaluate import (
     EvalResult,
@@ -29,6 +28,7 @@ from strop.evaluate.shards import ShardFolder, read_all_shards
 from strop.rollout import Split
 from strop.spec.task import MixtureSpec
 from strop.tasks import Task, build_task
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import make_tokenizer
 

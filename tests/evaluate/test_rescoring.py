@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from strop.engine import GenerationRequest
-from strop.engine.dummy import ScriptedReply
 from strop.environments import SingleTurn, run_groups
 from strop.errors import CheckRefused
 from strop.evaluate import EvalPlan, EvalSettings, Rescored, plan_evaluation, rescore
 from strop.rollout import Example, Outcome, Rollout, Split
 from strop.tasks import Task
 from strop.tasks.generated.arithmetic import Arithmetic
+from strop.testing.dummy_engine import ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,

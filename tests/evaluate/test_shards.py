@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from strop.engine import Engine, GenerationRequest
-from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.errors import CheckRefused, CorruptRecord, EngineError, StoreError
 from strop.evaluate import EvalResult, EvalSettings, ShardFolder, plan_evaluation, run_evaluation
 from strop.evaluate.shards import cut_shards, read_all_shards, read_plan, read_task_settings
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.record.shards import list_shards
 from strop.rollout import Split
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import make_engine, make_task, make_tokenizer
 

@@ -12,10 +12,10 @@ import pytest
 from strop.errors import CheckRefused, ConfigError
 from strop.hardware import Gpu, GpuUser, MigSlice, identify, take_lease
 from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus, lease_gpus
-from strop.hardware.fake_nvidia_smi import install_fake_nvidia_smi
 from strop.hardware.gpus import GpuReport, Probe
 from strop.hardware.inventory import Inventory
 from strop.hardware.leases import Lease
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import GIB, divided, whole
 
 THREE = [whole(0, 70), whole(1, 13), whole(2, 79)]

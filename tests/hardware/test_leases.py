@@ -20,7 +20,7 @@ from strop.hardware import clear_leftovers, find_leases, identify, take_lease
 from strop.hardware.identity import identify_self
 from strop.hardware.leases import FOLDER_VARIABLE, LEASE_VARIABLE, MARKER_NAME, leases_dir
 from strop.hardware.leftovers import find_processes
-from strop.store.leftovers import is_process_alive
+from strop.io.leftovers import is_process_alive
 from tests.fixtures.jobs import wait_for
 
 # Takes a lease, starts a process in a session of its own and one that makes others, and waits to be killed.

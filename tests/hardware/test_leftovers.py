@@ -25,8 +25,8 @@ from strop.hardware.leases import (
     state_of,
 )
 from strop.hardware.leftovers import find_processes, find_strays
-from strop.store.lock import FileLock
-from strop.store.variables import set_variables
+from strop.io.lock import FileLock
+from strop.io.variables import set_variables
 
 # Takes a lease, makes its processes carry it, does something, says its id, and waits to be killed.
 _HOLDER = """

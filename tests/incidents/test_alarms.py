@@ -16,13 +16,13 @@ from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.contract import ReplyScore, WeightReceipt, WeightUpdate
 from strop.errors import RunStopped
 from strop.evaluate import EvalSettings, Validity, evaluate_task
+from strop.io import verify_directory
 from strop.policy.learner import LossTerm, Term
 from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.step_report import StepPlan, StepReport
 from strop.record import Event
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, FinishReason, IntArray, Message, Outcome, Split, make_example
-from strop.store import verify_directory
 from strop.tasks.answers import last_number_text
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from strop.engine.dummy import DummyEngine
 from strop.errors import ConfigError, CorruptRecord, StoreError
+from strop.io import AtomicDirectory, is_complete, verify_directory
 from strop.policy.digest import tensors_digest
 from strop.policy.learner import Learner
 from strop.policy.lora import merge_adapters
@@ -28,7 +28,8 @@ from strop.policy.weights import export_tensors, own_tensors, weights_digest
 from strop.record import RunDir
 from strop.spec.lora import LoraSpec
 from strop.spec.optimizer import OptimizerSpec
-from strop.store import AtomicDirectory, get_model, is_complete, verify_directory
+from strop.store import get_model
+from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.gate_model import check_tensors, check_weights
 from tests.fixtures.attempts import fork, wait_for_end

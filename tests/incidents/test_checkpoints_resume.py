@@ -28,12 +28,12 @@ from strop.cluster import ModelSource, Roles
 from strop.cluster.local_learner import LocalLearner, build_learner
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord
-from strop.launch.training import train_here
+from strop.io import verify_directory
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Group
+from strop.run.training import train_here
 from strop.spec import load_spec
-from strop.store import verify_directory
 from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.checkpoint import load_checkpoint

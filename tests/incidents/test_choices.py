@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.training import train_here
 from strop.record import RunDir
+from strop.run.training import train_here
 from strop.spec import all_keys, load_spec
 from strop.spec.schema import find_settings
 from tests.fixtures.tiny_run import Notes

@@ -11,10 +11,10 @@ import pytest
 from strop.errors import CheckRefused
 from strop.launch.backends import open_backend
 from strop.launch.container.command import complete_plan
-from strop.launch.jobs.env_files import read_environment
-from strop.launch.jobs.filling import fill_home
-from strop.launch.jobs.launcher import Launcher
-from strop.launch.jobs.planning import make_plan
+from strop.launch.env_files import read_environment
+from strop.launch.filling import fill_home
+from strop.launch.launcher import Launcher
+from strop.launch.planning import make_plan
 from strop.spec.site import ContainerSite
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver

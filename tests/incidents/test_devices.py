@@ -18,12 +18,12 @@ import pytest
 from strop.errors import CheckRefused, ConfigError
 from strop.hardware import ChildProcess, Gpu, clear_leftovers, find_leases, spawn, take_lease, terminate
 from strop.hardware.allocation import GpuRequest, allocate_gpus, lease_gpus
-from strop.hardware.fake_nvidia_smi import Fault, install_fake_nvidia_smi
 from strop.hardware.inventory import read_inventory
 from strop.hardware.leftovers import find_processes
 from strop.hardware.ports import start_on_port
 from strop.hardware.preflight import Level, PreflightRequest, require_ready
-from tests.fixtures.devices import GIB, divided, whole
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.devices import GIB, WRONG_PRODUCT, OnCpu, divided, spoil_probe, whole
 from tests.fixtures.dying_runs import NUM_PROLIFIC, STORM, find_marked, prolific_run
 
 
@@ -284,13 +284,15 @@ def test_prc_7_another_count_or_form_than_asked_for_is_refused(
 
 
 @pytest.mark.slow
-def test_lau_10_a_node_with_a_bad_gpu_is_refused_with_the_cause(tool: Path, tmp_path: Path) -> None:
+def test_lau_10_a_node_with_a_bad_gpu_is_refused_with_the_cause(
+    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Incident: jobs started on nodes whose GPU, driver or network did not fit, and failed much later."""
-    install_fake_nvidia_smi(tool, [whole(0, 70)], faults={"GPU-0": [Fault.CHECKSUM]})
+    install_fake_nvidia_smi(tool, [whole(0, 70)])
+    spoilt = spoil_probe(tmp_path / "spoilt", "gpu_probe", WRONG_PRODUCT)
+    monkeypatch.setenv("PYTHONPATH", spoilt["PYTHONPATH"])
     allocation = allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited="0"), read_inventory())
-    request = PreflightRequest(
-        run_path=tmp_path, allocation=allocation, node="n7", levels=(Level.READ, Level.COMPUTE)
-    )
+    request = OnCpu(run_path=tmp_path, allocation=allocation, node="n7", levels=(Level.READ, Level.COMPUTE))
     with pytest.raises(CheckRefused, match=r"gpu_checksum: GPU-0: .*Next: exclude this node") as caught:
         require_ready(request)
     assert caught.value.exit_code == 76

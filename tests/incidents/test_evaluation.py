@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from strop.engine import GenerationRequest
-from strop.engine.dummy import ScriptedReply
 from strop.errors import EXIT_REFUSED, CheckRefused, CorruptRecord
 from strop.evaluate import (
     EvalResult,
@@ -31,6 +30,7 @@ from strop.evaluate import (
 from strop.rollout import Example, Outcome, Sampling, Split
 from strop.tasks import Task, problem_of
 from strop.tasks.generated.arithmetic import Arithmetic
+from strop.testing.dummy_engine import ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,

@@ -23,8 +23,8 @@ from strop.evaluate import (
     require_baseline,
     write_result,
 )
-from strop.launch.training import Evaluation
 from strop.rollout import Example, Message, Outcome, Split
+from strop.run.training import Evaluation
 from strop.tasks import Task
 from strop.tasks.judging import InlineJudge
 from strop.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.launch.plan import make_plan
+from strop.plan.planning import make_plan
 from strop.spec import OptimizerSpec, load_spec
 from strop.tasks import build_task
 from tests.fixtures.recipes import RECIPES, tiny_overrides

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, StoreError
-from strop.launch.jobs.contract import Answer, JobRef, JobState
-from strop.launch.jobs.home import job_path_of, read_plan
-from strop.launch.jobs.planning import make_plan
-from strop.launch.jobs.snapshot import unpack_code
+from strop.launch.contract import Answer, JobRef, JobState
+from strop.launch.home import job_path_of, read_plan
 from strop.launch.local.backend import LocalBackend
+from strop.launch.planning import make_plan
+from strop.launch.snapshot import unpack_code
 from strop.spec.flags import Flag
 from tests.fixtures.scripted_jobs import World, make_world
 
@@ -151,8 +151,8 @@ def test_lau_6_a_failing_query_ends_nothing(world: World) -> None:
 SEALED = """
 import sys
 from pathlib import Path
-from strop.launch.jobs.fake import FakeBackend
-from strop.launch.jobs.planning import make_plan
+from strop.testing.scripted_backend import FakeBackend
+from strop.launch.planning import make_plan
 from strop.launch.local.backend import LocalBackend
 from tests.fixtures.scripted_jobs import World
 
@@ -275,7 +275,7 @@ def test_cfg_2_an_explicit_none_survives_to_the_node(world: World) -> None:
 
 
 def test_cfg_2_strict_refuses_what_a_flag_beats(world: World) -> None:
-    from strop.launch.jobs.requesting import SubmitOptions, read_request
+    from strop.launch.requesting import SubmitOptions, read_request
 
     options = SubmitOptions(
         site="local",

@@ -19,7 +19,6 @@ from strop.algorithm import ALGORITHMS
 from strop.algorithm.corrections import CORRECTIONS
 from strop.cluster import Roles
 from strop.engine import Completion, GenerationRequest
-from strop.engine.dummy import DummyEngine
 from strop.engine.native import NativeEngine
 from strop.errors import CheckRefused, LearnerError
 from strop.policy.language_model import LanguageModel
@@ -32,6 +31,7 @@ from strop.rollout import FailureOwner, Group, Outcome, Rollout, Sampling
 from strop.spec.optimizer import OptimizerSpec
 from strop.spec.run import RunSpec
 from strop.spec.tripwires import TripwireSpec
+from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from strop.train.gate_parity import check_parity

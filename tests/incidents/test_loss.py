@@ -18,11 +18,11 @@ from torch import Tensor
 from strop.algorithm import ALGORITHMS, Aggregation, Algorithm, Credit, assign_credit
 from strop.algorithm.losses import CLIPPED, TokenLoss
 from strop.errors import DataError, RunStopped
+from strop.io import verify_directory
 from strop.record import RunDir
 from strop.rollout import Example, Outcome
 from strop.spec.run import RunSpec
 from strop.spec.tripwires import TripwireSpec
-from strop.store import verify_directory
 from strop.train.tripwires import find_alarms
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.losses import LOSSES

@@ -12,7 +12,7 @@ import pytest
 from strop.cluster import Roles
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.contract import ReplyScore, WeightReceipt, WeightUpdate
-from strop.launch.plan import predict_run
+from strop.plan.planning import predict_run
 from strop.policy.learner import Term
 from strop.policy.step_report import StepPlan, StepReport
 from strop.rollout import IntArray

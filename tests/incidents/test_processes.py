@@ -23,12 +23,12 @@ from strop.errors import CheckRefused, EngineError, RunStopped, StoreError
 from strop.evaluate import read_result
 from strop.hardware import require_free_disk
 from strop.hardware.container import read_cgroup_memory
-from strop.launch.training import Evaluation
+from strop.io import AtomicDirectory, verify_directory
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.record import RunDir, list_runs
 from strop.rollout import Example, Outcome
+from strop.run.training import Evaluation
 from strop.spec import RunSpec
-from strop.store import AtomicDirectory, verify_directory
 from strop.tasks.judging import InlineJudge
 from tests.fixtures.attempts import fork, wait_for_end
 from tests.fixtures.silent_engine import train_until_a_write_blocks, train_until_silence

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused
-from strop.launch.mirroring import continue_from
-from strop.launch.training import train_here
+from strop.io import remove_directory, verify_directory
 from strop.record import EventKind, RunDir, list_runs
 from strop.record.mirror.layout import mirror_uri
 from strop.record.mirror.restore import find_remote_run, restore_run
+from strop.run.mirroring import continue_from
+from strop.run.training import train_here
 from strop.spec import load_spec
-from strop.store import remove_directory, verify_directory
 from strop.train import SilentObserver
 from tests.fixtures.attempts import Bench
 from tests.fixtures.mirrored import Clock, PlayedRun, list_files, model_bytes

@@ -18,8 +18,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from strop.errors import CheckRefused, CorruptRecord, Interrupted, split_refusal
-from strop.launch.training import train_here
 from strop.record import RunDir, list_runs
+from strop.run.training import train_here
 from strop.spec import load_spec
 from tests.fixtures.tiny_run import Composition, Notes, new_run, read_curve, tiny_spec
 

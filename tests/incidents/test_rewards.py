@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.engine.dummy import DummyEngine
-from strop.environments import Action, Environment, RolloutPlan, ScriptedEnvironment, SingleTurn, run_group
+from strop.environments import Action, Environment, RolloutPlan, SingleTurn, run_group
 from strop.errors import CheckRefused, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import (
@@ -33,6 +32,8 @@ from strop.tasks.answers import last_number, parse_number
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tasks.generated.reasoning_gym import ReasoningGym
 from strop.tasks.mathematics.gsm8k import Gsm8k
+from strop.testing.dummy_engine import DummyEngine
+from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.tiny_run import (

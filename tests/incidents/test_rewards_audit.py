@@ -15,11 +15,7 @@ from typing import Literal
 
 import pytest
 
-from strop.errors import CheckRefused
-from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
-from strop.spec import MbppSpec, ReverseTextSpec
-from strop.tasks import Task, build_task, build_warm_task
-from strop.tasks.audit import (
+from strop.audit import (
     QUICK_PROBES,
     AuditReport,
     AuditSettings,
@@ -28,6 +24,10 @@ from strop.tasks.audit import (
     Verdict,
     run_audit,
 )
+from strop.errors import CheckRefused
+from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
+from strop.spec import MbppSpec, ReverseTextSpec
+from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.judging import open_judge
 from tests.fixtures.tiny_run import Composition, SpellTask, new_run, tiny_spec
 from tests.fixtures.unsafe_graders import (

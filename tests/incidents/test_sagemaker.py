@@ -10,8 +10,8 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError
 from strop.hardware.findings import Severity
-from strop.launch.jobs.contract import JobEnvironment
-from strop.launch.jobs.launcher import Launcher
+from strop.launch.contract import JobEnvironment
+from strop.launch.launcher import Launcher
 from strop.launch.sagemaker.limits import check_request
 from tests.launch.sagemaker.aws import Site, prepare_account, site
 from tests.launch.sagemaker.building import request_of

@@ -8,9 +8,9 @@ import time
 import numpy as np
 
 from strop.engine.router import Router, RouterLimits
-from strop.engine.simulated import SimulatedEngine, SimulatedSpeed
-from strop.engine.virtual_time import run_virtually
 from strop.policy.balancing import Effort, partition
+from strop.testing.simulated_engine import SimulatedEngine, SimulatedSpeed
+from strop.testing.virtual_time import run_virtually
 from strop.train.loop_lag import LIMIT_S, LoopLagWatch
 from tests.engine.held import ask
 

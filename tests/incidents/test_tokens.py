@@ -14,8 +14,7 @@ import torch
 
 from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.engine.dummy import DummyEngine, ScriptedReply
-from strop.environments import Action, RolloutPlan, ScriptedEnvironment, SingleTurn, run_group, run_rollout
+from strop.environments import Action, RolloutPlan, SingleTurn, run_group, run_rollout
 from strop.errors import ConfigError, DataError
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.policy.scoring import score_reply
@@ -34,6 +33,8 @@ from strop.rollout import (
 from strop.spec import ArithmeticSpec
 from strop.spec.tripwires import TripwireSpec
 from strop.tasks import TaskLimits, build_task, render_prompt, resolve_prompt_format
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
+from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch, pack_reply
 from strop.train.gate import check_terminator

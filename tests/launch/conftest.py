@@ -12,6 +12,9 @@ from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage, Variant, build_image, plan_image
 from tests.conftest import require_system_part
 from tests.fixtures.containers import own_storage, working_engine
+from tests.fixtures.scripted_jobs import world
+
+__all__ = ["agent_image", "base_image", "engine", "world"]
 
 
 @pytest.fixture(scope="session")

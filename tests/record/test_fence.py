@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError
+from strop.io.leftovers import partial_path_of
 from strop.record import RunDir
 from strop.record.fence import ATTEMPT_VARIABLE, NUMBER_VARIABLE, raise_fence, read_fence, require_unfenced
-from strop.store.leftovers import partial_path_of
 
 
 def test_without_a_launcher_there_is_no_fence(tmp_path: Path) -> None:

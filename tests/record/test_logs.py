@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.errors import CorruptRecord, DataError, StoreError
+from strop.io.json_lines import JsonLines
 from strop.record import Event, EventKind, EventLog, MetricsLog
 from strop.record.events import MAX_DETAIL_CHARACTERS, MAX_EXAMPLE_IDS
-from strop.record.json_lines import JsonLines
 from tests.fixtures.tiny_disk import tiny_disk
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from strop.errors import RemoteUnreachable
+from strop.io import verify_directory
 from strop.record.mirror.__main__ import main
 from strop.record.mirror.claim import read_latest
 from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri
 from strop.record.mirror.restore import fetch_run, find_remote_run, restore_run
 from strop.record.mirror.uploader import EXIT_FENCED
-from strop.store import verify_directory
 from strop.store.record_store import RecordStore
 from tests.fixtures.attempts import fork
 from tests.fixtures.mirrored import PlayedRun

@@ -10,11 +10,11 @@ from typing import cast
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError
+from strop.io import FileLock, verify_directory
 from strop.record import RunDir
 from strop.record.mirror.claim import RunIdentity, claim_mirror
 from strop.record.mirror.layout import flush_path, mirror_uri
 from strop.record.mirror.restore import fetch_run, find_remote_run, restore_run
-from strop.store import FileLock, verify_directory
 from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore

@@ -21,12 +21,12 @@ from strop.errors import (
     RemoteUnreachable,
     StoreError,
 )
+from strop.io import remove_directory, verify_directory
 from strop.record import RunDir
 from strop.record.mirror.claim import RunIdentity, claim_mirror, point_to, read_latest
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, mirror_uri
 from strop.record.mirror.restore import find_remote_run, restore_run
 from strop.record.mirror.uploader import EXIT_FENCED, EXIT_ORPHAN, MAX_PAUSE_S
-from strop.store import remove_directory, verify_directory
 from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
+from strop.io import AtomicDirectory
 from strop.record import Event, EventKind, RunDir, find_resumable, list_runs, point_latest
 from strop.record.run_dir import step_of
-from strop.store import AtomicDirectory
 from tests.fixtures.tiny_disk import tiny_disk
 
 # 2026-11-21 04:05:06 UTC

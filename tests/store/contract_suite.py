@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CorruptRecord, RemoteMissing, StoreError
-from strop.store.atomic import AtomicDirectory, read_manifest, verify_directory
+from strop.io.atomic import AtomicDirectory, read_manifest, verify_directory
 from strop.store.contract import Objects
 from strop.store.record_store import INCOMING_SUFFIX, RecordStore, describe_directory
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError
+from strop.io.atomic import verify_directory
 from strop.store import Store, open_store
-from strop.store.atomic import verify_directory
 from tests.fixtures.tiny_hub import COMMIT, tiny_hub
 from tests.store.contract_suite import read_files
 

@@ -14,6 +14,7 @@ from strop.errors import (
     HubUnreachable,
     RemoteMissing,
 )
+from strop.io.variables import set_variables
 from strop.spec import StoreSpec
 from strop.store import (
     fetch_data_file,
@@ -24,7 +25,6 @@ from strop.store import (
     read_policy,
 )
 from strop.store.data_files import collect_data_files, find_data
-from strop.store.variables import set_variables
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, follow
 from tests.store.contract_suite import write_files

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import RemoteMissing
-from strop.store.atomic import verify_directory
+from strop.io.atomic import verify_directory
 from strop.store.record_store import NUM_FILES_AT_ONCE, RecordStore
 from strop.store.s3_client import S3Settings
 from tests.fixtures.object_store import Exchange, SpoilingProxy, make_objects

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from strop.launch.export import export_checkpoint
 from strop.policy.language_model import LanguageModel
 from strop.policy.weights import weights_digest
 from strop.record import RunDir
+from strop.run.export import export_checkpoint
 from strop.store.model_files import digest_model
 from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, tiny_spec
 

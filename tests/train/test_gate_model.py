@@ -16,10 +16,10 @@ import torch
 
 from strop.cluster import ModelSource, Roles
 from strop.cluster.frozen import with_frozen
-from strop.engine.dummy import DummyEngine
 from strop.errors import CheckRefused
 from strop.policy.language_model import LanguageModel
 from strop.record import RunDir
+from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.gate_input import GateCheck, GateInput
 from strop.train.gate_model import (

@@ -13,13 +13,13 @@ import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.errors import CheckRefused, CorruptRecord, Interrupted
+from strop.io import verify_directory
 from strop.policy.language_model import LanguageModel
 from strop.policy.weights import weights_digest
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Split
 from strop.spec import RunSpec
-from strop.store import verify_directory
 from strop.train import EvalSummary
 from strop.train.room import DiskWatch
 from tests.fixtures.tiny_run import Composition, Curve, SpellTask, learner_of, new_run, read_curve, tiny_spec

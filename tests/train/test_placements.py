@@ -17,9 +17,9 @@ from strop.cluster.inline import InlinePlacement
 from strop.cluster.process import ProcessPlacement
 from strop.engine import Completion, GenerationRequest
 from strop.errors import RunStopped
+from strop.io import verify_directory
 from strop.record import RunDir
 from strop.spec import RunSpec
-from strop.store import verify_directory
 from tests.fixtures.tiny_run import NUM_GATE_REQUESTS, Composition, new_run, read_curve, tiny_spec
 
 SIZES = {"steps": 4, "checkpoint_every": 2}

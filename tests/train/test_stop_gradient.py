@@ -20,7 +20,6 @@ import torch
 
 from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, GenerationRequest
-from strop.engine.dummy import DummyEngine, ScriptedReply
 from strop.environments import RolloutPlan, SingleTurn, run_group
 from strop.policy.packing import PackedBatch
 from strop.rollout import (
@@ -35,6 +34,7 @@ from strop.rollout import (
     make_example,
 )
 from strop.tasks import TaskLimits
+from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -10,10 +10,10 @@ import torch
 
 from strop.cluster import Roles
 from strop.errors import RunStopped
+from strop.io import verify_directory
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Outcome
 from strop.spec import TripwireSpec
-from strop.store import verify_directory
 from strop.train.tripwires import find_alarms, find_format_drift
 from tests.fixtures.tiny_run import Composition, Notes, SpellTask, learner_of, new_run, read_curve, tiny_spec
 

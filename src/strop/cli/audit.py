@@ -12,7 +12,7 @@ from strop.cli.arguments import Json
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.tasks.audit import AuditReport, AuditSettings
+    from strop.audit import AuditReport, AuditSettings
 
 
 def audit(
@@ -37,9 +37,9 @@ def audit(
     words = [word for word in (task, *(settings or ())) if word is not None]
     if (is_all and (out or not all("=" in word for word in words))) or not (is_all or words):
         raise typer.BadParameter("give either TASK with its settings, or --all with TASK.key=value settings")
+    from strop.audit import AuditSettings, Verdict
     from strop.errors import CheckRefused, explain_refusal
-    from strop.launch.audit import audit_here, read_task
-    from strop.tasks.audit import AuditSettings, Verdict
+    from strop.run.audit import audit_here, read_task
 
     output: Output = context.obj
     wanted = AuditSettings(num_examples=num, seed=seed)
@@ -91,7 +91,7 @@ def _show(output: Output, report: AuditReport) -> None:
 def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *, is_json: bool) -> None:
     """Audit everything whose files are here. A red data set is a finding here, not a failure."""
     from strop.errors import ConfigError, DataError
-    from strop.launch.audit import audit_here, list_audits
+    from strop.run.audit import audit_here, list_audits
 
     rows, reports = [], {}
     for label, spec in list_audits(words):

@@ -28,7 +28,7 @@ def compare(
     json: Json = False,
 ) -> None:
     """Compare the last evaluations of two runs on the same examples, and list what was set otherwise."""
-    from strop.launch.runs import compare_runs
+    from strop.run.runs import compare_runs
 
     output: Output = context.obj
     found = compare_runs(before, after, declared=vary or None)

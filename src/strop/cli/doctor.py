@@ -12,7 +12,7 @@ from strop.cli.arguments import Json
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.launch.doctor import DeviceUse, Diagnosis, Holding
+    from strop.run.doctor import DeviceUse, Diagnosis, Holding
 
 Clean = Annotated[
     bool,
@@ -25,7 +25,7 @@ Clean = Annotated[
 
 def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> None:
     """Say what this machine has and lacks, who has its GPUs, and measure its speed for `strop plan`."""
-    from strop.launch.doctor import diagnose
+    from strop.run.doctor import diagnose
 
     output: Output = context.obj
     if clean:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Summary
     from strop.evaluate.harness import HarnessResult
     from strop.evaluate.result import PassAtK
-    from strop.launch.evaluation import EvalWish
-    from strop.launch.inference import OpenedModel
     from strop.rollout import Split
+    from strop.run.evaluation import EvalWish
+    from strop.run.inference import OpenedModel
 
 COLUMNS = (
     "task",
@@ -107,8 +107,8 @@ class EvalOptions:
 def evaluate(context: typer.Context, options: EvalOptions) -> None:
     """Measure how often a model solves tasks, with 95% intervals. Killed, the same command goes on."""
     from strop.evaluate import refuse_invalid, write_order
-    from strop.launch.evaluation import evaluate_here
-    from strop.launch.inference import read_askings
+    from strop.run.evaluation import evaluate_here
+    from strop.run.inference import read_askings
 
     output: Output = context.obj
     if options.config is not None:
@@ -154,8 +154,8 @@ def _require_task(options: EvalOptions) -> tuple[list[str], Split]:
 
 def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
     """Evaluate one model, or the checkpoints of a run as they appear, as a file says."""
-    from strop.launch.evaluation import evaluate_by_file
-    from strop.launch.following import follow_run
+    from strop.run.evaluation import evaluate_by_file
+    from strop.run.following import follow_run
 
     said = EvalOptions(model=options.model, config=path)
     free = {"follow", "out", "json"}
@@ -178,7 +178,7 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
 
 def show_harness(output: Output, options: EvalOptions, tasks: list[str], split: Split) -> None:
     """Evaluate by lm-eval and print its numbers."""
-    from strop.launch.harness import evaluate_by_harness
+    from strop.run.harness import evaluate_by_harness
 
     if options.harness != "lm-eval":
         raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")
@@ -237,7 +237,7 @@ def say_references(output: Output, model: str, result: EvalResult | HarnessResul
 
 
 def _open_model(output: Output, options: EvalOptions) -> OpenedModel:
-    from strop.launch.inference import open_model
+    from strop.run.inference import open_model
 
     opened = open_model(options.model)
     if opened.notice:
@@ -246,7 +246,7 @@ def _open_model(output: Output, options: EvalOptions) -> OpenedModel:
 
 
 def _read_wish(options: EvalOptions) -> EvalWish:
-    from strop.launch.evaluation import EvalWish
+    from strop.run.evaluation import EvalWish
 
     return EvalWish(
         num_examples=options.num_examples,

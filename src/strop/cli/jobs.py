@@ -15,8 +15,8 @@ from strop.cli.brief import brief, lasting
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.launch.jobs.contract import JobRef, JobStatus
-    from strop.launch.jobs.launcher import Launcher
+    from strop.launch.contract import JobRef, JobStatus
+    from strop.launch.launcher import Launcher
 
 Reference = Annotated[
     str,
@@ -34,10 +34,10 @@ def open_job(reference: str, root: Path) -> tuple[Launcher, JobRef]:
     """
     from strop.errors import StoreError, explain_refusal
     from strop.launch.backends import backend_of
-    from strop.launch.jobs.home import has_ref, job_path_of, read_plan, read_ref
-    from strop.launch.jobs.index import find_home
-    from strop.launch.jobs.launcher import Launcher
-    from strop.launch.jobs.submitting import REFUSED_NAME
+    from strop.launch.home import has_ref, job_path_of, read_plan, read_ref
+    from strop.launch.index import find_home
+    from strop.launch.launcher import Launcher
+    from strop.launch.submitting import REFUSED_NAME
 
     home = find_home(reference, [root], os.environ)
     job_path = job_path_of(home)
@@ -65,7 +65,7 @@ def status(
     json: Json = False,
 ) -> None:
     """Show where jobs stand; without a name, all of yours that have not ended."""
-    from strop.launch.jobs.overview import list_statuses
+    from strop.launch.overview import list_statuses
 
     output: Output = context.obj
     if wait:
@@ -79,7 +79,7 @@ def status(
 
 def _wait(output: Output, references: Sequence[str], root: Path) -> None:
     from strop.errors import ConfigError, explain_refusal
-    from strop.launch.jobs.watching import watch
+    from strop.launch.watching import watch
 
     if len(references) != 1:
         raise ConfigError(
@@ -100,7 +100,7 @@ def _status_of(launcher: Launcher, ref: JobRef) -> list[JobStatus]:
 
 def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) -> None:
     """Print states, one row for each member."""
-    from strop.launch.jobs.overview import status_to_json
+    from strop.launch.overview import status_to_json
 
     if is_json:
         output.give_json([status_to_json(one) for one in found])
@@ -139,7 +139,7 @@ def logs(
     root: Root = RUNS,
 ) -> None:
     """Show what a job's roles wrote, every line with its node and role."""
-    from strop.launch.jobs.logs import LogFilter
+    from strop.launch.logs import LogFilter
     from strop.view import make_harmless
 
     launcher, ref = open_job(reference, root)
@@ -189,8 +189,8 @@ def fetch(
 ) -> None:
     """Bring a job's artefacts here. The same command again goes on where it stopped."""
     from strop.errors import ConfigError, explain_refusal
-    from strop.launch.jobs.fetch import Part, fetch_run
-    from strop.launch.jobs.launcher import require_member
+    from strop.launch.fetch import Part, fetch_run
+    from strop.launch.launcher import require_member
 
     output: Output = context.obj
     if only not in set(Part):
@@ -231,7 +231,7 @@ def drill(
     from dataclasses import asdict
 
     from strop.errors import StropError, explain_refusal
-    from strop.launch.jobs.drill import drill as rehearse
+    from strop.launch.drill import drill as rehearse
 
     output: Output = context.obj
     launcher, ref = open_job(reference, root)

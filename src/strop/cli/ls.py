@@ -15,8 +15,8 @@ from strop.cli.brief import brief
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.launch.jobs.contract import JobStatus
-    from strop.launch.runs import RunSummary
+    from strop.launch.contract import JobStatus
+    from strop.run.runs import RunSummary
 
 
 @brief
@@ -30,8 +30,8 @@ def list_runs(
     json: Json = False,
 ) -> None:
     """List runs and jobs, newest first, and where each stands."""
-    from strop.launch.jobs.overview import find_orphans, list_statuses, status_to_json
-    from strop.launch.runs import summarize_runs
+    from strop.launch.overview import find_orphans, list_statuses, status_to_json
+    from strop.run.runs import summarize_runs
 
     output: Output = context.obj
     if orphans:

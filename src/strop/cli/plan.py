@@ -13,8 +13,8 @@ from strop.cli.brief import brief
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.launch.estimate import TimeEstimate
-    from strop.launch.planned import Plan, PlannedPrompt, PlannedValue, Room
+    from strop.plan.estimate import TimeEstimate
+    from strop.plan.plan import Plan, PlannedPrompt, PlannedValue, Room
     from strop.spec import ResolvedSpec
 
 
@@ -38,7 +38,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show what a run would do and cost: prompt, limits, memory, time. Changes and fetches nothing."""
-    from strop.launch.plan import make_plan
+    from strop.plan.planning import make_plan
     from strop.spec import load_spec
 
     output: Output = context.obj
@@ -70,9 +70,9 @@ def plan(
 def _measure(output: Output, resolved: ResolvedSpec) -> None:
     """Measure with the run's model, which must be on this machine."""
     from strop.errors import ConfigError, explain_refusal
-    from strop.launch.locate import find_model
-    from strop.launch.measuring import measure_machine
-    from strop.launch.training import set_threads
+    from strop.plan.locate import find_model
+    from strop.run.measuring import measure_machine
+    from strop.run.training import set_threads
 
     uri = resolved.spec.model.uri
     model_dir = find_model(uri)

@@ -24,7 +24,6 @@ from strop.cli.rescore import rescore
 from strop.cli.sagemaker import sagemaker_commands
 from strop.cli.sample import sample
 from strop.cli.sft import sft
-from strop.cli.simulate import simulate
 from strop.cli.slurm import slurm_commands
 from strop.cli.stage import stage
 from strop.cli.submit import check, submit
@@ -49,7 +48,6 @@ for _name, _command in (
     ("rescore", rescore),
     ("sample", sample),
     ("plan", plan),
-    ("simulate", simulate),
     ("check", check),
     ("stage", stage),
     ("submit", submit),

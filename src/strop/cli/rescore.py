@@ -13,7 +13,7 @@ from strop.cli.eval import percent
 from strop.cli.output import Output
 
 if TYPE_CHECKING:
-    from strop.launch.rescoring import StoredRescored
+    from strop.run.rescoring import StoredRescored
 
 CHANGES_SHOWN = 20
 
@@ -30,7 +30,7 @@ def rescore(
     json: Json = False,
 ) -> None:
     """Judge kept replies anew with the task as it is now; nothing is generated."""
-    from strop.launch.rescoring import find_kept, rescore_kept
+    from strop.run.rescoring import find_kept, rescore_kept
 
     output: Output = context.obj
     found = []

@@ -15,7 +15,7 @@ from strop.cli.submit import SubmitArguments, Wait, submit_request, to_options
 
 if TYPE_CHECKING:
     from strop.launch.container.engine import Engine
-    from strop.launch.jobs.contract import JobRequest
+    from strop.launch.contract import JobRequest
     from strop.spec.site import SageMakerSite
 
 Text = str | None
@@ -101,7 +101,7 @@ def submit(context: typer.Context, given: SageMakerArguments) -> None:
     import os
     import time
 
-    from strop.launch.jobs.requesting import read_request
+    from strop.launch.requesting import read_request
     from strop.launch.sagemaker.gpu_lists import read_gpu_shares
 
     output: Output = context.obj
@@ -292,10 +292,10 @@ def _run_here(
 
     from strop.errors import CheckRefused, explain_refusal
     from strop.hardware import read_gpu_users, read_gpus
-    from strop.launch.jobs.filling import fill_home
-    from strop.launch.jobs.launcher import Launcher
+    from strop.launch.filling import fill_home
+    from strop.launch.launcher import Launcher
     from strop.launch.sagemaker.backend import SageMakerBackend
-    from strop.launch.sagemaker.local_run import choose_gpus, run_here
+    from strop.launch.sagemaker.local_mode import choose_gpus, run_here
 
     gpus = tuple(filter(None, (given.gpus or "").split(",")))
     if gpus and image is None:

@@ -26,8 +26,8 @@ def sample(
     """Show prompts exactly as the model is asked, what it replies, and what that earns."""
     if (task is None) == (prompt is None):
         raise typer.BadParameter("give one of --task NAME and --prompt TEXT")
-    from strop.launch.inference import open_model, read_asking, read_prompt_asking, sample_prompt, sample_task
     from strop.rollout import Split
+    from strop.run.inference import open_model, read_asking, read_prompt_asking, sample_prompt, sample_task
     from strop.tasks.failures import find_causes, find_failures, sum_up
 
     output: Output = context.obj

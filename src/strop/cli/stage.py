@@ -22,7 +22,7 @@ def stage(
     ] = False,
 ) -> None:
     """Send the model and the data that a run names to its store; what is there already is not sent again."""
-    from strop.launch.stage import stage_run
+    from strop.run.stage import stage_run
     from strop.spec import load_spec
 
     output: Output = context.obj

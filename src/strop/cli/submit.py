@@ -27,9 +27,9 @@ from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from strop.launch.jobs.contract import JobPlan, JobRequest, RolePlan
-    from strop.launch.jobs.requesting import SubmitOptions
-    from strop.launch.jobs.submitting import Submitted
+    from strop.launch.contract import JobPlan, JobRequest, RolePlan
+    from strop.launch.requesting import SubmitOptions
+    from strop.launch.submitting import Submitted
 
 Site = Annotated[
     str,
@@ -161,7 +161,7 @@ def send(output: Output, given: SubmitArguments) -> None:
     import os
     import time
 
-    from strop.launch.jobs.requesting import read_request
+    from strop.launch.requesting import read_request
 
     request = read_request(given.run_file, to_options(given), environ=os.environ, now=time.time())
     submit_request(output, request, given)
@@ -170,9 +170,9 @@ def send(output: Output, given: SubmitArguments) -> None:
 def submit_request(output: Output, request: JobRequest, given: SubmitArguments) -> None:
     """Plan, and do with the plan what the arguments ask for."""
     from strop.launch.backends import open_backend
-    from strop.launch.jobs.environment import describe_auth
-    from strop.launch.jobs.launcher import Launcher
-    from strop.launch.jobs.watching import watch
+    from strop.launch.environment import describe_auth
+    from strop.launch.launcher import Launcher
+    from strop.launch.watching import watch
 
     launcher = Launcher(open_backend(request.site))
     plan = launcher.plan(request)
@@ -222,8 +222,8 @@ def _describe_place(role: RolePlan) -> str:
 def to_options(given: SubmitArguments) -> SubmitOptions:
     """Return the options as the launcher reads them."""
     from strop.cli.flags import to_flags
-    from strop.launch.jobs.environment import EnvironmentFlags
-    from strop.launch.jobs.requesting import SubmitOptions
+    from strop.launch.environment import EnvironmentFlags
+    from strop.launch.requesting import SubmitOptions
 
     if not given.requeue:
         _refuse_two_limits(given)
@@ -262,7 +262,7 @@ def _refuse_two_limits(given: SubmitArguments) -> None:
 def _find(reference: str, request: JobRequest) -> Path:
     import os
 
-    from strop.launch.jobs.index import find_home
+    from strop.launch.index import find_home
 
     return find_home(reference, [Path(request.home).parent], os.environ)
 
@@ -270,8 +270,8 @@ def _find(reference: str, request: JobRequest) -> Path:
 def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json: bool) -> None:
     import shlex
 
-    from strop.launch.jobs.filling import write_preview
-    from strop.launch.jobs.home import job_path_of, plan_to_json
+    from strop.launch.filling import write_preview
+    from strop.launch.home import job_path_of, plan_to_json
 
     if request.resolved.spec.output.dir is not None:
         write_preview(plan, request)

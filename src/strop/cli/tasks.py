@@ -41,7 +41,7 @@ def new_task(
     folder: Annotated[Path, typer.Option("--in", help="Where its files go.")] = Path(),
 ) -> None:
     """Write a task to start from: ten rows, a reward function, its test and a run file."""
-    from strop.launch.new_task import write_new_task
+    from strop.run.new_task import write_new_task
 
     output: Output = context.obj
     for path in write_new_task(name, folder):
@@ -60,9 +60,9 @@ def check_task(
     json: Json = False,
 ) -> None:
     """Show what a task asks, test its verifier and audit it. Ends with 76 if it may not train a model."""
+    from strop.audit import AuditSettings, Verdict
     from strop.errors import CheckRefused, explain_refusal
-    from strop.launch.audit import check_task_here, find_task_section
-    from strop.tasks.audit import AuditSettings, Verdict
+    from strop.run.audit import check_task_here, find_task_section
     from strop.view import make_harmless
 
     output: Output = context.obj
@@ -98,7 +98,7 @@ def check_judge(
     from dataclasses import asdict
 
     from strop.errors import CheckRefused, explain_refusal
-    from strop.launch.judging import check_judges_here
+    from strop.run.judging import check_judges_here
     from strop.spec import load_spec
 
     output: Output = context.obj

@@ -25,8 +25,8 @@ from strop.cli.options import takes
 if TYPE_CHECKING:
     from strop.cli.output import Output
     from strop.evaluate import EvalResult
-    from strop.launch.training import TrainOutcome
     from strop.record import Event
+    from strop.run.training import TrainOutcome
     from strop.spec import ResolvedSpec
     from strop.train import EvalSummary, Observer
 
@@ -87,8 +87,8 @@ def train(context: typer.Context, given: TrainArguments) -> None:
 def train_as_given(output: Output, given: TrainArguments, *, is_sft: bool) -> None:
     """Read the run file and train. `is_sft`: refuse a run that does not imitate alone."""
     from strop.cli.flags import to_flags
-    from strop.launch.terms import require_sft
     from strop.spec import load_spec
+    from strop.spec.terms import require_sft
 
     resolved = load_spec(given.run_file, given.overrides or (), to_flags(given))
     if is_sft:
@@ -103,7 +103,7 @@ def train_as_given(output: Output, given: TrainArguments, *, is_sft: bool) -> No
 def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: bool) -> ResolvedSpec:
     """Bring a run here from its mirror, and return the spec that goes on with it."""
     from strop.errors import ConfigError, explain_refusal
-    from strop.launch.mirroring import continue_from
+    from strop.run.mirroring import continue_from
 
     if is_new:
         raise ConfigError(
@@ -120,7 +120,7 @@ def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: 
 
 def run_to_end(output: Output, resolved: ResolvedSpec, *, is_new: bool) -> None:
     """Run a spec on this machine, show its progress, and give its result and its report."""
-    from strop.launch.training import train_here
+    from strop.run.training import train_here
     from strop.view import PlainProgress, TerminalObserver, open_progress
     from strop.view.report import write_report
 

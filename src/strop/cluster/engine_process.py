@@ -26,10 +26,10 @@ from strop.engine.wire import ReadyForm, require_server_part
 from strop.errors import EngineError, StoreError, explain_refusal
 from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
+from strop.io.atomic import explain_write_failure
 from strop.spec.engine import EngineSpec
 from strop.spec.lora import LoraSpec
 from strop.spec.run import RunSpec
-from strop.store.atomic import explain_write_failure
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM 0.32 can be told (its LoRAConfig); smaller adapters fit as well."""

@@ -21,10 +21,10 @@ from strop.cluster.engine_process import can_swap_adapters
 from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware.owned_dirs import MEMORY_PREFIX, SHARED_MEMORY, own_dir
+from strop.io.atomic import explain_write_failure
 from strop.policy.broadcast import WeightSender
 from strop.policy.footprint import read_model_size
 from strop.spec.run import RunSpec
-from strop.store.atomic import explain_write_failure
 from strop.store.opening import open_record_store
 from strop.store.policy import read_policy
 from strop.store.record_store import RecordStore

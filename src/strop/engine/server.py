@@ -51,7 +51,7 @@ from strop.engine.wire import (
 )
 from strop.errors import ConfigError, EngineError, StropError, describe_error, explain_refusal
 from strop.hardware.busy_clock import BusyClock
-from strop.store.atomic import write_bytes_atomically
+from strop.io.atomic import write_bytes_atomically
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

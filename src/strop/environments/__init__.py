@@ -9,7 +9,6 @@ Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
 from strop.environments.contract import Action, Choosing, Environment, StepResult
 from strop.environments.conversation import reads_as
 from strop.environments.rollout import PromptCache, RolloutPlan, run_group, run_groups, run_rollout
-from strop.environments.scripted import ScriptedEnvironment
 from strop.environments.single_turn import SingleTurn
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "Environment",
     "PromptCache",
     "RolloutPlan",
-    "ScriptedEnvironment",
     "SingleTurn",
     "StepResult",
     "reads_as",

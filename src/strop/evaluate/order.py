@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from strop.evaluate.result import EvalResult, refuse_invalid
-from strop.store import write_bytes_atomically
+from strop.io import write_bytes_atomically
 
 
 def write_order(result: EvalResult, path: Path) -> None:

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
+from strop.io import write_bytes_atomically
 from strop.rollout import Sampling, Split
-from strop.store import write_bytes_atomically
 from strop.tasks.failures import FailureCause, sum_up
 
 PROTOCOL_FIELDS = (

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from strop.audit import find_audit
 from strop.errors import ConfigError, CorruptRecord, EngineError, explain_refusal
 from strop.evaluate.result import (
     EvalPlan,
@@ -31,7 +32,6 @@ from strop.evaluate.result import (
 from strop.evaluate.statistics import clustered_interval, pass_at_k_interval
 from strop.rollout import Failure, FailureOwner, Rollout
 from strop.tasks import Task, limits_of, part_of, problem_of
-from strop.tasks.audit import find_audit
 from strop.tasks.failures import FailureCause, add_traces, find_causes, sum_up
 
 

@@ -22,11 +22,11 @@ from strop.environments import RolloutPlan
 from strop.errors import CheckRefused, CorruptRecord, StoreError, explain_refusal
 from strop.evaluate.comparison import describe_difference, list_plan_differences
 from strop.evaluate.result import EvalPlan
+from strop.io import FileLock
+from strop.io.atomic import explain_write_failure
+from strop.io.leftovers import remove_leftovers
 from strop.record.shards import Shard, list_shards
 from strop.rollout import FailureOwner, Rollout
-from strop.store import FileLock
-from strop.store.atomic import explain_write_failure
-from strop.store.leftovers import remove_leftovers
 
 EXAMPLES_PER_SHARD = 32
 LOCK_NAME = "lock"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
 from strop.hardware.identity import ProcessIdentity, identify
-from strop.store.atomic import explain_write_failure
+from strop.io.atomic import explain_write_failure
 
 # Runs in a child: a grandchild in a session of its own becomes the program and belongs to nobody here, so
 # that nobody has to wait for it. Its number comes back on the descriptor named first.

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.store.atomic import nearest_existing
+from strop.io.atomic import nearest_existing
 
 NETWORK_KINDS = frozenset(
     (

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from strop.hardware.machine import describe_machine
-from strop.store.atomic import explain_write_failure, write_bytes_atomically
-from strop.store.cache import user_cache_dir
+from strop.io.atomic import explain_write_failure, write_bytes_atomically
+from strop.io.cache import user_cache_dir
 
 EFFICIENCY_NAME = "efficiency.json"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import StoreError, explain_refusal
-from strop.store.atomic import write_bytes_atomically
+from strop.io.atomic import write_bytes_atomically
 
 PORTS_NAME = "ports.json"
 _POLL_S = 0.05

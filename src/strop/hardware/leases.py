@@ -29,8 +29,8 @@ from typing import Any
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware.identity import ProcessIdentity, identify, identify_self
-from strop.store.atomic import explain_write_failure, write_bytes_atomically
-from strop.store.lock import FileLock
+from strop.io.atomic import explain_write_failure, write_bytes_atomically
+from strop.io.lock import FileLock
 
 LEASE_VARIABLE = "STROP_LEASE"
 """In the environment of every process of a run: the id of its lease."""

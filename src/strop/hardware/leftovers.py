@@ -32,7 +32,7 @@ from strop.hardware.leases import (
     remove_directories,
     state_of,
 )
-from strop.store.lock import FileLock
+from strop.io.lock import FileLock
 
 _END_LIMIT_S = 5.0
 _SETTLE_S = 0.1

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
-from strop.store.atomic import nearest_existing
+from strop.io.atomic import nearest_existing
 
 
 def rss_bytes() -> int | None:

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from strop.errors import StoreError
-from strop.store.atomic import explain_write_failure
-from strop.store.lock import FileLock
+from strop.io.atomic import explain_write_failure
+from strop.io.lock import FileLock
 
 PREFIX = "ray-"
 """Of directories of Ray nodes, whose paths must be short."""

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
-from strop.store.atomic import explain_write_failure
+from strop.io.atomic import explain_write_failure
 
 _POLL_S = 0.01
 TAIL_BYTES = 1 << 16

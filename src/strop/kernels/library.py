@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.store.cache import user_cache_dir
+from strop.io.cache import user_cache_dir
 
 _SOURCES = ("kernels.c", "rows.h")
 _FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")

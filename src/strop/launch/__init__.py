@@ -1,5 +1,7 @@
-"""How a run gets where it runs: composing it here, and saying beforehand what it will cost.
+"""How a run gets to other machines: as a job of a scheduler, a container host or SageMaker.
 
-`local` puts the parts of a run together and runs them on this machine. `plan` estimates memory,
-time and length and shows the rendered prompt, without importing torch and without effects.
+`contract` has the words and the one seam, `Backend`; `launcher` is the eight verbs over any backend. The
+home of a job is the run's own directory: `job/` holds what was submitted, `attempts/NAME/` what each life
+of it left. One backend each: `local`, `container`, `slurm`, `sagemaker`; `node` runs on every node.
+Not here: what the job does there (run).
 """

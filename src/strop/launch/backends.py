@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter
 
-from strop.launch.jobs.contract import Backend, JobPlan
+from strop.launch.contract import Backend, JobPlan
 from strop.spec.site import ContainerSite, LocalSite, SageMakerSite, Site, SiteProfile, SlurmSite
 
 

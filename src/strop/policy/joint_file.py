@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from strop.io.atomic import explain_write_failure
 from strop.policy.digest import tensors_digest
 from strop.policy.ranks import Ranks, run_alike, run_on_first
-from strop.store.atomic import explain_write_failure
 
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LENGTH_BYTES = 8

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from strop.errors import CorruptRecord, explain_refusal
-from strop.record.json_lines import JsonLines
+from strop.io.json_lines import JsonLines
 
 MAX_DETAIL_CHARACTERS = 4096
 MAX_EXAMPLE_IDS = 64

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
-from strop.store.atomic import explain_write_failure, write_bytes_atomically
+from strop.io.atomic import explain_write_failure, write_bytes_atomically
 
 ATTEMPT_VARIABLE = "STROP_ATTEMPT"
 """Name of the attempt's folder, set by a launcher."""

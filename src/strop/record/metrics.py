@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import UnfitRecord, explain_refusal
-from strop.record.json_lines import JsonLines
+from strop.io.json_lines import JsonLines
 
 
 class MetricsLog:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from strop.errors import CorruptRecord, explain_refusal
-from strop.store.atomic import write_bytes_atomically
+from strop.io.atomic import write_bytes_atomically
 
 PREDICTION_NAME = "plan.json"
 NUM_WARM_UP = 1

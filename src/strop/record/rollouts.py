@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from strop.errors import CorruptRecord, StoreError, UnfitRecord, explain_refusal
+from strop.io.atomic import write_bytes_atomically
 from strop.rollout import (
     Example,
     Failure,
@@ -34,7 +35,6 @@ from strop.rollout import (
     Turn,
     VersionSegment,
 )
-from strop.store.atomic import write_bytes_atomically
 
 FORMAT = b"4"
 _FORMAT_KEY = b"strop.rollouts"

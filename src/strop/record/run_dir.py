@@ -26,18 +26,18 @@ from types import TracebackType
 from typing import Any
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError, explain_refusal
-from strop.record.environment_facts import describe_environment
-from strop.record.events import EventLog
-from strop.record.fence import ATTEMPT_VARIABLE, require_unfenced
-from strop.record.metrics import MetricsLog
-from strop.store.atomic import (
+from strop.io.atomic import (
     explain_write_failure,
     is_complete,
     remove_directory,
     write_bytes_atomically,
 )
-from strop.store.leftovers import partial_path_of, remove_leftovers
-from strop.store.lock import FileLock
+from strop.io.leftovers import partial_path_of, remove_leftovers
+from strop.io.lock import FileLock
+from strop.record.environment_facts import describe_environment
+from strop.record.events import EventLog
+from strop.record.fence import ATTEMPT_VARIABLE, require_unfenced
+from strop.record.metrics import MetricsLog
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 STEP_PATTERN = re.compile(r"step-(\d{6,})(?:\.[a-z]+)?$")

@@ -1,6 +1,6 @@
 """The seam to where bytes live: `Store` for callers, `Objects` for whoever adds another place.
 
-A record is a directory whose manifest COMPLETE was written last (`store/atomic.py`), here or in a
+A record is a directory whose manifest COMPLETE was written last (`io/atomic.py`), here or in a
 store. A directory without it does not exist for a reader, so a transfer may stop at any moment.
 Single objects appear whole or not at all in every store that strop knows.
 Not here: which source is asked first (`policy.py`), names of models and data sets in a store.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.store.atomic import Manifest
+from strop.io.atomic import Manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

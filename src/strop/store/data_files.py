@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from strop.errors import HubUnreachable, RemoteMissing, explain_refusal, split_refusal
-from strop.store.cache import user_cache_dir
+from strop.io.cache import user_cache_dir
+from strop.io.lock import FileLock
 from strop.store.hub import find_cached_file, probe_hub
 from strop.store.hub_store import HubStore, ask_hub, offline_refusal
-from strop.store.lock import FileLock
 from strop.store.opening import open_record_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
 from strop.store.record_store import RecordStore

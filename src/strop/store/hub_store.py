@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError, explain_refusal
-from strop.store.atomic import AtomicDirectory, FileRecord, Manifest, hash_files
+from strop.io.atomic import AtomicDirectory, FileRecord, Manifest, hash_files
+from strop.io.leftovers import partial_path_of
 from strop.store.contract import StoredObject, Transfer
 from strop.store.hub import find_cached_file
-from strop.store.leftovers import partial_path_of
 from strop.store.policy import is_offline
 from strop.store.uris import HubUri, parse_hub
 

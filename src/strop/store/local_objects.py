@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from strop.errors import CorruptRecord, RemoteDenied, RemoteMissing, explain_refusal
-from strop.store.atomic import explain_write_failure, fsync_directory, write_bytes_atomically
+from strop.io.atomic import explain_write_failure, fsync_directory, write_bytes_atomically
+from strop.io.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
+from strop.io.lock import FileLock
+from strop.io.walking import walk_files
 from strop.store.contract import StoredObject
-from strop.store.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
-from strop.store.lock import FileLock
 from strop.store.s3_client import missing
 from strop.store.uris import normalize_uri
-from strop.store.walking import walk_files
 
 _CHUNK_BYTES = 1 << 20
 

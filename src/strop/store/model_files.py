@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError, CorruptRecord, StoreError, explain_refusal
-from strop.store.atomic import (
+from strop.io.atomic import (
     digest_of_files,
     hash_files,
     is_complete,

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.errors import ConfigError, CorruptRecord, HubUnreachable, StoreError, explain_refusal
-from strop.store.atomic import (
+from strop.io.atomic import (
     AtomicDirectory,
     is_complete,
     read_manifest,
     write_bytes_atomically,
 )
-from strop.store.cache import user_cache_dir
+from strop.io.cache import user_cache_dir
+from strop.io.leftovers import remove_leftovers
+from strop.io.lock import FileLock
 from strop.store.hub import download_snapshot, find_cached_snapshot
-from strop.store.leftovers import remove_leftovers
-from strop.store.lock import FileLock
 from strop.store.model_files import check_model_dir, digest_model
 from strop.store.package_model import convert_gguf, open_package_weights, parse_package_uri
 from strop.store.policy import is_offline, read_policy

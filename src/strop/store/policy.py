@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from strop.errors import ConfigError, explain_refusal
+from strop.io.variables import set_variables
 from strop.spec import StoreSpec
 from strop.store.uris import join_uri, require_known_scheme
-from strop.store.variables import set_variables
 
 URI_VARIABLE = "STROP_STORE_URI"
 ORDER_VARIABLE = "STROP_STORE_ORDER"

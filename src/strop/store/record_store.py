@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import RemoteMissing, StoreError, explain_refusal
-from strop.store.atomic import (
+from strop.io.atomic import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
@@ -29,10 +29,10 @@ from strop.store.atomic import (
     seal_directory,
     verify_directory,
 )
+from strop.io.exchange import publish_directory
+from strop.io.leftovers import partial_path_of, remove_leftovers
+from strop.io.lock import FileLock
 from strop.store.contract import Objects, StoredObject, Transfer
-from strop.store.exchange import publish_directory
-from strop.store.leftovers import partial_path_of, remove_leftovers
-from strop.store.lock import FileLock
 from strop.store.uris import join_uri, normalize_uri
 
 NUM_FILES_AT_ONCE = 4

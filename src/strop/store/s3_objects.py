@@ -28,7 +28,7 @@ from threading import BoundedSemaphore, local
 from typing import Any
 
 from strop.errors import CorruptRecord, StoreError, explain_refusal
-from strop.store.atomic import explain_write_failure
+from strop.io.atomic import explain_write_failure
 from strop.store.contract import StoredObject
 from strop.store.pace import Pace
 from strop.store.s3_client import DamagedTransfer, S3Settings, call, is_status, knows_crc, open_client

@@ -25,7 +25,7 @@ class _Room(ModuleType):
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
         """Train from Python; see `launch.from_python.train`."""
-        return import_module("strop.launch.from_python").train(*arguments, **settings)
+        return import_module("strop.run.from_python").train(*arguments, **settings)
 
 
 sys.modules[__name__].__class__ = _Room

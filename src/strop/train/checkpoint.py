@@ -18,13 +18,13 @@ from pathlib import Path
 
 from strop.cluster import LearnerRole
 from strop.errors import CheckRefused, CorruptRecord, explain_refusal
+from strop.io.atomic import AtomicDirectory, is_complete, verify_directory
 from strop.record import EventKind
 from strop.record.fence import require_unfenced
 from strop.record.parts import require_same_parts
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.record.run_dir import WEIGHTS_FACT, RunDir, step_of
 from strop.rollout import Group
-from strop.store.atomic import AtomicDirectory, is_complete, verify_directory
 
 _WAITING = "waiting.parquet"
 _WAITING_NUMBERS = "waiting.json"

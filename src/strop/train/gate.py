@@ -17,6 +17,17 @@ import torch
 
 from strop.algorithm.idle import find_idle_settings
 from strop.algorithm.kl import find_penalty_flaw
+from strop.audit import (
+    PROBE_IDS,
+    QUICK_PROBES,
+    AuditSettings,
+    Verdict,
+    accept_probes,
+    describe_acceptance,
+    find_audit,
+    run_audit,
+    write_audit,
+)
 from strop.environments import SingleTurn, run_groups
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.policy.packing import PackedBatch, PackedGroup
@@ -30,17 +41,6 @@ from strop.tasks import (
     render_prompt,
     resolve_prompt_format,
     self_test,
-)
-from strop.tasks.audit import (
-    PROBE_IDS,
-    QUICK_PROBES,
-    AuditSettings,
-    Verdict,
-    accept_probes,
-    describe_acceptance,
-    find_audit,
-    run_audit,
-    write_audit,
 )
 from strop.tasks.failures import find_causes, find_failures
 from strop.tasks.llm_judge import check_calibration, write_judge_report

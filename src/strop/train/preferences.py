@@ -15,10 +15,10 @@ import numpy as np
 
 from strop.cluster import Scorer
 from strop.errors import CorruptRecord, explain_refusal
+from strop.io.atomic import write_bytes_atomically
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.rollout import FloatArray, Rollout
 from strop.spec.run import RunSpec
-from strop.store.atomic import write_bytes_atomically
 from strop.tasks import Task
 from strop.train.batch import pack_reply
 from strop.train.pairs import Pairs, read_pairs

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from strop.hardware import free_disk_bytes, free_memory_bytes
+from strop.io.walking import walk_files
 from strop.record.events import Event, EventKind
 from strop.record.run_dir import RunDir
-from strop.store.walking import walk_files
 
 NUM_WARM_UP = 8
 """Steps of a process whose growth counts for nothing: caches and pools fill in them."""

@@ -18,10 +18,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from strop import __version__
 from strop.evaluate import EvalResult
+from strop.io import write_bytes_atomically
 from strop.record import RunState
 from strop.record.prediction import compare_prediction
 from strop.rollout import Rollout
-from strop.store import write_bytes_atomically
 from strop.tasks.failures import describe_failure
 from strop.view.charts import SMALL, Chart, Estimate, Series, build_chart, smooth
 from strop.view.harmless import make_harmless

@@ -18,8 +18,8 @@ from strop.evaluate.harness.staging import (
     write_code_metric,
     write_task_files,
 )
-from strop.launch.inference import read_asking
 from strop.rollout import Example, Split
+from strop.run.inference import read_asking
 from strop.spec import TaskSpec
 from strop.tasks import build_task
 from tests.evaluate.harness.harness_replies import (

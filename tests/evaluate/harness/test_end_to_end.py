@@ -19,8 +19,8 @@ import pytest
 
 from strop.cli import main
 from strop.engine import Completion, GenerationRequest
-from strop.launch.inference import open_model, read_asking, serve_model
 from strop.rollout import Example, FinishReason, Sampling, Split
+from strop.run.inference import open_model, read_asking, serve_model
 from strop.tasks import build_task
 from tests.evaluate.harness.harness_world import make_spec
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused, Interrupted
-from strop.hardware.fake_nvidia_smi import Fault, install_fake_nvidia_smi
 from strop.hardware.findings import Finding
 from strop.hardware.ports import find_host_address
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready, run_preflight
 from strop.hardware.preflight.collective import judge_collective
-from tests.fixtures.devices import whole
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.devices import spoil_probe, whole
 
 # One node's part; its own PATH shows it its own GPU.
 _NODE = """
@@ -31,22 +31,48 @@ from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, run_pre
 group = NodeGroup(attempt_path=Path(sys.argv[1]), attempt=1, **json.loads(sys.argv[2]))
 allocation = allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited="0"), read_inventory())
 request = PreflightRequest(
-    run_path=group.attempt_path, node=group.name, allocation=allocation, group=group, levels=(Level.COLLECT,)
+    run_path=group.attempt_path, node=group.name, allocation=allocation, group=group,
+    levels=(Level.COLLECT,), device="cpu",
 )
 found = run_preflight(request)
 print(json.dumps([[one.code, one.where, one.given] for one in found]))
 """
 
+# Each sum and each block takes a second longer.
+_SLOW = """
+import time
+import torch.distributed as dist
+def linger(call):
+    def called(*words, **named):
+        time.sleep(1.0)
+        return call(*words, **named)
+    return called
+dist.all_reduce, dist.send = linger(dist.all_reduce), linger(dist.send)
+"""
+# It comes to the meeting place, and no further.
+_STUCK = """
+import time
+from torch.distributed import TCPStore
+say = TCPStore.set
+def hang(store, key, value):
+    if key.startswith("start/"):
+        time.sleep(3600)
+    return say(store, key, value)
+TCPStore.set = hang
+"""
+
 
 def collect(
-    folder: Path, names: Sequence[str], faults: Mapping[str, Fault], *, absent: int = 0, **settings: Any
+    folder: Path, names: Sequence[str], faults: Mapping[str, str], *, absent: int = 0, **settings: Any
 ) -> list[list[list[str]]]:
-    """Let nodes check each other; return code, place and words of what each found."""
+    """Let nodes check each other; return code, place and words of what each found.
+
+    `faults`: Python that a node's probe runs first.
+    """
     running = []
     for index, name in enumerate(names[: len(names) - absent]):
         tool = folder / f"bin-{name}"
-        own = {f"GPU-{name}": [faults[name]]} if name in faults else {}
-        install_fake_nvidia_smi(tool, [whole(name, 70)], faults=own)
+        install_fake_nvidia_smi(tool, [whole(name, 70)])
         program = tool / "nvidia-smi"
         # The one GPU of each node has the index 0 there.
         state = json.loads((tool / "fake-gpus.json").read_text())
@@ -55,6 +81,8 @@ def collect(
         assert program.exists()
         given = json.dumps({"names": list(names), "index": index, "interface": "lo", **settings})
         env = {**os.environ, "PATH": f"{tool}{os.pathsep}{os.environ['PATH']}"}
+        if name in faults:
+            env |= spoil_probe(folder / f"spoilt-{name}", "collective_probe", faults[name])
         words = [sys.executable, "-c", _NODE, str(folder), given]
         running.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True))
     answers = []
@@ -95,7 +123,7 @@ def find_outside() -> bool:
 def test_a_slow_node_is_named_by_all_and_itself(tmp_path: Path) -> None:
     # A node that lingers for a second takes 2 * 8 MiB in more than that: below 16.8 MB/s. The others take
     # a hundredth of that second, or all of it where the machine is busy.
-    slow = {"n2": Fault.SLOW}
+    slow = {"n2": _SLOW}
     answers = collect(tmp_path, ("n0", "n1", "n2"), slow, wait_limit_s=120.0, min_bytes_per_s=16.8e6)
     for answer in answers:
         assert [(code, where) for code, where, _ in answer] == [("bandwidth", "n2")]
@@ -112,7 +140,7 @@ def test_a_node_that_never_comes_is_named_by_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
-    answers = collect(tmp_path, ("n0", "n1"), {"n1": Fault.HANG}, wait_limit_s=20.0)
+    answers = collect(tmp_path, ("n0", "n1"), {"n1": _STUCK}, wait_limit_s=20.0)
     assert answers[0] == [["node_stuck", "n1", "node n1 came, and has not started within 20 s"]]
     # The judgement reaches the node itself too, from its own watching thread.
     assert answers[1] == answers[0]

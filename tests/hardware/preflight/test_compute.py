@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,12 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.hardware.allocation import GpuRequest, allocate_gpus
-from strop.hardware.fake_nvidia_smi import Fault, install_fake_nvidia_smi
 from strop.hardware.inventory import read_inventory
 from strop.hardware.preflight import Level, PreflightRequest, require_ready, run_preflight
 from strop.hardware.preflight.compute import CHECKSUM, check_compute
 from strop.hardware.preflight.gpu_probe import SIZE
-from tests.fixtures.devices import divided, whole
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.devices import HANG, WRONG_PRODUCT, OnCpu, divided, spoil_probe, whole
 
 
 def test_the_checksum_is_that_of_the_product() -> None:
@@ -39,18 +40,20 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(run_path: Path, inherited: str, **wanted: int) -> PreflightRequest:
     allocation = allocate_gpus(GpuRequest(wanted=wanted, inherited=inherited), read_inventory())
-    return PreflightRequest(
-        run_path=run_path, allocation=allocation, node="n7", levels=(Level.READ, Level.COMPUTE)
-    )
+    return OnCpu(run_path=run_path, allocation=allocation, node="n7", levels=(Level.READ, Level.COMPUTE))
 
 
 @pytest.mark.slow
-def test_each_gpu_computes_and_a_wrong_one_is_named(tool: Path, tmp_path: Path) -> None:
-    install_fake_nvidia_smi(tool, [whole(0, 70), whole(1, 70)], faults={"GPU-1": [Fault.CHECKSUM]})
+def test_each_gpu_computes_and_a_wrong_one_is_named(
+    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fake_nvidia_smi(tool, [whole(0, 70), whole(1, 70)])
+    spoilt = spoil_probe(tmp_path / "spoilt", "gpu_probe", WRONG_PRODUCT, visible="1")
+    monkeypatch.setenv("PYTHONPATH", spoilt["PYTHONPATH"])
     wanted = request(tmp_path, "0,1", learner=1, engine=1)
     (finding,) = run_preflight(wanted)
     assert (finding.code, finding.where) == ("gpu_checksum", "GPU-1")
-    # The fault adds 1 to the entry in row 0 and column 1, whose weight is (0 + 2 * 1) % 11 = 2.
+    # The patch adds 1 to the entry in row 0 and column 1, whose weight is (0 + 2 * 1) % 11 = 2.
     assert f"has the checksum {CHECKSUM + 2}" in finding.given
     with pytest.raises(CheckRefused, match="gpu_checksum: GPU-1: a product of known numbers"):
         require_ready(wanted)
@@ -59,8 +62,12 @@ def test_each_gpu_computes_and_a_wrong_one_is_named(tool: Path, tmp_path: Path) 
     assert require_ready(request(tmp_path, "MIG-a,MIG-b", learner=1, engine=1)) == []
 
 
-def test_a_gpu_that_hangs_is_named_and_its_probe_ended(tool: Path, tmp_path: Path) -> None:
-    install_fake_nvidia_smi(tool, [whole(0, 70)], faults={"GPU-0": [Fault.HANG]})
+def test_a_gpu_that_hangs_is_named_and_its_probe_ended(
+    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fake_nvidia_smi(tool, [whole(0, 70)])
+    spoilt = spoil_probe(tmp_path / "spoilt", "gpu_probe", HANG)
+    monkeypatch.setenv("PYTHONPATH", spoilt["PYTHONPATH"])
     (finding,) = check_compute(request(tmp_path, "0", learner=1), limit_s=1.0)
     assert (finding.code, finding.where) == ("gpu_compute", "GPU-0")
     assert "it did not answer within 1 s" in finding.given
@@ -71,7 +78,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(tmp_path: Path, monkeypatch: pyt
     """The real program, as there is no fake one: on a machine without GPUs."""
     monkeypatch.setenv("PATH", str(tmp_path))
     wanted = request(tmp_path, "63", learner=1)
-    (finding,) = check_compute(wanted)
+    (finding,) = check_compute(replace(wanted, device="cuda"))
     assert (finding.code, finding.where) == ("gpu_compute", "63")
     assert "sees no GPU" in finding.given
 
@@ -99,3 +106,18 @@ def test_who_asks_for_a_preflight_never_loads_torch(tmp_path: Path) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", words, str(tmp_path)], check=False).returncode == 0
+
+
+def test_a_file_beside_nvidia_smi_never_moves_a_preflight_to_the_cpu(tool: Path, tmp_path: Path) -> None:
+    """A fake nvidia-smi on somebody's PATH, with all that belongs to it, changes no check."""
+    install_fake_nvidia_smi(tool, [whole(0, 70)])
+    assert (tool / "fake-gpus.json").exists()
+    wanted = replace(request(tmp_path, "0", learner=1), device="cuda")
+    spied = tmp_path / "spied"
+    spoilt = spoil_probe(
+        tmp_path / "spoilt", "gpu_probe", f"open({str(spied)!r}, 'w').write(str(sys.orig_argv))"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", spoilt["PYTHONPATH"])
+        check_compute(wanted)
+    assert "'--device', 'cuda'" in spied.read_text()

@@ -14,15 +14,15 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus
-from strop.hardware.fake_nvidia_smi import install_fake_nvidia_smi
 from strop.hardware.findings import Finding, Severity
 from strop.hardware.gpus import GpuReport, Probe
 from strop.hardware.inventory import read_inventory
 from strop.hardware.leases import take_lease
-from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready, run_preflight
+from strop.hardware.preflight import Level, NodeGroup, require_ready, run_preflight
 from strop.hardware.preflight.reading import check_driver
 from strop.hardware.torch_build import TorchBuild, explain_misfit, has_compat_package, read_torch_build
-from tests.fixtures.devices import GIB, divided, whole
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.devices import GIB, OnCpu, divided, whole
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def codes(findings: list[Finding]) -> list[tuple[str, str]]:
 
 def test_a_node_that_has_everything_is_ready_within_a_second(tool: Path, tmp_path: Path) -> None:
     install_fake_nvidia_smi(tool, [whole(0, 70), whole(1, 70)])
-    request = PreflightRequest(
+    request = OnCpu(
         run_path=tmp_path,
         allocation=given("1,0", learner=1, engine=1),
         gpu_need_bytes={"learner": 60 * GIB, "engine": 10 * GIB},
@@ -63,7 +63,7 @@ def test_a_node_that_has_everything_is_ready_within_a_second(tool: Path, tmp_pat
 def test_every_shortage_is_named_with_its_code(tool: Path, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "62"]) as stranger:
         install_fake_nvidia_smi(tool, [whole(0, 70), whole(1, 13)], [("GPU-0", stranger.pid, GIB)])
-        request = PreflightRequest(
+        request = OnCpu(
             run_path=tmp_path,
             allocation=given("0,1", learner=1, engine=1),
             node="n7",
@@ -106,7 +106,7 @@ def test_every_shortage_is_named_with_its_code(tool: Path, tmp_path: Path) -> No
 
 def test_a_levels_error_ends_the_ladder(tool: Path, tmp_path: Path) -> None:
     install_fake_nvidia_smi(tool, [whole(0, 70)])
-    request = PreflightRequest(
+    request = OnCpu(
         run_path=tmp_path,
         allocation=given("0", learner=1),
         levels=(Level.READ, Level.COMPUTE),
@@ -118,7 +118,7 @@ def test_a_levels_error_ends_the_ladder(tool: Path, tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (finding,) = run_preflight(PreflightRequest(run_path=tmp_path / "file" / "run", node="n7"))
+    (finding,) = run_preflight(OnCpu(run_path=tmp_path / "file" / "run", node="n7"))
     assert (finding.code, finding.where) == ("run_directory", "n7")
     assert "Not a directory" in finding.given
 
@@ -127,7 +127,7 @@ def test_a_gpu_that_has_gone_since_it_was_given(tool: Path, tmp_path: Path) -> N
     install_fake_nvidia_smi(tool, [whole(0, 70), whole(1, 70)])
     allocation = given("0,1", learner=2)
     install_fake_nvidia_smi(tool, [whole(0, 70)])
-    (finding,) = run_preflight(PreflightRequest(run_path=tmp_path, allocation=allocation))
+    (finding,) = run_preflight(OnCpu(run_path=tmp_path, allocation=allocation))
     assert (finding.code, finding.where) == ("gpu_missing", "GPU-1")
     assert finding.allowed == "one of GPU-0"
 
@@ -136,7 +136,7 @@ def test_a_driver_that_fails_is_told_in_its_own_words(tool: Path, tmp_path: Path
     install_fake_nvidia_smi(tool, [whole(0, 70)])
     allocation = given("0", learner=1)
     (tool / "nvidia-smi").write_text("#!/bin/sh\necho 'Driver/library version mismatch' >&2\nexit 18\n")
-    (finding,) = run_preflight(PreflightRequest(run_path=tmp_path, allocation=allocation))
+    (finding,) = run_preflight(OnCpu(run_path=tmp_path, allocation=allocation))
     assert (finding.code, finding.severity) == ("driver", Severity.ERROR)
     assert finding.given == "nvidia-smi fails: Driver/library version mismatch"
 
@@ -145,17 +145,17 @@ def test_a_held_gpu_names_its_run_and_ones_own_is_none(tool: Path, tmp_path: Pat
     install_fake_nvidia_smi(tool, [whole(0, 70)])
     allocation = given("0", learner=1)
     with take_lease("other", "2", gpus=["GPU-0"]) as held:
-        (finding,) = run_preflight(PreflightRequest(run_path=tmp_path, allocation=allocation))
+        (finding,) = run_preflight(OnCpu(run_path=tmp_path, allocation=allocation))
         assert finding.code == "gpu_held"
         assert "is held by run other, attempt 2" in finding.given
-        own = PreflightRequest(run_path=tmp_path, allocation=allocation, own_lease_id=held.lease.lease_id)
+        own = OnCpu(run_path=tmp_path, allocation=allocation, own_lease_id=held.lease.lease_id)
         assert run_preflight(own) == []
 
 
 def test_slices_cannot_compute_together_on_several_nodes(tool: Path, tmp_path: Path) -> None:
     install_fake_nvidia_smi(tool, [divided(0, "MIG-a")])
     group = NodeGroup(names=("n0", "n1"), index=0, attempt_path=tmp_path, attempt=1)
-    request = PreflightRequest(run_path=tmp_path, allocation=given("MIG-a", learner=1), group=group)
+    request = OnCpu(run_path=tmp_path, allocation=given("MIG-a", learner=1), group=group)
     (finding,) = run_preflight(request)
     assert (finding.code, finding.where) == ("mig_mode", "MIG-a")
 
@@ -163,19 +163,19 @@ def test_slices_cannot_compute_together_on_several_nodes(tool: Path, tmp_path: P
 def test_without_the_drivers_tool_nothing_is_known() -> None:
     build = TorchBuild(version="2.13.0", cuda="12.6")
     report = GpuReport(gpus=(), probe=Probe.MISSING)
-    (finding,) = check_driver(report, build, is_rehearsed=False)
+    (finding,) = check_driver(report, build, needs_cuda=True)
     assert (finding.code, finding.severity) == ("nvidia_smi", Severity.UNKNOWN)
 
 
 def test_torch_must_be_built_for_the_driver() -> None:
     old = GpuReport(gpus=(whole(0, 70),), probe=Probe.ANSWERED)
     # The fixture's driver is 590.10: new enough for CUDA 13, which needs 580.
-    assert list(check_driver(old, TorchBuild(version="2.13.0", cuda="13.0"), is_rehearsed=False)) == []
-    (finding,) = check_driver(old, TorchBuild(version="2.13.0+cpu", cuda=None), is_rehearsed=False)
+    assert list(check_driver(old, TorchBuild(version="2.13.0", cuda="13.0"), needs_cuda=True)) == []
+    (finding,) = check_driver(old, TorchBuild(version="2.13.0+cpu", cuda=None), needs_cuda=True)
     assert (finding.code, finding.severity) == ("torch_build", Severity.ERROR)
     assert "torch 2.13.0+cpu computes on CPUs only" in finding.given
-    assert list(check_driver(old, TorchBuild(version="2.13.0+cpu", cuda=None), is_rehearsed=True)) == []
-    assert list(check_driver(old, TorchBuild(version="2.9", cuda=None, hip="6.4"), is_rehearsed=False)) == []
+    assert list(check_driver(old, TorchBuild(version="2.13.0+cpu", cuda=None), needs_cuda=False)) == []
+    assert list(check_driver(old, TorchBuild(version="2.9", cuda=None, hip="6.4"), needs_cuda=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,10 @@ def test_drivers_run_what_they_are_new_enough_for(cuda: str | None, driver: str 
 def test_a_driver_that_is_too_old_is_refused_unless_it_is_helped(tmp_path: Path) -> None:
     report = GpuReport(gpus=(replace(whole(0, 70), driver_version="570.10"),), probe=Probe.ANSWERED)
     build = TorchBuild(version="2.13.0", cuda="13.0")
-    (finding,) = check_driver(report, build, is_rehearsed=False)
+    (finding,) = check_driver(report, build, needs_cuda=True)
     assert (finding.code, finding.severity) == ("driver_version", Severity.ERROR)
     assert finding.given == "driver 570.10 is older than 580.0, which CUDA 13.0 of torch needs"
-    (finding,) = check_driver(report, build, is_rehearsed=False, has_compat=True)
+    (finding,) = check_driver(report, build, needs_cuda=True, has_compat=True)
     assert finding.severity is Severity.UNKNOWN
     assert not has_compat_package(tmp_path)
     (tmp_path / "cuda-13.0" / "compat").mkdir(parents=True)

@@ -9,9 +9,9 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus
-from strop.hardware.fake_nvidia_smi import Fault, install_fake_nvidia_smi
 from strop.hardware.inventory import read_inventory
 from strop.hardware.preflight import Level, PreflightRequest, Severity, require_ready, run_preflight
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import whole
 
 FAILED_DIAG = """
@@ -36,7 +36,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_path = folder / "run"
-        install_fake_nvidia_smi(folder / "bin", [whole(0, 70), whole(1, 70)], faults={"GPU-1": [Fault.ECC]})
+        install_fake_nvidia_smi(folder / "bin", [whole(0, 70), whole(1, 70)], with_memory_errors=["GPU-1"])
         self.put("dcgmi", "exit 0")
         self.put("dmesg", "exit 0")
 

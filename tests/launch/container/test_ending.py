@@ -16,7 +16,7 @@ from strop.launch.container.ending import (
     settle,
     write_container_file,
 )
-from strop.launch.jobs.contract import JobState
+from strop.launch.contract import JobState
 
 # 2026-11-21T20:03:32Z is 1795291412 s after 1970-01-01T00:00:00Z.
 MOMENT = 1795291412.0

@@ -17,9 +17,9 @@ from strop.launch.container.ending import START_NAME, read_container_file, write
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage
 from strop.launch.container.watch import start_watcher
-from strop.launch.jobs.contract import JobRef, JobRequest, JobState, JobStatus, RolePlan
-from strop.launch.jobs.launcher import Launcher
-from strop.launch.jobs.logs import LogFilter
+from strop.launch.contract import JobRef, JobRequest, JobState, JobStatus, RolePlan
+from strop.launch.launcher import Launcher
+from strop.launch.logs import LogFilter
 from tests.fixtures.containers import find_watchers, inspect, list_names, write_sites
 from tests.fixtures.held_jobs import (
     ENDLESS,

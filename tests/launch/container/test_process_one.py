@@ -16,9 +16,9 @@ from strop.launch.container.backend import ContainerBackend
 from strop.launch.container.command import Mount
 from strop.launch.container.engine import Engine
 from strop.launch.container.image import BuiltImage
-from strop.launch.jobs.contract import JobPlan, JobState, RolePlan
-from strop.launch.jobs.filling import fill_home
-from strop.launch.jobs.launcher import Launcher
+from strop.launch.contract import JobPlan, JobState, RolePlan
+from strop.launch.filling import fill_home
+from strop.launch.launcher import Launcher
 from tests.fixtures.containers import find_watchers, inspect, list_names, write_sites
 from tests.fixtures.held_jobs import ENDLESS, HELD, held, let_go, saved_step
 from tests.fixtures.jobs import make_request, project, read_verdicts, role, wait_for

@@ -20,9 +20,9 @@ from strop.launch.container.ending import (
 )
 from strop.launch.container.engine import Engine
 from strop.launch.container.watch import watch
-from strop.launch.jobs.contract import JobPlan
-from strop.launch.jobs.home import job_path_of, write_plan
-from strop.launch.jobs.planning import make_plan
+from strop.launch.contract import JobPlan
+from strop.launch.home import job_path_of, write_plan
+from strop.launch.planning import make_plan
 from tests.fixtures.containers import write_sites
 from tests.fixtures.jobs import make_request, project, saver
 from tests.launch.container.test_engine import install

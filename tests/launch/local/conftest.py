@@ -10,4 +10,4 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let interpreters take their time to start, and processes to die."""
     monkeypatch.setattr("strop.launch.local.backend.START_LIMIT_S", 180.0)
     monkeypatch.setattr("strop.launch.local.backend.KILL_LIMIT_S", 180.0)
-    monkeypatch.setattr("strop.launch.jobs.launcher.KILL_LIMIT_S", 180.0)
+    monkeypatch.setattr("strop.launch.launcher.KILL_LIMIT_S", 180.0)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused
-from strop.launch.jobs.contract import JobRef, JobState, JobStatus
-from strop.launch.jobs.launcher import Launcher
-from strop.launch.jobs.logs import LogFilter
-from strop.launch.jobs.watching import watch
+from strop.launch.contract import JobRef, JobState, JobStatus
+from strop.launch.launcher import Launcher
 from strop.launch.local.backend import LocalBackend
 from strop.launch.local.identity import read_identity
 from strop.launch.local.members import order_end
+from strop.launch.logs import LogFilter
+from strop.launch.watching import watch
 from tests.fixtures.held_jobs import HELD, held, let_go, saved_step, told_once
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.launch.jobs.contract import JobState
-from strop.launch.jobs.launcher import Launcher
+from strop.launch.contract import JobState
+from strop.launch.launcher import Launcher
 from strop.launch.local.backend import LocalBackend
 from tests.fixtures.jobs import make_request, project, role, wait_for
 from tests.fixtures.own_code import OWN_TASK, write_own_code

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from strop.hardware.fake_nvidia_smi import install_fake_nvidia_smi
 from strop.hardware.gpus import Gpu
-from strop.launch.jobs.contract import JobPlan, RolePlan
-from strop.launch.jobs.filling import fill_home
-from strop.launch.jobs.planning import make_plan
+from strop.launch.contract import JobPlan, RolePlan
+from strop.launch.filling import fill_home
 from strop.launch.local.backend import LocalBackend
+from strop.launch.planning import make_plan
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.jobs import is_running, make_request, project, role, saver, wait_for
 
 __all__ = ["project"]

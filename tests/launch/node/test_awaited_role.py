@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from strop.hardware.allocation import GpuRequest
-from strop.launch.jobs.attempts import read_attempts
-from strop.launch.jobs.contract import JobState, RolePlan
-from strop.launch.jobs.files import DirectoryRecord
-from strop.launch.jobs.truth import judge
+from strop.launch.attempts import read_attempts
+from strop.launch.contract import JobState, RolePlan
 from strop.launch.node.environment import request_devices
+from strop.launch.truth import judge
 from strop.record import RunDir
+from strop.record.files import DirectoryRecord
 from tests.fixtures.jobs import is_running, project, role, saver, wait_for
 from tests.launch.node.test_agent import LIMIT_S, Node, a_node, running
 

@@ -10,10 +10,10 @@ import pytest
 
 from strop.errors import Interrupted
 from strop.hardware.allocation import Allocation
-from strop.launch.jobs.planning import make_plan
 from strop.launch.local.backend import LocalBackend
 from strop.launch.node.preflight import check_node
 from strop.launch.node.task import NodeTask
+from strop.launch.planning import make_plan
 from tests.fixtures.jobs import make_request, project, saver
 
 __all__ = ["project"]

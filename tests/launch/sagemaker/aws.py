@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from strop.launch.jobs.contract import JobPlan
-from strop.launch.jobs.home import job_path_of, write_plan
+from strop.launch.contract import JobPlan
+from strop.launch.home import job_path_of, write_plan
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients
-from strop.launch.sagemaker.fake import FakeSageMaker
 from strop.launch.sagemaker.policy import trust_policy
 from strop.launch.sagemaker.site_objects import SiteObjects
 from strop.spec.site import SageMakerSite
 from strop.store.retries import RetryRules
+from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.object_store import use_store
 from tests.launch.sagemaker.building import NOON, PROFILE, make_plan, make_request
 

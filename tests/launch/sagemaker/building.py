@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strop.launch.jobs.contract import (
+from strop.launch.contract import (
     JobEnvironment,
     JobPlan,
     JobRequest,

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from strop.launch.jobs.contract import JobEnvironment, RolePlan
-from strop.launch.jobs.filling import fill_home
-from strop.launch.jobs.planning import make_plan
-from strop.launch.jobs.snapshot import take_snapshot
+from strop.launch.contract import JobEnvironment, RolePlan
+from strop.launch.filling import fill_home
+from strop.launch.planning import make_plan
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients
-from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
-from strop.launch.sagemaker.fake import FakeSageMaker
+from strop.launch.sagemaker.emulator import ContractRunner, RunnerSettings
 from strop.launch.sagemaker.folder_objects import FolderObjects
 from strop.launch.sagemaker.job_objects import JobObjects
+from strop.launch.snapshot import take_snapshot
 from strop.spec.site import SageMakerSite
+from strop.testing.sagemaker import FakeSageMaker
 from tests.launch.sagemaker.building import NOON, PROFILE, make_request
 from tests.launch.sagemaker.trainee import advance
 

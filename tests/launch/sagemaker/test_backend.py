@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, RemoteDenied, RemoteUnreachable, StoreError
-from strop.launch.jobs.attempts import read_attempts
-from strop.launch.jobs.checkpoints import find_checkpoints
-from strop.launch.jobs.contract import JobState
-from strop.launch.jobs.fetch import Part, fetch_run
-from strop.launch.sagemaker.fake import JobScript, Stage, spot_script
+from strop.io.atomic import AtomicDirectory
+from strop.launch.attempts import read_attempts
+from strop.launch.contract import JobState
+from strop.launch.fetch import Part, fetch_run
 from strop.launch.sagemaker.job_log import JobLog
-from strop.store.atomic import AtomicDirectory
+from strop.record.checkpoints import find_checkpoints
+from strop.testing.sagemaker import JobScript, Stage, spot_script
 from tests.launch.sagemaker.aws import Site
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from strop.launch.eval_file import read_eval_file
-from strop.launch.jobs.contract import RolePlan
-from strop.launch.sagemaker.contract_runner import ContractRunner
+from strop.launch.contract import RolePlan
 from strop.launch.sagemaker.control import SILENCE_LIMIT_S
+from strop.launch.sagemaker.emulator import ContractRunner
 from strop.launch.sagemaker.folder_objects import FolderObjects
 from strop.record.fence import GRACE_VARIABLE
+from strop.spec.eval_file import read_eval_file
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import PROGRAM
 from tests.launch.sagemaker.rehearsal import (

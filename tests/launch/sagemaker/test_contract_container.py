@@ -12,7 +12,7 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.container.engine import Engine, locate_engine, prove_engine
-from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
+from strop.launch.sagemaker.emulator import ContractRunner, RunnerSettings
 from strop.launch.sagemaker.folder_objects import FolderObjects
 from tests.conftest import require_system_part
 from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal, expected_metrics, handles_term, step_of

@@ -16,8 +16,8 @@ import pytest
 from strop.errors import CheckRefused
 from strop.hardware.ports import find_interface
 from strop.launch.container.engine import Engine, locate_engine, prove_engine
-from strop.launch.jobs.contract import RolePlan
-from strop.launch.sagemaker.contract_runner import ContractRunner
+from strop.launch.contract import RolePlan
+from strop.launch.sagemaker.emulator import ContractRunner
 from tests.conftest import require_system_part
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.tiny_model import tiny_model

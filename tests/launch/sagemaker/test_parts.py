@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from strop.errors import CheckRefused
 from strop.hardware import Gpu, GpuUser
-from strop.launch.jobs.contract import Resources
+from strop.io.atomic import AtomicDirectory
+from strop.launch.contract import Resources
 from strop.launch.sagemaker.entry import _set_network
 from strop.launch.sagemaker.failure import describe_failure, write_failure
-from strop.launch.sagemaker.fake import FakeSageMaker
 from strop.launch.sagemaker.folder_objects import FolderObjects
-from strop.launch.sagemaker.local_run import choose_gpus
+from strop.launch.sagemaker.local_mode import choose_gpus
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.sagemaker.platform_tree import CheckpointSync, build_tree
 from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, StoreSink
 from strop.launch.sagemaker.state_keeper import StateKeeper, count_start, restore_state
-from strop.store.atomic import AtomicDirectory
 from strop.store.contract import StoredObject
+from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import plan_of, request_of
 

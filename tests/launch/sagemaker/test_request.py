@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strop.errors import ConfigError
-from strop.launch.jobs.contract import JobEnvironment, Resources
+from strop.launch.contract import JobEnvironment, Resources
 from tests.launch.sagemaker.building import make_plan, make_request, plan_of, request_of
 
 GOLDEN = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.launch.jobs.contract import JobState
+from strop.launch.contract import JobState
 from strop.launch.sagemaker.service_model import load_shapes
 from strop.launch.sagemaker.states import map_state, read_answer
 from tests.launch.sagemaker.building import NOON

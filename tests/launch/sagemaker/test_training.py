@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from strop.launch.jobs.contract import RolePlan
+from strop.io.atomic import AtomicDirectory
+from strop.launch.contract import RolePlan
 from strop.launch.sagemaker.bring_state import bring_state
-from strop.launch.sagemaker.fake import FakeSageMaker
 from strop.launch.sagemaker.site_objects import SiteObjects
 from strop.record.mirror.claim import RunIdentity, claim_mirror, read_latest
 from strop.spec.site import SageMakerSite
-from strop.store.atomic import AtomicDirectory
 from strop.store.opening import open_record_store
+from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.mirrored import PlayedRun
 from tests.fixtures.object_store import make_objects, store_environment, use_store
 from tests.fixtures.own_code import own_settings, remove_own_code, write_own_code
@@ -174,7 +174,7 @@ def test_the_fake_follows_a_real_program(tmp_path: Path) -> None:
     started: list[Any] = []
 
     def make_instance() -> object:
-        from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
+        from strop.launch.sagemaker.emulator import ContractRunner, RunnerSettings
         from tests.launch.sagemaker.rehearsal import SOURCE
 
         runner = ContractRunner(

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused
-from strop.launch.jobs.contract import JobEnvironment, JobRef
-from strop.launch.jobs.home import job_path_of, read_plan, read_ref
-from strop.launch.jobs.launcher import Launcher
-from strop.launch.jobs.snapshot import take_snapshot
-from strop.launch.jobs.watching import watch
-from strop.launch.sagemaker.contract_runner import ContractRunner, RunnerSettings
-from strop.launch.sagemaker.fake import FakeSageMaker, JobScript, Stage
+from strop.launch.contract import JobEnvironment, JobRef
+from strop.launch.home import job_path_of, read_plan, read_ref
+from strop.launch.launcher import Launcher
+from strop.launch.sagemaker.emulator import ContractRunner, RunnerSettings
 from strop.launch.sagemaker.job_log import JobLog
+from strop.launch.snapshot import take_snapshot
+from strop.launch.watching import watch
+from strop.testing.sagemaker import FakeSageMaker, JobScript, Stage
 from tests.fixtures.object_store import store_environment
 from tests.fixtures.scripted_jobs import Killed, be_killed
 from tests.launch.sagemaker.aws import Site
@@ -181,7 +181,7 @@ def test_a_kill_after_the_submission_is_one_job(
     save(site, ref, 20)
     site.fake.advance(1000.0)
     with monkeypatch.context() as patch:
-        patch.setattr("strop.launch.jobs.submitting.write_ref", lambda ref: be_killed())
+        patch.setattr("strop.launch.submitting.write_ref", lambda ref: be_killed())
         with pytest.raises(Killed):
             Watcher(site, launcher, ref, {}).run()
     assert len(created(site)) == 2

@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 from strop.errors import CheckRefused, ConfigError, RemoteDenied, RemoteMissing, RemoteUnreachable
 from strop.hardware.findings import Severity
 from strop.launch.container.engine import Engine
-from strop.launch.jobs.contract import JobPlan
+from strop.launch.contract import JobPlan
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients, action_of
 from strop.launch.sagemaker.ecr import (
@@ -27,10 +27,10 @@ from strop.launch.sagemaker.ecr import (
     push_image,
     require_repository_name,
 )
-from strop.launch.sagemaker.fake import write_log_lines
 from strop.launch.sagemaker.logs import CloudWatchLogs
 from strop.launch.sagemaker.places import LOG_GROUP
 from strop.spec.site import SageMakerSite
+from strop.testing.sagemaker import write_log_lines
 from tests.launch.sagemaker.aws import HASTY, Site, prepare_account
 from tests.launch.sagemaker.building import NOON, PROFILE
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from strop.store.atomic import AtomicDirectory, is_complete, verify_directory
+from strop.io.atomic import AtomicDirectory, is_complete, verify_directory
 
 
 def setting(name: str, default: float) -> float:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import strop
-from strop.launch.jobs.contract import JobRef, Resources
-from strop.launch.jobs.launcher import Launcher
+from strop.launch.contract import JobRef, Resources
+from strop.launch.launcher import Launcher
 from strop.launch.slurm import SlurmBackend
 from strop.spec.site import SlurmSite
 from tests.conftest import require_system_part

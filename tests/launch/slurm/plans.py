@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strop.launch.jobs.contract import (
+from strop.launch.contract import (
     JobEnvironment,
     JobRef,
     JobRequest,
@@ -19,7 +19,7 @@ from strop.launch.jobs.contract import (
     Resources,
     RolePlan,
 )
-from strop.launch.jobs.launcher import Launcher
+from strop.launch.launcher import Launcher
 from strop.launch.slurm import SlurmBackend
 from strop.spec import load_spec
 from strop.spec.site import Site, SlurmSite

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import JobState
-from strop.launch.jobs.snapshot import take_snapshot
+from strop.launch.contract import JobState
+from strop.launch.snapshot import take_snapshot
 from tests.conftest import require_system_part
 from tests.fixtures.jobs import wait_for
 from tests.launch.slurm.plans import Desk, a_role

@@ -10,9 +10,9 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.hardware.findings import Severity
-from strop.launch.jobs.contract import JobEnvironment, JobState
-from strop.launch.jobs.home import job_path_of
-from strop.launch.jobs.launcher import Launcher
+from strop.launch.contract import JobEnvironment, JobState
+from strop.launch.home import job_path_of
+from strop.launch.launcher import Launcher
 from strop.spec.site import SlurmSite
 from tests.launch.slurm.conftest import open_desk
 from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log, verdict

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop.hardware.findings import Severity
-from strop.launch.jobs.contract import JobState, StatusSource
-from strop.launch.jobs.logs import LogFilter
+from strop.launch.contract import JobState, StatusSource
+from strop.launch.logs import LogFilter
 from tests.launch.slurm.conftest import open_desk
 from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, slurm_log
 from tools.slurm_cluster import Cluster

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import JobEnvironment, JobRef, JobState
-from strop.launch.jobs.home import job_path_of
-from strop.launch.jobs.launcher import Launcher
+from strop.launch.contract import JobEnvironment, JobRef, JobState
+from strop.launch.home import job_path_of
+from strop.launch.launcher import Launcher
 from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log
 from tools.slurm_cluster import Cluster
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import JobEnvironment, RolePlan
+from strop.launch.contract import JobEnvironment, RolePlan
 from tests.fixtures.ray_traces import is_alive, needs_ray
 from tests.launch.slurm.plans import ALL_ENDS, Desk, gpus, slurm_log
 

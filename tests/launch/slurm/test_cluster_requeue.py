@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused
-from strop.launch.jobs.contract import JobState
+from strop.launch.contract import JobState
 from tests.launch.slurm.plans import ALL_ENDS, Desk, a_role, gpus, seen, slurm_log, verdict
 from tools.slurm_cluster import Cluster
 

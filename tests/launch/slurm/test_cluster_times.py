@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.jobs.contract import JobState
+from strop.launch.contract import JobState
 from tests.launch.slurm.conftest import Early, open_desk
 from tests.launch.slurm.plans import ALL_ENDS, Desk, seen, slurm_log
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strop.errors import StoreError
-from strop.launch.jobs.contract import JobState
+from strop.launch.contract import JobState
 from strop.launch.slurm.clients import Said, ask_client
 from strop.launch.slurm.outputs import read_accounting, read_json, read_plain, read_restarts
 from strop.launch.slurm.queries import answer_for, list_jobs

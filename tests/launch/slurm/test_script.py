@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import ConfigError
-from strop.launch.jobs.contract import JobPlan, Resources
-from strop.launch.jobs.exit_codes import combine
-from strop.launch.jobs.planning import make_plan
+from strop.launch.contract import JobPlan, Resources
+from strop.launch.exit_codes import combine
+from strop.launch.planning import make_plan
 from strop.launch.slurm import SlurmBackend
 from strop.launch.slurm.clients import clean_environment
 from strop.launch.slurm.options import SlurmOptions

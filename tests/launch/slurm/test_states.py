@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.launch.jobs.contract import JobState
+from strop.launch.contract import JobState
 from strop.launch.slurm.states import SeenState, read_state
 
 Q, S, R, P = JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.PREEMPTED

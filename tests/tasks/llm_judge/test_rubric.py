@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.audit.judge_probes import INJECTIONS
 from strop.errors import ConfigError, DataError
-from strop.tasks.audit.judge_probes import INJECTIONS
 from strop.tasks.llm_judge.rubric import BUILT_IN, CONTRACT, read_rubric, wrap_reply
 from strop.tasks.llm_judge.verdict import Judgement, read_judgement
 from tests.fixtures.judge_server import REPLY

@@ -32,9 +32,9 @@ from strop.errors import EXIT_DONE, CheckRefused, StropError, explain_refusal
 from strop.hardware.job_variables import NODE_VARIABLE
 from strop.hardware.owned_dirs import SHARED_MEMORY
 from strop.hardware.ports import find_host_address
+from strop.io.atomic import explain_write_failure
 from strop.record.fence import ATTEMPT_VARIABLE
 from strop.record.meeting import ROLES_FOLDER, meeting_path
-from strop.store.atomic import explain_write_failure
 
 NODE_MODULE = "strop.cluster.ray.node"
 _POLL_S = 0.2

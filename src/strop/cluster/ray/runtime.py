@@ -24,7 +24,7 @@ from strop.cluster.ray.settings import ADDRESS_NAME, NodeSettings, describe_here
 from strop.errors import CheckRefused, EngineError, explain_refusal
 from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
-from strop.store.atomic import explain_write_failure
+from strop.io.atomic import explain_write_failure
 
 START_LIMIT_S = 120.0
 """Ray's own processes take two to ten seconds."""

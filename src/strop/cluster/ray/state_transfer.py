@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from strop.store.atomic import explain_write_failure
+from strop.io.atomic import explain_write_failure
 
 PIECE_BYTES = 64 << 20
 """Some of them fit into Ray's smallest object store at a time."""

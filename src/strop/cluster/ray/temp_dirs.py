@@ -11,7 +11,7 @@ from strop.cluster.ray.settings import MAX_TEMP_DIR_BYTES
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware.leases import leases_dir, open_folder
 from strop.hardware.owned_dirs import PREFIX, SHARED_MEMORY
-from strop.store.atomic import explain_write_failure
+from strop.io.atomic import explain_write_failure
 
 
 def choose_temp_dir(configured: Path | None = None) -> Path:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from strop.errors import ConfigError, explain_refusal
-from strop.hardware.python_environment import PythonEnvironment
+from strop.store.python_environment import PythonEnvironment
 
 # torchvision, torchaudio and torchcodec are for images, sound and video, and have no CPU build everywhere.
 # torch comes first and alone: this exact pin is offered as a CPU build where one is kept. Tried with Python

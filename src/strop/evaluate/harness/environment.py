@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.hardware.python_environment import PythonEnvironment
+from strop.store.python_environment import PythonEnvironment
 
 # torch first and alone: this exact pin is offered as a CPU build where one is kept. math-verify, its parser's
 # runtime and langdetect decide verdicts. Tried together with Python 3.11 on 2026-11-21.

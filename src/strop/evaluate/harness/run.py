@@ -25,7 +25,7 @@ from strop.evaluate.harness.staging import (
     write_task_files,
 )
 from strop.hardware.process import spawn, terminate
-from strop.store import write_bytes_atomically
+from strop.io import write_bytes_atomically
 
 _GRACE_S = 5.0
 _POLL_S = 3600.0

@@ -2,8 +2,8 @@
 
 Level a reads (under a second), b multiplies on each GPU (about ten), c reduces over all nodes, d asks the
 site's own tools. `run_preflight` returns what is wrong; `require_ready` refuses with 76, or with 75 where
-only another node is at fault, so that exactly the bad ones are excluded. Every level works with the fake
-nvidia-smi too: its GPUs compute on the CPU, and have the faults that its state file gives them.
+only another node is at fault, so that exactly the bad ones are excluded. The checks themselves can be
+tried without a GPU: `PreflightRequest.device`.
 """
 
 from strop.hardware.findings import Finding, Severity

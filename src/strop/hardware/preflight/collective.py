@@ -9,7 +9,6 @@ from typing import Any
 
 from strop.errors import StropError
 from strop.hardware.endpoints import publish_ports, wait_for_ports
-from strop.hardware.fake_nvidia_smi import Fault, find_rehearsal, read_faults
 from strop.hardware.findings import Finding, find_refusal
 from strop.hardware.ports import HeldPort, find_host_address, find_interface, hold_port
 from strop.hardware.preflight.probes import FOLDER_NAME, await_probes, start_probe
@@ -65,19 +64,12 @@ def _take_part(request: PreflightRequest, group: NodeGroup) -> dict[str, Any] | 
 def _run_probe(
     request: PreflightRequest, group: NodeGroup, address: str, held: HeldPort | None
 ) -> dict[str, Any] | None:
-    first = _first_device(request)
-    state = find_rehearsal()
-    has_gpu = first is not None and state is None
+    shown = _show_first_device(request)
     words = ["--names", json.dumps(group.names), "--rank", str(group.index), "--address", address]
-    words += ["--device", "cuda" if has_gpu else "cpu", "--wait-limit-s", str(group.wait_limit_s)]
-    if state is not None and first is not None:
-        faults = [
-            fault for fault in read_faults(state).get(first[0], ()) if fault in {Fault.HANG, Fault.SLOW}
-        ]
-        words += [word for fault in faults[:1] for word in ("--fault", fault)]
+    words += ["--device", request.device if shown else "cpu", "--wait-limit-s", str(group.wait_limit_s)]
     if held is not None:
         words += ["--descriptor", str(held.fileno())]
-    variables = {} if first is None else dict(first[1])
+    variables = dict(shown)
     # Left alone, gloo takes the address that the host's name has, which on many nodes is loopback.
     interface = group.interface or find_interface(address.rpartition(":")[0])
     if interface is not None:
@@ -95,14 +87,13 @@ def _run_probe(
     return answer
 
 
-def _first_device(request: PreflightRequest) -> tuple[str, Mapping[str, str]] | None:
-    """Return this node's first device by UUID, or by what it is called, and the variables that show it."""
-    roles = () if request.allocation is None else tuple(request.allocation.roles.values())
+def _show_first_device(request: PreflightRequest) -> Mapping[str, str]:
+    """Return the variables that show this node's first device alone; none where it has no devices."""
+    roles = () if request.allocation is None else request.allocation.roles.values()
     for role in roles:
         if role.visible.ids:
-            entry = role.visible.ids[0]
-            return (role.uuids or role.visible.ids)[0], {**role.variables, VISIBLE_DEVICES: entry}
-    return None
+            return {**role.variables, VISIBLE_DEVICES: role.visible.ids[0]}
+    return {}
 
 
 def judge_collective(group: NodeGroup, answer: dict[str, Any] | None) -> Iterator[Finding]:

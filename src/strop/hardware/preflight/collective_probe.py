@@ -37,7 +37,6 @@ _SILENT_S = 1.0
 """A process that gives no sign of life for so long has ended, or was stopped."""
 _FAREWELL_S = 3.0
 _VERDICT_S = 10.0
-_SLOWED_S = 1.0
 
 
 class Meeting:
@@ -139,7 +138,6 @@ def main() -> int:
     parser.add_argument("--descriptor", type=int, default=None)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--wait-limit-s", type=float, required=True)
-    parser.add_argument("--fault", choices=("hang", "slow"), default=None)
     given = parser.parse_args()
     try:
         meeting, store = _meet(given)
@@ -159,8 +157,6 @@ def main() -> int:
     timer = threading.Timer(patience_s, meeting.judge, (late,))
     timer.daemon = True
     timer.start()
-    if given.fault == "hang":
-        time.sleep(3600)
     meeting.announce("start")
     try:
         answer = _compute(given, meeting, store)
@@ -216,8 +212,6 @@ def _compute(given: argparse.Namespace, meeting: Meeting, store: TCPStore) -> di
     numbers = torch.arange(_BYTES[given.device] // 4, device=device, dtype=torch.float32) % 1000
     mine = numbers * (given.rank + 1)
     began = time.monotonic()
-    if given.fault == "slow":
-        time.sleep(_SLOWED_S)
     dist.all_reduce(mine)
     # Exact in float32: at most 999 times the sum of the ranks.
     is_exact = bool(torch.equal(mine.cpu(), (numbers * sum(range(1, len(given.names) + 1))).cpu()))
@@ -247,8 +241,6 @@ def _exchange(given: argparse.Namespace, block: torch.Tensor) -> dict[str, float
             continue
         if given.rank == rank:
             dist.recv(back, 0)
-            if given.fault == "slow":
-                time.sleep(_SLOWED_S)
             dist.send(back, 0)
         if given.rank == 0:
             began = time.monotonic()

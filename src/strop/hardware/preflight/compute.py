@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strop.hardware.allocation import RoleDevices
-from strop.hardware.fake_nvidia_smi import Fault, find_rehearsal, read_faults
 from strop.hardware.findings import Finding
 from strop.hardware.preflight.probes import FOLDER_NAME, await_probes, start_probe
 from strop.hardware.preflight.request import PreflightRequest
@@ -25,14 +24,10 @@ def check_compute(request: PreflightRequest, *, limit_s: float = PROBE_LIMIT_S) 
     """
     if request.allocation is None or not request.num_gpus:
         return []
-    state = find_rehearsal()
-    faults = {} if state is None else read_faults(state)
-    device = "cuda" if state is None else "cpu"
     named = [pair for role in request.allocation.roles.values() for pair in _list_devices(role)]
     probes = []
-    for number, (uuid, variables) in enumerate(named):
-        wrong = [fault for fault in faults.get(uuid, ()) if fault in {Fault.CHECKSUM, Fault.HANG}]
-        words = ["--device", device, *(word for fault in wrong[:1] for word in ("--fault", fault))]
+    for number, (_, variables) in enumerate(named):
+        words = ["--device", request.device]
         log_path = request.run_path / FOLDER_NAME / f"{request.node}-gpu-{number}.log"
         probes.append(start_probe(f"{__package__}.gpu_probe", words, log_path, variables))
     answers = await_probes(probes, limit_s)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 
 from strop.hardware.preflight.probes import tell
 
@@ -23,10 +22,7 @@ def main() -> int:
     """Compute, copy, print; return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--fault", choices=("checksum", "hang"), default=None)
     given = parser.parse_args()
-    if given.fault == "hang":
-        time.sleep(3600)
     import torch
 
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -38,8 +34,6 @@ def main() -> int:
     right = (2 * numbers[:, None] + 7 * numbers[None, :]) % 5
     weights = (numbers[:, None] + 2 * numbers[None, :]) % 11
     product = left.to(device, torch.float32) @ right.to(device, torch.float32)
-    if given.fault == "checksum":
-        product[0, 1] += 1
     checksum = int((product.cpu().to(torch.int64) * weights).sum())
     sent = torch.arange(_COPIED_BYTES // 8)
     is_same = bool(torch.equal(sent.to(device).cpu(), sent))

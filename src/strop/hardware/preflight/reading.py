@@ -11,7 +11,6 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, split_refusal
 from strop.hardware.device_checks import check_device
-from strop.hardware.fake_nvidia_smi import find_rehearsal
 from strop.hardware.findings import Finding, Severity
 from strop.hardware.gpus import GpuReport, Probe
 from strop.hardware.inventory import Inventory, read_inventory
@@ -19,7 +18,7 @@ from strop.hardware.machine import free_memory_bytes
 from strop.hardware.memory import free_disk_bytes, require_writable
 from strop.hardware.preflight.request import PreflightRequest
 from strop.hardware.torch_build import TorchBuild, explain_misfit, has_compat_package, read_torch_build
-from strop.store.atomic import nearest_existing
+from strop.io.atomic import nearest_existing
 
 MAX_SKEW_S = 30.0
 """Clocks that differ by more make the order of records wrong, and soon signatures invalid."""
@@ -33,7 +32,7 @@ def check_readings(request: PreflightRequest) -> list[Finding]:
         findings += check_driver(
             inventory.report,
             read_torch_build(),
-            is_rehearsed=find_rehearsal() is not None,
+            needs_cuda=request.device == "cuda",
             has_compat=has_compat_package(),
         )
         if inventory.report.probe is Probe.ANSWERED:
@@ -42,11 +41,12 @@ def check_readings(request: PreflightRequest) -> list[Finding]:
 
 
 def check_driver(
-    report: GpuReport, build: TorchBuild | None, *, is_rehearsed: bool, has_compat: bool = False
+    report: GpuReport, build: TorchBuild | None, *, needs_cuda: bool, has_compat: bool = False
 ) -> Iterator[Finding]:
     """Say whether the driver answers, and runs what torch was built for.
 
-    `has_compat`: libraries are installed that may lift the driver's limit.
+    `needs_cuda`: whether torch has to compute on them. `has_compat`: libraries are installed that may
+    lift the driver's limit.
     """
     if report.probe is Probe.MISSING:
         yield Finding(
@@ -63,7 +63,7 @@ def check_driver(
             allowed="a driver that answers",
             next_step="exclude this node and tell its administrators",
         )
-    if is_rehearsed or build is None or build.hip is not None:
+    if not needs_cuda or build is None or build.hip is not None:
         return
     if build.cuda is None:
         yield Finding(

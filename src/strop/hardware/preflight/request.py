@@ -64,6 +64,8 @@ class PreflightRequest:
     disk_need_bytes: int = 0
     memory_need_bytes: int = 0
     """Of the machine's memory."""
+    device: str = "cuda"
+    """Where probes compute. `cpu`: to try the checks themselves where torch was built without CUDA."""
     own_lease_id: str | None = None
     """Whose processes are not strangers."""
     reference_at: float | None = None

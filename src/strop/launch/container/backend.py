@@ -64,11 +64,11 @@ from strop.launch.container.image import (
 )
 from strop.launch.container.probing import probe_plan
 from strop.launch.container.watch import start_watcher
-from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
-from strop.launch.jobs.files import DirectoryRecord
-from strop.launch.jobs.home import job_path_of, read_plan
+from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest, JobState
+from strop.launch.home import job_path_of, read_plan
 from strop.launch.local.identity import read_identity
 from strop.launch.local.members import answer_members, forget_orders, order_end
+from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 from strop.spec.site import ContainerSite
 
 START_LIMIT_S = 60.0

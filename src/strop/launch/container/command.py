@@ -16,8 +16,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
-from strop.launch.jobs.contract import JobPlan, JobRequest, RolePlan
-from strop.launch.jobs.home import job_path_of
+from strop.launch.contract import JobPlan, JobRequest, RolePlan
+from strop.launch.home import job_path_of
 from strop.spec.display import dotted, walk_values
 from strop.spec.site import ContainerSite
 from strop.spec.task_base import PROMPTING

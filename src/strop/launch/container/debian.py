@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strop.errors import CheckRefused, explain_refusal
-from strop.store import FileLock
+from strop.io import FileLock
 
 BUILD_LIMIT_S = 900.0
 _DEFAULT_SUITE = "bookworm"

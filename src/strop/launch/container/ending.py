@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError, explain_refusal
+from strop.io import write_bytes_atomically
+from strop.io.atomic import explain_write_failure
+from strop.launch.attempts import read_attempts, write_verdict
 from strop.launch.container.engine import Engine, engine_from_json
-from strop.launch.jobs.attempts import read_attempts, write_verdict
-from strop.launch.jobs.contract import Answer, JobState
-from strop.launch.jobs.exit_codes import SIGNAL_BASE, describe_exit
-from strop.launch.jobs.files import DirectoryRecord
-from strop.launch.jobs.home import ATTEMPTS_FOLDER, read_plan
-from strop.launch.jobs.secrets import SECRETS_NAME, redact, remove_secrets, secret_values
+from strop.launch.contract import Answer, JobState
+from strop.launch.exit_codes import SIGNAL_BASE, describe_exit
+from strop.launch.home import ATTEMPTS_FOLDER, read_plan
 from strop.launch.local.identity import read_identity
-from strop.store import write_bytes_atomically
-from strop.store.atomic import explain_write_failure
+from strop.launch.secrets import SECRETS_NAME, redact, remove_secrets, secret_values
+from strop.record.files import DirectoryRecord
 
 START_NAME = "container.json"
 """Written before the start: which engine, which container, since when."""

@@ -31,6 +31,7 @@ from pathlib import Path
 import strop
 from strop.errors import CheckRefused, ConfigError, explain_refusal
 from strop.hardware import require_free_disk
+from strop.io import user_cache_dir
 from strop.launch.container.debian import FULL_PACKAGES, LIBRARIES, make_base, read_suite
 from strop.launch.container.engine import Engine, quote_words
 from strop.launch.container.layers import (
@@ -44,7 +45,6 @@ from strop.launch.container.layers import (
     strop_layer,
     write_layer,
 )
-from strop.store import user_cache_dir
 
 REPOSITORY = "localhost/strop"
 TAG_LENGTH = 16

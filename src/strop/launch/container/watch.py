@@ -33,9 +33,9 @@ from strop.launch.container.ending import (
 )
 from strop.launch.container.engine import Engine, engine_from_json
 from strop.launch.container.image import strop_folder
-from strop.launch.jobs.contract import JobState
-from strop.launch.jobs.home import read_plan
-from strop.launch.jobs.owned import clean_inherited
+from strop.launch.contract import JobState
+from strop.launch.home import read_plan
+from strop.launch.owned import clean_inherited
 
 RETRY_S = 5.0
 _POLL_S = 0.1

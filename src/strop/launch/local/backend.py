@@ -15,12 +15,12 @@ from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware import Lease, clear_leftovers, find_leases
 from strop.hardware.detached import start_detached
 from strop.hardware.findings import Finding, Severity
-from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
-from strop.launch.jobs.files import DirectoryRecord
-from strop.launch.jobs.home import job_path_of, read_plan
-from strop.launch.jobs.owned import clean_inherited
+from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest, JobState
+from strop.launch.home import job_path_of, read_plan
 from strop.launch.local.identity import read_identity
 from strop.launch.local.members import answer_members, forget_orders, order_end
+from strop.launch.owned import clean_inherited
+from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 KILL_LIMIT_S = 10.0
 START_LIMIT_S = 20.0

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from strop.hardware.identity import ProcessIdentity, identify_self
-from strop.store.atomic import write_bytes_atomically
+from strop.io.atomic import write_bytes_atomically
 
 _NAME = "supervisor.json"
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import EXIT_DONE
-from strop.launch.jobs.attempts import read_attempts
-from strop.launch.jobs.contract import Answer, JobRef, JobState, MemberPlan
-from strop.launch.jobs.files import DirectoryRecord
-from strop.launch.jobs.home import job_path_of, read_plan
-from strop.store.atomic import write_bytes_atomically
+from strop.io.atomic import write_bytes_atomically
+from strop.launch.attempts import read_attempts
+from strop.launch.contract import Answer, JobRef, JobState, MemberPlan
+from strop.launch.home import job_path_of, read_plan
+from strop.record.files import DirectoryRecord
 
 _ORDER = re.compile(r"end-member-(\d+)-(SIG(?:TERM|KILL))")
 _CONFIRMED = re.compile(r"ended-member-(\d+)")

@@ -23,13 +23,13 @@ from pathlib import Path
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
 from strop.hardware import ChildProcess, clear_leftovers, spawn
 from strop.hardware.orphans import adopt_orphans, bury_orphans
-from strop.launch.jobs.attempts import combine_exit_files, write_verdict
-from strop.launch.jobs.contract import JobPlan, MemberPlan
-from strop.launch.jobs.exit_codes import from_wait
-from strop.launch.jobs.home import ATTEMPTS_FOLDER, read_plan
-from strop.launch.jobs.secrets import remove_secrets
+from strop.launch.attempts import combine_exit_files, write_verdict
+from strop.launch.contract import JobPlan, MemberPlan
+from strop.launch.exit_codes import from_wait
+from strop.launch.home import ATTEMPTS_FOLDER, read_plan
 from strop.launch.local.identity import write_identity
 from strop.launch.local.members import confirm_end, read_orders
+from strop.launch.secrets import remove_secrets
 
 _POLL_S = 0.1
 

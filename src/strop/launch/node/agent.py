@@ -28,20 +28,20 @@ from strop.hardware.identity import identify_self
 from strop.hardware.leftovers import end_processes
 from strop.hardware.orphans import adopt_orphans, bury_orphans
 from strop.hardware.owned_dirs import clear_shared_memory
-from strop.launch.jobs.contract import JobPlan, RolePlan
-from strop.launch.jobs.env_files import read_environment
-from strop.launch.jobs.home import CODE_NAME, read_plan
-from strop.launch.jobs.snapshot import unpack_code
+from strop.io.atomic import write_bytes_atomically
+from strop.launch.contract import JobPlan, RolePlan
+from strop.launch.env_files import read_environment
+from strop.launch.home import CODE_NAME, read_plan
 from strop.launch.node.environment import Workplace, build_environment, request_devices, require_names
 from strop.launch.node.peers import PeerWatch
 from strop.launch.node.preflight import check_node, host_name
 from strop.launch.node.roles import NodeEnd, Role, StopRequest, start_roles, watch_roles
 from strop.launch.node.silence import SilenceWatch
 from strop.launch.node.task import NodeTask
+from strop.launch.snapshot import unpack_code
 from strop.record import RunDir, point_latest
 from strop.record.fence import raise_fence
 from strop.record.run_dir import STATE_NAME
-from strop.store.atomic import write_bytes_atomically
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

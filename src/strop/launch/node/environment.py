@@ -19,10 +19,10 @@ from strop.hardware.job_variables import (
     NUM_NODES_VARIABLE,
 )
 from strop.hardware.visible_devices import INFER_DEVICES, VISIBLE_DEVICES
-from strop.launch.jobs.contract import JobPlan, RolePlan
+from strop.io import user_cache_dir
+from strop.launch.contract import JobPlan, RolePlan
 from strop.launch.node.task import NodeTask
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
-from strop.store import user_cache_dir
 from strop.user_code import MOVED_VARIABLE
 
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from strop.launch.jobs.attempts import read_exit_code
-from strop.launch.jobs.exit_codes import describe_exit
+from strop.launch.attempts import read_exit_code
+from strop.launch.exit_codes import describe_exit
 from strop.launch.node.roles import NodeEnd
 from strop.launch.node.task import NodeTask
 from strop.record.fence import read_fence

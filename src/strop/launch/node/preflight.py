@@ -11,7 +11,7 @@ from collections.abc import Callable
 from strop.errors import CheckRefused, Interrupted, explain_refusal
 from strop.hardware.allocation import Allocation
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready
-from strop.launch.jobs.contract import JobPlan
+from strop.launch.contract import JobPlan
 from strop.launch.node.task import NodeTask
 
 MIN_FREE_BYTES = 256 << 20

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE
 from strop.hardware import ChildProcess, spawn
-from strop.launch.jobs.contract import RolePlan
-from strop.launch.jobs.exit_codes import SIGNAL_BASE, describe_exit, from_wait
+from strop.launch.contract import RolePlan
+from strop.launch.exit_codes import SIGNAL_BASE, describe_exit, from_wait
 
 NUM_TAIL_LINES = 20
 ORDERED_END_S = 10.0

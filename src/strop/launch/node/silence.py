@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from strop.errors import EXIT_FAILED
-from strop.launch.jobs.contract import JobPlan
+from strop.launch.contract import JobPlan
 from strop.launch.node.roles import NodeEnd
 from strop.launch.node.task import NodeTask
 

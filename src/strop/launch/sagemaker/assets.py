@@ -11,10 +11,10 @@ from typing import Any
 
 from strop.errors import ConfigError, explain_refusal
 from strop.hardware.findings import Finding, Severity
-from strop.launch.eval_file import EvalFile
 from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec import RunSpec
 from strop.spec.display import dotted, walk_values
+from strop.spec.eval_file import EvalFile
 from strop.spec.task import role_judges
 from strop.store.models import HUB_PATTERN
 

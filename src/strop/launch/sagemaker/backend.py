@@ -17,13 +17,10 @@ from typing import Any
 
 from strop.errors import CheckRefused, RemoteMissing, StoreError, StropError, explain_refusal
 from strop.hardware.findings import Finding
-from strop.launch.jobs.checkpoints import find_checkpoints
-from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, LogSource, RecordFiles
-from strop.launch.jobs.env_files import ENVIRONMENT_NAME
-from strop.launch.jobs.home import has_plan, has_ref, job_path_of, read_plan, read_ref
-from strop.launch.jobs.next_job import CANCELLED_NAME
-from strop.launch.jobs.secrets import SECRETS_NAME
-from strop.launch.jobs.store_record import StoreRecord
+from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest
+from strop.launch.env_files import ENVIRONMENT_NAME
+from strop.launch.home import has_plan, has_ref, job_path_of, read_plan, read_ref
+from strop.launch.next_job import CANCELLED_NAME
 from strop.launch.sagemaker.client import AwsClients, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
 from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
@@ -37,6 +34,10 @@ from strop.launch.sagemaker.renewal import renew_plan, step_of_state
 from strop.launch.sagemaker.request import complete_plan, count_hosts
 from strop.launch.sagemaker.site_objects import SiteObjects
 from strop.launch.sagemaker.states import read_answer
+from strop.launch.secrets import SECRETS_NAME
+from strop.record.checkpoints import find_checkpoints
+from strop.record.files import LogSource, RecordFiles
+from strop.record.store_record import StoreRecord
 from strop.spec.site import SageMakerSite
 
 LOOK_BACK_S = 30 * 86_400.0
@@ -96,11 +97,11 @@ class SageMakerBackend:
         warnings = [self._log_job(plan, job, image) for job in accepted]
         return replace(ref, details={**ref.details, "warnings": [text for text in warnings if text]})
 
-    def send_locally(self, plan: JobPlan) -> None:
-        """Send and create the first member as `hand_over` does, for a rehearsal: no digest, no job log."""
+    def send_locally(self, plan: JobPlan) -> dict[str, Any]:
+        """Send the first member's files as `hand_over` does; return its job's request, for local mode."""
         job = plan.details["jobs"][0]
         self._upload(plan, job)
-        self._create(plan, job, plan.details["image"])
+        return {**_name_image(job["request"], plan.details["image"]), "TrainingJobName": job["name"]}
 
     def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
         """Give all members' jobs new names, and what is kept by a job's name the new places."""
@@ -230,8 +231,7 @@ class SageMakerBackend:
 
     def _create(self, plan: JobPlan, job: Mapping[str, Any], image: str) -> dict[str, Any]:
         """Create one job; where its name is taken by another one, once more with a suffix."""
-        request = {**job["request"]}
-        request["AlgorithmSpecification"] = {**request["AlgorithmSpecification"], "TrainingImage": image}
+        request = _name_image(job["request"], image)
         for name in (job["name"], suffixed_name(job["name"], plan.home)):
             request["TrainingJobName"] = name
             try:
@@ -382,6 +382,13 @@ class SageMakerBackend:
             # It ended by itself meanwhile: what was asked for is so.
             if "in status" not in str(error):
                 raise
+
+
+def _name_image(request: Mapping[str, Any], image: str) -> dict[str, Any]:
+    return {
+        **request,
+        "AlgorithmSpecification": {**request["AlgorithmSpecification"], "TrainingImage": image},
+    }
 
 
 def _accepted(job: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
-from strop.launch.jobs.exit_codes import combine
-from strop.launch.jobs.secrets import write_private
+from strop.launch.exit_codes import combine
 from strop.launch.sagemaker.link_proof import is_proof, prove
 from strop.launch.sagemaker.opt_ml import Hosts
+from strop.launch.secrets import write_private
 
 PORT = 7777
 SIGN_EVERY_S = 2.0

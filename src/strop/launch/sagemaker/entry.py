@@ -33,8 +33,8 @@ from strop.errors import (
     StropError,
     explain_refusal,
 )
-from strop.launch.jobs.attempts import write_verdict
-from strop.launch.jobs.secrets import remove_secrets
+from strop.io.atomic import MANIFEST_NAME, write_bytes_atomically
+from strop.launch.attempts import write_verdict
 from strop.launch.node.agent import run_node
 from strop.launch.node.task import NodeTask
 from strop.launch.sagemaker import places
@@ -51,14 +51,14 @@ from strop.launch.sagemaker.job_files import (
 from strop.launch.sagemaker.link_proof import read_key
 from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
+from strop.launch.sagemaker.places import STOP_WINDOW_S
 from strop.launch.sagemaker.record_sender import DirectorySink, LogEcho, RecordSender, Sink, StoreSink
 from strop.launch.sagemaker.state_keeper import StateKeeper, count_start
+from strop.launch.secrets import remove_secrets
 from strop.record.meeting import ROLES_FOLDER, meeting_path
-from strop.store.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.store.policy import URI_VARIABLE
 
 JOIN_LIMIT_S = 900.0
-STOP_WINDOW_S = 120.0
 RESERVE_S = 20.0
 """Of the window, for what comes after the roles: the last state, the record, the verdict."""
 _BLOCK_END = "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from strop.errors import EXIT_INTERRUPTED, EXIT_REFUSED
-from strop.launch.jobs.exit_codes import describe_exit
-from strop.launch.jobs.secrets import redact
+from strop.launch.exit_codes import describe_exit
+from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS
+from strop.launch.secrets import redact
 
-NUM_SHOWN_CHARACTERS = 1024
 _PREFIXES = {EXIT_INTERRUPTED: "requeue:", EXIT_REFUSED: "preflight:"}
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
 _EXCEPTION = re.compile(r"^(?:strop: )?[\w.]*(?:Error|Exception|Refused|Interrupt|Record)\b.*$", re.MULTILINE)
@@ -46,6 +46,6 @@ def write_failure(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_first = not path.exists() or path.stat().st_size == 0
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text[:NUM_SHOWN_CHARACTERS] if is_first else f"\n--- later\n{text}")
+            file.write(text[:NUM_FAILURE_CHARACTERS] if is_first else f"\n--- later\n{text}")
     except OSError:
         return

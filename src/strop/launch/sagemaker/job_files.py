@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, explain_refusal
-from strop.launch.jobs.env_files import ENVIRONMENT_NAME
-from strop.launch.jobs.home import CODE_NAME, JOB_FOLDER, PLAN_NAME, SPEC_NAME
-from strop.launch.jobs.secrets import SECRETS_NAME, write_private
+from strop.launch.env_files import ENVIRONMENT_NAME
+from strop.launch.home import CODE_NAME, JOB_FOLDER, PLAN_NAME, SPEC_NAME
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.opt_ml import OptMl
+from strop.launch.secrets import SECRETS_NAME, write_private
 from strop.store.policy import URI_VARIABLE
 
 MEMBER_SPEC = "member-spec.toml"

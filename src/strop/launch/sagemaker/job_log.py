@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError, StoreError, explain_refusal
-from strop.store.atomic import explain_write_failure, write_bytes_atomically
-from strop.store.lock import FileLock
+from strop.io.atomic import explain_write_failure, write_bytes_atomically
+from strop.io.lock import FileLock
 
 COLUMNS = ("Job Name", "Config", "Description", "Submitted", "State")
 TITLE = "# Jobs\n\nWritten by strop when a job is submitted; do not edit.\n"

@@ -7,9 +7,9 @@ from collections import defaultdict
 from typing import Any
 
 from strop.errors import RemoteMissing
-from strop.launch.jobs.contract import LogLine
 from strop.launch.sagemaker.client import AwsClients, all_pages
 from strop.launch.sagemaker.places import LOG_GROUP
+from strop.record.files import LogLine
 
 OVERLAP_MS = 60_000
 """Lines arrive out of order: what is up to a minute older than the newest line is asked for again."""

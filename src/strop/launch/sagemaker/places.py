@@ -36,6 +36,10 @@ ASSET_STORE = f"{SCRATCH}/store"
 """Root of the store in a job without network: links to its channels."""
 ENTRY_MODULE = "strop.launch.sagemaker.node"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+STOP_WINDOW_S = 120.0
+"""Between SIGTERM and KILL. Source: the API's text on StopTrainingJob."""
+NUM_FAILURE_CHARACTERS = 1024
+"""Of the failure file that the platform shows."""
 
 
 def source_uri(root: str, job: str) -> str:

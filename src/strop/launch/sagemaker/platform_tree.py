@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from strop.io.walking import walk_files
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.job_objects import JobObjects
-from strop.store.walking import walk_files
 
 
 def build_tree(

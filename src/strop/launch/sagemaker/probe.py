@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from strop.errors import ConfigError, RemoteDenied, RemoteMissing, StropError
 from strop.hardware.findings import Finding, Severity, find_refusal
-from strop.launch.jobs.contract import JobPlan
+from strop.launch.contract import JobPlan
 from strop.launch.sagemaker.assets import find_unstaged
 from strop.launch.sagemaker.client import AwsClients, all_pages
 from strop.launch.sagemaker.ecr import find_digest, parse_reference

@@ -136,7 +136,7 @@ class LogEcho:
 
     def echo_new(self, *, is_last: bool = False) -> None:
         """Repeat complete lines; at the end the torn one too."""
-        from strop.launch.jobs.secrets import redact
+        from strop.launch.secrets import redact
 
         for path in sorted(self._folder.glob("*.log")):
             if path.name == "agent.log":

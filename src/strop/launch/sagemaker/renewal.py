@@ -11,11 +11,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from strop.launch.jobs.contract import JobPlan
+from strop.io.atomic import MANIFEST_NAME
+from strop.launch.contract import JobPlan
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.names import MAX_PREFIX_CHARACTERS, base_name, member_name
 from strop.launch.sagemaker.request import REQUEST_FILE, show_requests
-from strop.store.atomic import MANIFEST_NAME
 
 _STAMP = re.compile(r"-\d{8}-\d{6}(-[0-9a-f]{3,4})*$")
 _STATE = re.compile(rf"[^/]+/step-(\d+)/{MANIFEST_NAME}")

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from strop.errors import ConfigError, explain_refusal
-from strop.launch.jobs.contract import JobPlan, JobRequest, MemberPlan
+from strop.launch.contract import JobPlan, JobRequest, MemberPlan
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.assets import list_assets, refuse_local
 from strop.launch.sagemaker.limits import check_request

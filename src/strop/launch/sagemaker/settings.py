@@ -8,8 +8,8 @@ from typing import Any
 
 from strop import __version__
 from strop.errors import ConfigError, explain_refusal
-from strop.launch.jobs.contract import JobRequest
-from strop.launch.jobs.dotenv import is_variable_name
+from strop.launch.contract import JobRequest
+from strop.launch.dotenv import is_variable_name
 from strop.spec.durations import parse_duration_s
 from strop.spec.site import SageMakerSite
 from strop.store.uris import parse_s3

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strop.io.variables import set_variables
 from strop.launch.sagemaker.job_objects import JobObjects
 from strop.spec.site import SageMakerSite
 from strop.store.contract import StoredObject
-from strop.store.variables import set_variables
 
 if TYPE_CHECKING:
     from strop.store.s3_client import S3Settings

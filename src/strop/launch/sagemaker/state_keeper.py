@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import StoreError
-from strop.store.atomic import MANIFEST_NAME, is_complete, verify_directory
+from strop.io.atomic import MANIFEST_NAME, is_complete, verify_directory
 
 NUM_KEPT = 2
 POLL_S = 1.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strop.launch.jobs.contract import Answer, JobState
+from strop.launch.contract import Answer, JobState
 
 CANCEL_PENDING = "cancel pending"
 REQUEUE_PREFIX = "requeue:"

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError, explain_refusal
 from strop.hardware.findings import Finding
-from strop.launch.jobs.contract import Answer, JobPlan, JobRef, JobRequest, JobState, LogSource, RecordFiles
-from strop.launch.jobs.files import DirectoryRecord
-from strop.launch.jobs.home import has_ref, job_path_of, read_ref
+from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest, JobState
+from strop.launch.home import has_ref, job_path_of, read_ref
 from strop.launch.slurm.clients import Said, ask_client, clean_environment
 from strop.launch.slurm.options import (
     fit_plan,
@@ -31,6 +30,7 @@ from strop.launch.slurm.probes import probe_plan
 from strop.launch.slurm.queries import answer_for, list_jobs
 from strop.launch.slurm.script import SCRIPT_NAME, write_script
 from strop.launch.slurm.states import read_state
+from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 from strop.spec.site import SlurmSite
 
 _ACCEPTED = re.compile(r"^(?P<id>\d+)(?:;(?P<cluster>\S+))?$", re.MULTILINE)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.errors import StoreError, explain_refusal
-from strop.launch.jobs.owned import clean_inherited
+from strop.launch.owned import clean_inherited
 
 # Besides what every launcher leaves out: sbatch would read the first as options, over the script's own; the
 # others are the devices of the job that one submits from.

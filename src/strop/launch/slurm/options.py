@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from strop.errors import ConfigError, explain_refusal
-from strop.launch.jobs.contract import JobPlan, JobRequest, Resources
-from strop.launch.jobs.planning import TAG_PREFIX
+from strop.launch.contract import JobPlan, JobRequest, Resources
+from strop.launch.planning import TAG_PREFIX
 from strop.spec.base import Section
 from strop.spec.site import SlurmSite
 

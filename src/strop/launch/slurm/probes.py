@@ -13,7 +13,7 @@ from pathlib import Path
 
 from strop.errors import StoreError
 from strop.hardware.findings import Finding, Severity, find_refusal
-from strop.launch.jobs.contract import JobPlan
+from strop.launch.contract import JobPlan
 from strop.launch.slurm.clients import Said, ask_client
 from strop.launch.slurm.script import SCRIPT_NAME
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from strop.errors import StoreError, explain_refusal
-from strop.launch.jobs.contract import Answer
+from strop.launch.contract import Answer
 from strop.launch.slurm.clients import Said, ask_client
 from strop.launch.slurm.outputs import (
     ACCOUNTING_FIELDS,

@@ -12,8 +12,8 @@ import shlex
 from functools import cache
 from importlib.resources import files
 
-from strop.launch.jobs.contract import JobPlan
-from strop.launch.jobs.planning import tag_of
+from strop.launch.contract import JobPlan
+from strop.launch.planning import tag_of
 from strop.launch.slurm.options import SlurmOptions, is_array, read_array
 from strop.spec.durations import format_duration
 from strop.spec.site import SlurmSite

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strop.launch.jobs.contract import JobState
+from strop.launch.contract import JobState
 
 _SHORT = {
     "BF": "BOOT_FAIL",

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import StoreError
-from strop.record.mirror.layout import MIRROR_FOLDER, RUN_FOLDER
-from strop.record.run_dir import STATE_NAME, RunDir, step_of
-from strop.store.atomic import (
+from strop.io.atomic import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
@@ -26,6 +24,8 @@ from strop.store.atomic import (
     read_manifest,
     write_bytes_atomically,
 )
+from strop.record.mirror.layout import MIRROR_FOLDER, RUN_FOLDER
+from strop.record.run_dir import STATE_NAME, RunDir, step_of
 from strop.store.record_store import describe_directory, describe_files
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})

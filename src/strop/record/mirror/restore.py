@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError, explain_refusal
-from strop.record.mirror.claim import LATEST_NAME, Latest, read_latest
-from strop.record.mirror.layout import RUN_FOLDER, TRACES, RecordName
-from strop.record.run_dir import LOCK_NAME, STATE_NAME, step_of
-from strop.store.atomic import (
+from strop.io.atomic import (
     explain_write_failure,
     is_inner_name,
     seal_directory,
     verify_directory,
     write_bytes_atomically,
 )
-from strop.store.lock import FileLock
+from strop.io.lock import FileLock
+from strop.record.mirror.claim import LATEST_NAME, Latest, read_latest
+from strop.record.mirror.layout import RUN_FOLDER, TRACES, RecordName
+from strop.record.run_dir import LOCK_NAME, STATE_NAME, step_of
 from strop.store.opening import open_record_store
 from strop.store.record_store import INCOMING_SUFFIX, RecordStore, side_by_side
 from strop.store.s3_client import S3Settings

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from strop.io.leftovers import LEFTOVER_PATTERN
 from strop.record.mirror.layout import MIRROR_FOLDER, TRACES
 from strop.record.mirror.pins import pin_file
 from strop.record.run_dir import STATE_NAME
-from strop.store.leftovers import LEFTOVER_PATTERN
 from strop.store.record_store import RecordStore
 from strop.store.uris import join_uri
 

@@ -23,13 +23,13 @@ from strop.errors import (
     StropError,
     explain_refusal,
 )
+from strop.io.atomic import Manifest
 from strop.record.events import EventKind
 from strop.record.mirror.claim import Latest, RunIdentity, claim_mirror, point_to, require_claim
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, notes_path
 from strop.record.mirror.pins import PinnedCheckpoint, pin_checkpoint, unpin
 from strop.record.mirror.traces import TraceSender, remove_pins, yield_after
 from strop.record.run_dir import RunDir
-from strop.store.atomic import Manifest
 from strop.store.record_store import RecordStore
 from strop.store.retries import RetryRules
 from strop.store.s3_client import S3Settings

@@ -92,7 +92,7 @@ def draw_entries(dataset: Any, request: DrawRequest) -> list[Entry]:
         return entries
     entries = _draw_aside(request)
     with suppress(OSError, StoreError):
-        from strop.store import write_bytes_atomically
+        from strop.io import write_bytes_atomically
 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(path, json.dumps({"request": asdict(request), "entries": entries}).encode())
@@ -132,7 +132,7 @@ def problem_key(question: str, answer: str | None) -> str:
 
 
 def _cache_path(request: DrawRequest) -> Path:
-    from strop.store import user_cache_dir
+    from strop.io import user_cache_dir
 
     facts = [_FORM, package_version("reasoning-gym"), sys.version_info[:2], asdict(request)]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

@@ -9,7 +9,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from strop.store import user_cache_dir, write_bytes_atomically
+from strop.io import user_cache_dir, write_bytes_atomically
 from strop.tasks.llm_judge.verdict import Judgement
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 
 from strop.errors import DataError, explain_refusal
+from strop.io import write_bytes_atomically
 from strop.rollout import Example
 from strop.spec.task import LlmJudgeSpec
-from strop.store import write_bytes_atomically
 from strop.store.data_files import locate_named
 from strop.tasks.failures import FailureCause, find_causes, find_failures, sum_up
 from strop.tasks.judging import InlineJudge, Judge, open_judge

@@ -1,0 +1,31 @@
+"""Attacks on a task before it may train a model: what earns a reward without work?
+
+`run_audit` judges replies that deserve nothing (empty, garbage, echoes, constants, near misses) and replies
+that deserve everything, and compares with what the task declares. The report is green, amber or red; a
+red task trains nothing unless the run file accepts the probe by name and reason.
+Not here: whether one verifier is right on one example (`tasks.selftest`, part of every run's gate).
+"""
+
+from strop.audit.acceptance import accept_probes, describe_acceptance
+from strop.audit.report import Acceptance, AuditReport, Evidence, ProbeResult, ProbeStatus, Verdict
+from strop.audit.run import PROBE_IDS, QUICK_PROBES, AuditSettings, examples_to_attack, run_audit
+from strop.audit.stored import find_audit, stored_audit_path, write_audit
+
+__all__ = [
+    "PROBE_IDS",
+    "QUICK_PROBES",
+    "Acceptance",
+    "AuditReport",
+    "AuditSettings",
+    "Evidence",
+    "ProbeResult",
+    "ProbeStatus",
+    "Verdict",
+    "accept_probes",
+    "describe_acceptance",
+    "examples_to_attack",
+    "find_audit",
+    "run_audit",
+    "stored_audit_path",
+    "write_audit",
+]

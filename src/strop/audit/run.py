@@ -1,0 +1,160 @@
+"""Running the probes on a task, one after the other, each within its time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from strop.audit import code_probes, edits, example_probes, judge_probes, network, probes, rules
+from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
+from strop.audit.world import AuditWorld
+from strop.errors import ConfigError, DataError, explain_refusal
+from strop.rollout import Example, FailureOwner, Split
+from strop.tasks.contract import Task
+from strop.tasks.failures import catch_failure, describe_failure
+from strop.tasks.judging import InlineJudge, Judge
+from strop.tasks.traits import variant_of
+
+_PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
+"""Wall time of one probe, by whether judgements need a sandbox."""
+
+_PROBES = MappingProxyType(
+    {
+        "noop": probes.probe_noop,
+        "empty": probes.probe_empty,
+        "garbage": probes.probe_garbage,
+        "echo": probes.probe_echo,
+        "constant": probes.probe_constant,
+        "one_word": probes.probe_one_word,
+        "gold": probes.probe_gold,
+        "near_miss": probes.probe_near_miss,
+        "wrong_order": probes.probe_wrong_order,
+        "label_leak": code_probes.probe_label_leak,
+        "trivial_rule": rules.probe_trivial_rule,
+        "determinism": probes.probe_determinism,
+        "order": example_probes.probe_order,
+        "failure_paths": example_probes.probe_failure_paths,
+        "grader_tamper": code_probes.probe_grader_tamper,
+        "forged_stdout": code_probes.probe_forged_stdout,
+        "os_exit": code_probes.probe_os_exit,
+        "isolation": code_probes.probe_isolation,
+        "network": network.probe_network,
+        "noop_edit": edits.probe_noop_edit,
+        "stale_submission": code_probes.probe_stale_submission,
+        "lost_sandbox": code_probes.probe_lost_sandbox,
+        "truncation": probes.probe_truncation,
+        "cost": probes.probe_cost,
+        "judge_injection": judge_probes.probe_judge_injection,
+        "judge_length": judge_probes.probe_judge_length,
+        # Last: it looks at what all others earned.
+        "ceiling": probes.probe_ceiling,
+    }
+)
+PROBE_IDS = tuple(_PROBES)
+QUICK_PROBES = (
+    "noop",
+    "empty",
+    "garbage",
+    "echo",
+    "constant",
+    "one_word",
+    "gold",
+    "label_leak",
+    "trivial_rule",
+    "determinism",
+    "failure_paths",
+    "forged_stdout",
+    "judge_injection",
+    "ceiling",
+)
+"""What a run asks of a task that nobody has audited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditSettings:
+    """How much is looked at."""
+
+    num_examples: int = 32
+    seed: int = 0
+    probes: Sequence[str] = PROBE_IDS
+
+
+async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = None) -> AuditReport:
+    """Attack a task with every probe. Without a `judge`, its verifier runs in this process.
+
+    Raises: ConfigError for an unknown probe; DataError if the task has no examples.
+    """
+    unknown = sorted(set(settings.probes) - set(PROBE_IDS))
+    if unknown:
+        raise ConfigError(
+            explain_refusal(
+                f"probe {', '.join(unknown)}",
+                allowed=", ".join(PROBE_IDS),
+                next_step="correct the name",
+            )
+        )
+    started_at, began_at = time.time(), time.perf_counter()
+    world = AuditWorld(
+        task=task,
+        judge=judge or InlineJudge(task),
+        examples=_choose(task, settings),
+        seed=settings.seed,
+    )
+    results = [await _run_probe(world, name) for name in PROBE_IDS if name in settings.probes]
+    return AuditReport(
+        task=task.name,
+        task_version=task.version,
+        variant=variant_of(task),
+        isolation=world.lowest_isolation,
+        seed=settings.seed,
+        num_examples=len(world.examples),
+        max_reward=task.limits.max_reward,
+        chance=task.limits.chance,
+        started_at=started_at,
+        seconds=time.perf_counter() - began_at,
+        probes=tuple(results),
+    )
+
+
+def _choose(task: Task, settings: AuditSettings) -> list[Example]:
+    """Draw examples of the training split, or of the held-out one where there is no other."""
+    found = examples_to_attack(task)
+    if not len(found):
+        raise DataError(
+            explain_refusal(
+                f"an audit of task {task.name}, which has no examples",
+                allowed="a task with at least one example",
+                next_step="look at the task's data",
+            )
+        )
+    wanted = min(settings.num_examples, len(found))
+    chosen = random.Random(settings.seed).sample(range(len(found)), wanted)
+    return [found[index] for index in sorted(chosen)]
+
+
+def examples_to_attack(task: Task) -> Sequence[Example]:
+    """Return the training examples, or the held-out ones of a task that is for evaluation only.
+
+    Raises: DataError if the data is missing, empty or malformed.
+    """
+    with suppress(DataError):
+        if found := task.examples(Split.TRAIN):
+            return found
+    # Whatever is wrong with the data is wrong with this split too.
+    return task.examples(Split.HELD_OUT)
+
+
+async def _run_probe(world: AuditWorld, name: str) -> ProbeResult:
+    started_at = time.perf_counter()
+    with catch_failure(lambda: FailureOwner.TASK) as caught:
+        async with asyncio.timeout(_PROBE_LIMIT_S[world.task.limits.verify_keeps_time]):
+            result = await _PROBES[name](world)
+    if caught.failure is not None:
+        detail = describe_failure(caught.failure)
+        result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=detail)
+    return replace(result, seconds=time.perf_counter() - started_at)

@@ -1,0 +1,399 @@
+"""Writes that are complete or absent, and directories that prove their own completeness.
+
+A file is written aside, fsynced and moved into place. A directory is filled aside, every part is
+fsynced, a manifest named COMPLETE with sizes and digests is written last, and one rename publishes
+it. A kill at any moment leaves the old state, the new state, or a `.partial-` leftover that nothing
+reads (`strop.io.leftovers` removes those).
+
+Covered: kill at any point, power loss after return, full disk, flipped or missing bytes.
+Not covered: file systems whose rename is not atomic; two writers of one directory (take a
+`FileLock` first); files added to a complete directory by hand, which are ignored.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from strop.errors import CorruptRecord, StoreError, explain_refusal
+from strop.io.exchange import publish_directory
+from strop.io.leftovers import partial_path_of
+
+MANIFEST_NAME = "COMPLETE"
+MANIFEST_FORMAT = 1
+# Torch and safetensors report a full disk as text or not at all, so the free space has a vote too.
+FULL_BELOW_BYTES = 1 << 20
+FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+FileOpener = Callable[[Path], BinaryIO]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """What a manifest promises about one file."""
+
+    size_bytes: int
+    sha256: str
+    mtime_ns: int
+    """Modification time when it was sealed; lets a repeated check skip unchanged files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The content of a COMPLETE file."""
+
+    files: Mapping[str, FileRecord]
+    """By path relative to the directory, with forward slashes."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the writer wants a reader to know; JSON values."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the sorted names and digests of all files."""
+        return digest_of_files(self.sha256_by_name)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.size_bytes for record in self.files.values())
+
+    @property
+    def sha256_by_name(self) -> dict[str, str]:
+        """The digest of every file."""
+        return {name: record.sha256 for name, record in self.files.items()}
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the COMPLETE file."""
+        content = {
+            "format": MANIFEST_FORMAT,
+            "files": {name: _record_to_json(record) for name, record in sorted(self.files.items())},
+            "facts": dict(self.facts),
+        }
+        return json.dumps(content, indent=1).encode()
+
+
+def digest_of_files(sha256_by_name: Mapping[str, str]) -> str:
+    """Return one SHA-256 for a set of named file digests, whatever their order."""
+    lines = [f"{sha256_by_name[name]}  {name}\n" for name in sorted(sha256_by_name)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def write_bytes_atomically(path: Path, data: bytes, *, open_file: FileOpener | None = None) -> None:
+    """Write a file so that a reader finds the old bytes or all of the new ones.
+
+    `open_file` opens the file aside for writing: with other rights, or on a disk that a test lets fail.
+
+    Raises: StoreError if the bytes cannot be written; the old file stays and nothing else is left.
+    """
+    partial_path = partial_path_of(path)
+    try:
+        with (open_file or _open_new)(partial_path) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # os.replace, not remove and rename: a reader in between would find no file.
+        os.replace(partial_path, path)
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+    finally:
+        partial_path.unlink(missing_ok=True)
+
+
+class AtomicDirectory:
+    """Fill a directory that appears under its name complete, or not at all.
+
+    Use: `with AtomicDirectory(target) as partial: (partial / "x").write_bytes(...)`. Leaving the
+    block seals and publishes; an exception inside removes everything and passes on, as StoreError
+    if the disk was the cause.
+    """
+
+    def __init__(self, path: Path, *, facts: Mapping[str, Any] | None = None, replace: bool = False) -> None:
+        self.path = path
+        self.manifest: Manifest | None = None
+        """Set once the directory is published."""
+        self.facts = dict(facts or {})
+        """What the manifest says beside the files; may be added to until the directory is published."""
+        self._replace = replace
+        self._partial_path = partial_path_of(path)
+
+    def __enter__(self) -> Path:
+        """Create the directory aside and return it.
+
+        Raises: StoreError if the target exists and may not be replaced, or cannot be created.
+        """
+        if self.path.exists() and not self._replace:
+            raise StoreError(
+                explain_refusal(
+                    f"{self.path} exists already",
+                    allowed="a name that is free, since a complete record is never overwritten",
+                    next_step=f"choose another name or remove {self.path.name} first",
+                )
+            )
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._partial_path.mkdir()
+        except OSError as error:
+            raise explain_write_failure(error, self.path) from error
+        return self._partial_path
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Publish, or clean up after an error."""
+        try:
+            if error is None:
+                self.manifest = seal_directory(self._partial_path, facts=self.facts)
+                publish_directory(self._partial_path, self.path, replace=self._replace)
+                fsync_directory(self.path.parent)
+        except OSError as failure:
+            raise explain_write_failure(failure, self.path) from failure
+        finally:
+            # Asked before the clean-up, which makes room again.
+            is_full = isinstance(error, Exception) and is_disk_full(error, self.path.parent)
+            shutil.rmtree(self._partial_path, ignore_errors=True)
+        if is_full and isinstance(error, Exception) and not isinstance(error, StoreError):
+            raise explain_write_failure(error, self.path, is_full=True) from error
+
+
+def seal_directory(
+    path: Path, *, facts: Mapping[str, Any] | None = None, known_sha256: Mapping[str, str] | None = None
+) -> Manifest:
+    """Make every file of a directory durable and write its manifest last.
+
+    `known_sha256` are digests by name that the caller has just computed; those files are not read.
+
+    Raises: StoreError if it holds a link or another thing that is not a plain file; OSError as is.
+    """
+    manifest = Manifest(files=_record_files(path, known_sha256 or {}), facts=dict(facts or {}))
+    for directory, _, _ in os.walk(path, topdown=False):
+        fsync_directory(Path(directory))
+    write_bytes_atomically(path / MANIFEST_NAME, manifest.to_bytes())
+    return manifest
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a directory carries its completeness marker. Reads no file; see `verify_directory`."""
+    return (path / MANIFEST_NAME).is_file()
+
+
+def read_manifest(path: Path, *, remedy: str | None = None) -> Manifest:
+    """Read the manifest of a complete directory without checking the files.
+
+    `remedy` is what to do about a damaged one, for whoever knows better than to fetch it again.
+
+    Raises: StoreError if there is none; CorruptRecord if it cannot be read.
+    """
+    manifest_path = path / MANIFEST_NAME
+    try:
+        data = manifest_path.read_bytes()
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{path} is incomplete: it has no readable {MANIFEST_NAME} ({error.strerror})",
+                allowed=f"a directory whose {MANIFEST_NAME} was written last",
+                next_step="use an earlier complete one, or write it again",
+            )
+        ) from error
+    return parse_manifest(data, str(manifest_path), remedy or _remedy(path))
+
+
+def parse_manifest(data: bytes, place: str, remedy: str | None = None) -> Manifest:
+    """Read the content of a COMPLETE file; `place` is where it came from, for messages.
+
+    Raises: CorruptRecord if it is no manifest, or promises a file outside its own directory.
+    """
+    remedy = remedy or _remedy(place.rpartition("/")[0])
+    try:
+        content = json.loads(data)
+        manifest = Manifest(
+            files={name: FileRecord(**record) for name, record in content["files"].items()},
+            facts=content["facts"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(place, f"is not a manifest ({error})", "the JSON that strop wrote", remedy) from error
+    for name in manifest.files:
+        # It may come from a store that others write to: a name must not lead out of the directory.
+        if not is_inner_name(name):
+            raise _corrupt(place, f"promises {name!r}", "names of files below the directory", remedy)
+    return manifest
+
+
+def is_inner_name(name: str) -> bool:
+    """Whether a name in a record stays below its directory, and is not the manifest's."""
+    parts = name.split("/")
+    return not ({"", ".", ".."} & set(parts)) and "\0" not in name and name != MANIFEST_NAME
+
+
+def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str | None = None) -> Manifest:
+    """Compare every file of a directory with its manifest and return the manifest.
+
+    With `can_trust_mtime`, a file whose size and modification time are the sealed ones is not read.
+    `remedy` is what to do about a damaged directory; None: remove it, or fetch it again.
+
+    Raises: StoreError if the directory is incomplete; CorruptRecord naming the first bad file.
+    """
+    remedy = remedy or _remedy(path)
+    manifest = read_manifest(path, remedy=remedy)
+    names_to_read = []
+    for name, record in sorted(manifest.files.items()):
+        found = _stat_promised(path / name, record, remedy)
+        if not (can_trust_mtime and found.st_mtime_ns == record.mtime_ns):
+            names_to_read.append(name)
+    for name, sha256 in hash_files(path, names_to_read, remedy=remedy).items():
+        promised = manifest.files[name].sha256
+        if sha256 != promised:
+            allowed = f"{promised[:12]}, as its manifest promises"
+            raise _corrupt(path / name, f"has SHA-256 {sha256[:12]}", allowed, remedy)
+    return manifest
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory so that a kill in between leaves no torn record under its name.
+
+    Raises: StoreError if it cannot be moved aside.
+    """
+    aside_path = partial_path_of(path)
+    try:
+        path.rename(aside_path)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+    shutil.rmtree(aside_path, ignore_errors=True)
+
+
+def hash_files(directory: Path, names: list[str], *, remedy: str | None = None) -> dict[str, str]:
+    """Return the SHA-256 of files by name; hashing releases the interpreter lock, so two at a time.
+
+    Raises: CorruptRecord if one cannot be read.
+    """
+    remedy = remedy or _remedy(directory)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        digests = pool.map(lambda name: _hash_file(directory / name, remedy), names)
+        return dict(zip(names, digests, strict=True))
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the entries of a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_disk_full(error: Exception, directory: Path) -> bool:
+    """Whether a failed write under `directory` was caused by a full disk."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL_DISK_ERRORS
+    if os.strerror(errno.ENOSPC) in str(error):
+        return True
+    return shutil.disk_usage(directory).free < FULL_BELOW_BYTES
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return a place that exists: the path itself, or the folder in which it would be made."""
+    absolute = path.absolute()
+    return next(place for place in (absolute, *absolute.parents) if place.exists())
+
+
+def explain_write_failure(error: Exception, path: Path, *, is_full: bool = False) -> StoreError:
+    """Build the StoreError for a write of `path` that failed."""
+    if is_full or (isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS):
+        existing = nearest_existing(path)
+        free_bytes = shutil.disk_usage(existing).free
+        return StoreError(
+            explain_refusal(
+                f"the disk is full: {path} could not be written "
+                f"({free_bytes / 1e6:.1f} MB free under {existing})",
+                allowed="room for the whole record; what was there before is intact",
+                next_step="free space there or keep runs on another disk, then start the same command again",
+            )
+        )
+    return StoreError(
+        explain_refusal(
+            f"{path} could not be written ({error})",
+            allowed="a place that this user may write to",
+            next_step="mend the permissions or choose another place; what was there before is intact",
+        )
+    )
+
+
+def _open_new(path: Path) -> BinaryIO:
+    return path.open("xb")
+
+
+def _record_files(path: Path, known_sha256: Mapping[str, str]) -> dict[str, FileRecord]:
+    names = []
+    for entry in sorted(path.rglob("*")):
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+            raise StoreError(
+                explain_refusal(
+                    f"{entry} is not a plain file, so its bytes cannot be promised",
+                    allowed="plain files and directories",
+                    next_step="copy the file that it points to",
+                )
+            )
+        if entry.is_file():
+            names.append(entry.relative_to(path).as_posix())
+            _fsync_file(entry)
+    digests = {**known_sha256, **hash_files(path, [name for name in names if name not in known_sha256])}
+    stats = {name: (path / name).stat() for name in names}
+    return {
+        name: FileRecord(
+            size_bytes=stats[name].st_size, sha256=digests[name], mtime_ns=stats[name].st_mtime_ns
+        )
+        for name in names
+    }
+
+
+def _record_to_json(record: FileRecord) -> dict[str, Any]:
+    return {"size_bytes": record.size_bytes, "sha256": record.sha256, "mtime_ns": record.mtime_ns}
+
+
+def _fsync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _stat_promised(path: Path, record: FileRecord, remedy: str) -> os.stat_result:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise _unread(path, error, remedy) from error
+    if found.st_size != record.size_bytes:
+        allowed = f"{record.size_bytes}, as its manifest promises"
+        raise _corrupt(path, f"has {found.st_size} bytes", allowed, remedy)
+    return found
+
+
+def _hash_file(path: Path, remedy: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unread(path, error, remedy) from error
+
+
+def _unread(path: Path, error: OSError, remedy: str) -> CorruptRecord:
+    return _corrupt(path, f"cannot be read ({error.strerror})", "every file its manifest promises", remedy)
+
+
+def _corrupt(place: Path | str, found: str, allowed: str, remedy: str) -> CorruptRecord:
+    return CorruptRecord(explain_refusal(f"{place} {found}", allowed=allowed, next_step=remedy))
+
+
+def _remedy(directory: Path | str) -> str:
+    """Say what to do about a damaged directory: all of it is one record, so all of it goes."""
+    return f"use another complete record and remove {directory}, or fetch it again"

@@ -1,0 +1,293 @@
+"""Rehearsing a preemption with the real signal, while it costs minutes and not a night.
+
+Passed is a drill only with every proof, in this order: a complete checkpoint that is newer than the signal,
+an attempt that ended with 75, a next attempt that went on from that very step, steps trained since, and a
+curve that equals an undisturbed one. The last proof needs a run to compare with: `--against`, or a finished
+run of the same spec beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import EXIT_INTERRUPTED, CheckRefused, StoreError, explain_refusal
+from strop.launch.attempts import read_attempts
+from strop.launch.contract import AttemptRecord, JobRef, JobState
+from strop.launch.home import job_path_of, read_plan
+from strop.launch.launcher import Launcher, require_member
+from strop.record import list_runs
+from strop.record.checkpoints import find_checkpoints
+from strop.record.files import DirectoryRecord, RecordFiles
+
+_OF_TIME = ("seconds_", "loop_", "_per_s", "_bytes")
+"""In names of metrics that differ from run to run: times, and what depends on them."""
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """One thing that a drill shows."""
+
+    name: str
+    is_given: bool | None
+    """None: there was nothing to show it with."""
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrillReport:
+    """What a drill showed."""
+
+    signal: str
+    proofs: tuple[Proof, ...]
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether no proof is missing that could be given."""
+        return all(proof.is_given is not False for proof in self.proofs)
+
+    @property
+    def first_missing(self) -> Proof | None:
+        """The first proof that failed."""
+        return next((proof for proof in self.proofs if proof.is_given is False), None)
+
+
+def drill(
+    launcher: Launcher,
+    ref: JobRef,
+    *,
+    member: int = 0,
+    num_steps: int = 2,
+    against: Path | None = None,
+    restart_limit_s: float = 600.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> DrillReport:
+    """Preempt a running job and watch it come back.
+
+    `num_steps`: how many steps the next attempt must train. `restart_limit_s`: how long a scheduler may take
+    to start it again.
+
+    Raises: ConfigError if there is no such member; CheckRefused if the job is not running, or has not written
+        so; StoreError if a place does not answer, or there is no run at `against`.
+    """
+    require_member(ref, member)
+    status = next(one for one in launcher.status([ref]) if one.member == member)
+    if status.state is not JobState.RUNNING:
+        raise CheckRefused(
+            explain_refusal(
+                f"job {ref.job_id} is {status.state.value}",
+                allowed="a drill of a running job",
+                next_step="wait until `strop status` says running",
+            )
+        )
+    plan = read_plan(job_path_of(ref.home))
+    # Before the signal: what is wrong with it costs nothing yet.
+    other = against or _find_undisturbed(ref, plan.spec_digest)
+    undisturbed = None if other is None else _read_undisturbed(other)
+    record = launcher.backend.open_record(ref, member)
+    before = _Seen.of(record)
+    if not before.attempts:
+        raise CheckRefused(
+            explain_refusal(
+                f"job {ref.job_id} has left no start record in {record.describe('attempts')}",
+                allowed="a drill of a job whose agent has begun",
+                next_step="ask `strop status` again in a moment",
+            )
+        )
+    signal_name = launcher.backend.preempt(ref, member)
+    say(f"sent {signal_name} at step {before.last_step}")
+    watch = _Watch(record=record, before=before, num_steps=num_steps)
+    proofs: list[Proof] = []
+    for prove, limit_s in (
+        (watch.find_checkpoint, plan.grace_s),
+        (watch.find_end, plan.grace_s),
+        (watch.find_next, restart_limit_s),
+        (watch.find_steps, restart_limit_s),
+    ):
+        proofs.append(_wait_for(prove, limit_s))
+        say(f"{proofs[-1].name}: {proofs[-1].detail}")
+        if not proofs[-1].is_given:
+            return DrillReport(signal=signal_name, proofs=tuple(proofs))
+    proofs.append(_compare_curves(record, undisturbed))
+    say(f"{proofs[-1].name}: {proofs[-1].detail}")
+    return DrillReport(signal=signal_name, proofs=tuple(proofs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """How a member stood at one moment."""
+
+    attempts: list[AttemptRecord]
+    checkpoints: frozenset[int]
+    last_step: int
+
+    @classmethod
+    def of(cls, record: RecordFiles) -> _Seen:
+        return cls(
+            attempts=read_attempts(record),
+            checkpoints=frozenset(find_checkpoints(record)),
+            last_step=max(_read_metrics(record), default=0),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Watch:
+    """The proofs, each asked for until it is there."""
+
+    record: RecordFiles
+    before: _Seen
+    num_steps: int
+    saved_step: int | None = None
+    """The newest checkpoint when the end of the attempt was seen."""
+
+    def find_checkpoint(self) -> Proof:
+        """Look for a checkpoint that was not there before the signal."""
+        steps = find_checkpoints(self.record)
+        new = [step for step in steps if step not in self.before.checkpoints]
+        if new:
+            return Proof(name="newer checkpoint", is_given=True, detail=f"step {new[-1]} was saved")
+        # An attempt that was told just after it had saved has nothing newer to save.
+        last = self.before.last_step
+        if self._next_attempt() is None:
+            # The next one's steps are not this one's.
+            last = max(last, *_read_metrics(self.record), 0)
+        is_at_one = self._end_code() == EXIT_INTERRUPTED and bool(steps) and steps[-1] >= last
+        detail = f"step {last} had been saved just before" if is_at_one else "no checkpoint since the signal"
+        return Proof(name="newer checkpoint", is_given=is_at_one, detail=detail)
+
+    def find_end(self) -> Proof:
+        """Look for the verdict of the attempt that was told to end."""
+        code, mine = self._end_code(), self.before.attempts[-1].name
+        if code is not None and self.saved_step is None:
+            self.saved_step = max(find_checkpoints(self.record), default=None)
+        detail = f"attempt {mine} ended with {code}" if code is not None else f"attempt {mine} has no verdict"
+        return Proof(name="orderly end", is_given=code == EXIT_INTERRUPTED, detail=detail)
+
+    def find_next(self) -> Proof:
+        """Look for the next attempt's first word of where it goes on."""
+        step = self._resumed_step()
+        if self._next_attempt() is None or step is None:
+            return Proof(name="next attempt", is_given=False, detail="no attempt has gone on since")
+        detail = f"went on from step {step}, and {self.saved_step} had been saved"
+        return Proof(name="next attempt", is_given=step == self.saved_step, detail=detail)
+
+    def find_steps(self) -> Proof:
+        """Look for steps that were trained since."""
+        start, last = self._resumed_step() or 0, max(_read_metrics(self.record), default=0)
+        is_done = self.record.read("run.json") is not None and _is_finished(self.record)
+        is_given = last - start >= self.num_steps or is_done
+        return Proof(
+            name="steps since", is_given=is_given, detail=f"{last - start} trained after step {start}"
+        )
+
+    def _end_code(self) -> int | None:
+        """Return the verdict of the attempt that was told to end, if it has one."""
+        mine = self.before.attempts[-1].name
+        return next((one.exit_code for one in read_attempts(self.record) if one.name == mine), None)
+
+    def _next_attempt(self) -> AttemptRecord | None:
+        number = self.before.attempts[-1].number
+        return next((one for one in read_attempts(self.record) if one.number > number), None)
+
+    def _resumed_step(self) -> int | None:
+        """Return the step that the next attempt went on from, if it has said so."""
+        following = self._next_attempt()
+        if following is None or following.started_at is None:
+            return None
+        events = [one for one in _read_lines(self.record, "events.jsonl") if one.get("kind") == "resume"]
+        since = [one for one in events if float(one.get("at", 0.0)) >= following.started_at]
+        return int(since[0]["step"]) if since else None
+
+
+def compare_metrics(
+    one: Mapping[int, Mapping[str, Any]], other: Mapping[int, Mapping[str, Any]]
+) -> str | None:
+    """Return the first difference of two curves over the steps that both have, or None if they are equal."""
+    for step in sorted(one.keys() & other.keys()):
+        mine, theirs = one[step], other[step]
+        for name in sorted(mine.keys() & theirs.keys()):
+            if not any(part in name for part in _OF_TIME) and mine[name] != theirs[name]:
+                return f"step {step}: {name} is {mine[name]!r}, and undisturbed {theirs[name]!r}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Undisturbed:
+    """The run that a curve is compared with."""
+
+    name: str
+    metrics: Mapping[int, Mapping[str, Any]]
+
+
+def _read_undisturbed(path: Path) -> _Undisturbed:
+    record = DirectoryRecord(path)
+    if record.read("metrics.jsonl") is None:
+        raise StoreError(
+            explain_refusal(
+                f"{path} is no run to compare with: it has no metrics.jsonl",
+                allowed="the directory of an undisturbed run of the same spec",
+                next_step="correct --against, or leave it out",
+            )
+        )
+    return _Undisturbed(name=path.name, metrics=_read_metrics(record))
+
+
+def _compare_curves(record: RecordFiles, undisturbed: _Undisturbed | None) -> Proof:
+    name = "equal curve"
+    if undisturbed is None:
+        detail = "there is no undisturbed run of this spec to compare with; name one with --against"
+        return Proof(name=name, is_given=None, detail=detail)
+    mine, theirs = _read_metrics(record), undisturbed.metrics
+    num_shared = len(mine.keys() & theirs.keys())
+    difference = compare_metrics(mine, theirs)
+    if num_shared == 0:
+        return Proof(name=name, is_given=None, detail=f"{undisturbed.name} has no step in common")
+    detail = difference or f"{num_shared} steps are equal to those of {undisturbed.name}"
+    return Proof(name=name, is_given=difference is None, detail=detail)
+
+
+def _find_undisturbed(ref: JobRef, spec_digest: str) -> Path | None:
+    """Return a finished run of the same spec beside the job, which lived once."""
+    for run in list_runs(Path(ref.home).parent):
+        is_same = run.state.spec_digest == spec_digest and run.is_finished
+        if is_same and run.state.num_attempts == 1 and run.path != Path(ref.home):
+            return run.path
+    return None
+
+
+def _wait_for(prove: Callable[[], Proof], limit_s: float) -> Proof:
+    deadline = time.monotonic() + limit_s
+    while not (proof := prove()).is_given and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return proof
+
+
+def _is_finished(record: RecordFiles) -> bool:
+    try:
+        return json.loads(record.read("run.json") or b"{}").get("finished_at") is not None
+    except ValueError:
+        return False
+
+
+def _read_metrics(record: RecordFiles) -> dict[int, dict[str, Any]]:
+    return {int(line["step"]): line for line in _read_lines(record, "metrics.jsonl") if "step" in line}
+
+
+def _read_lines(record: RecordFiles, name: str) -> Iterator[dict[str, Any]]:
+    yield from _parse_lines(record.read(name) or b"")
+
+
+def _parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    for line in data.splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            # The last line, while it is written.
+            return
+        if isinstance(content, dict):
+            yield content

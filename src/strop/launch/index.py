@@ -1,0 +1,155 @@
+"""Where this user's jobs are, whatever folder a command is typed in: one line per submission.
+
+The list only helps to find homes; what a job is stands in its home. A home that has gone is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from strop.errors import ConfigError, StoreError, explain_refusal
+from strop.io import FileLock
+from strop.io.atomic import explain_write_failure
+from strop.launch.contract import JobRef
+from strop.launch.home import PLAN_NAME, has_plan, has_ref, job_path_of, read_plan, read_ref
+
+
+def index_path(environ: Mapping[str, str]) -> Path:
+    """Return the list's place: XDG_STATE_HOME, else ~/.local/state."""
+    state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "/"), ".local", "state")
+    return Path(state) / "strop" / "jobs.jsonl"
+
+
+def note_job(ref: JobRef, environ: Mapping[str, str]) -> None:
+    """Add a job to the list. Raises: StoreError if it cannot be written."""
+    path = index_path(environ)
+    names = {"job_id": ref.job_id, "jobs": sorted(names_of_jobs(ref))}
+    line = json.dumps({"name": ref.name, "home": ref.home, "site": ref.site, **names})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")), path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+
+
+def names_of_jobs(ref: JobRef) -> set[str]:
+    """Return what a scheduler calls a job: its id, and where every member is a job, all of theirs."""
+    return {ref.job_id, *(str(job["name"]) for job in ref.details.get("jobs", ()) if "name" in job)}
+
+
+def list_job_names(roots: list[Path], environ: Mapping[str, str]) -> set[str]:
+    """Return what schedulers call the jobs whose homes are there, and called those before the present ones.
+
+    Raises: StoreError if a folder or the list cannot be read.
+    """
+    past = _read_index(index_path(environ))
+    found = {name for home, names in past if has_plan(home) for name in names}
+    return found.union(*(_present_names(home) for home in list_homes(roots, environ)))
+
+
+def list_homes(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
+    """Return the homes of jobs below some folders and in the list, newest first."""
+    found = {path.resolve() for root in roots for path in _find_below(root)}
+    found |= {path.resolve() for path, _ in _read_index(index_path(environ)) if has_plan(path)}
+    dated = {path: at for path in found if (at := _planned_at(path)) is not None}
+    return sorted(dated, key=lambda path: dated[path], reverse=True)
+
+
+def find_home(reference: str, roots: list[Path], environ: Mapping[str, str]) -> Path:
+    """Return the one home that a reference names: a path, a job's id, a run's name or a unique beginning.
+
+    A name alone is the newest job of that name.
+    Raises: ConfigError if there is none, or a beginning fits several; StoreError if the list cannot be read.
+    """
+    if reference and has_plan(Path(reference)):
+        return Path(reference).resolve()
+    homes = list_homes(roots, environ)
+    jobs = {home: _present_names(home) for home in homes}
+    for path, names in _read_index(index_path(environ)):
+        jobs.get(path.resolve(), set()).update(names)
+    exact = [home for home in homes if reference in {home.name, _run_of(home), *jobs[home]}]
+    if exact:
+        return exact[0]
+    begun = [home for home in homes if _has_beginning(reference, home, jobs[home])]
+    if len(begun) == 1:
+        return begun[0]
+    shown = ", ".join(home.name for home in (begun or homes)[:8]) or "there is none yet"
+    raise ConfigError(
+        explain_refusal(
+            f"{reference!r} names {f'{len(begun)} jobs' if begun else 'no job'}",
+            allowed=f"a run directory, a job id, a run's name or a unique beginning: {shown}",
+            next_step="`strop ls` lists runs and jobs",
+        )
+    )
+
+
+def _has_beginning(reference: str, home: Path, names: set[str]) -> bool:
+    # A number is one job's, and no beginning of another one's.
+    told = (home.name, *(() if reference.isdigit() else names))
+    return bool(reference) and any(name.startswith(reference) for name in told)
+
+
+def _run_of(home: Path) -> str:
+    """Return the run's name; a damaged home is found by its folder's name, and hides no other one."""
+    try:
+        return read_plan(job_path_of(home)).name
+    except StoreError:
+        return home.name
+
+
+def _present_names(home: Path) -> set[str]:
+    try:
+        return names_of_jobs(read_ref(job_path_of(home))) if has_ref(home) else set()
+    except StoreError:
+        return set()
+
+
+def _planned_at(home: Path) -> float | None:
+    """Return when a home was filled; None for one that has gone meanwhile."""
+    try:
+        return (job_path_of(home) / PLAN_NAME).stat().st_mtime
+    except OSError:
+        return None
+
+
+def _find_below(root: Path) -> Iterator[Path]:
+    try:
+        yield from (path for path in root.iterdir() if has_plan(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{root} cannot be listed ({error.strerror})",
+                allowed="a folder that you may read",
+                next_step="check its rights, or name another one with --root",
+            )
+        ) from error
+
+
+def _read_index(path: Path) -> Iterator[tuple[Path, set[str]]]:
+    """Yield the homes in the list, and what schedulers called their jobs."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{path}, the list of your jobs, cannot be read ({error.strerror})",
+                allowed="a file of your own",
+                next_step="remove it; jobs are still found by their directories",
+            )
+        ) from error
+    for line in lines:
+        try:
+            record = json.loads(line)
+            names = {record["job_id"], *record.get("jobs", ())}
+            yield Path(record["home"]), {name for name in names if isinstance(name, str)}
+        except (ValueError, KeyError, TypeError):
+            # A line that was cut by a full disk; the others are whole.
+            continue

@@ -1,0 +1,180 @@
+"""The logs of a job's nodes and roles as lines, while they grow and long after.
+
+They are files of the member's directory, so that they can be read when the scheduler has forgotten the job.
+What the scheduler or the supervisor itself wrote is the role `scheduler`: shown where it is asked for, and
+where nothing else is there, which is when no agent could begin.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from strop.errors import StoreError, explain_refusal
+from strop.launch.home import ATTEMPTS_FOLDER, JOB_FOLDER
+from strop.record.files import LogLine, LogSource, RecordFiles
+
+POLL_S = 0.2
+_LOG = re.compile(rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?P<node>\d+)/(?P<role>[^/]+)\.log")
+_OF_SCHEDULER = re.compile(rf"{JOB_FOLDER}/(?P<attempt>slurm-[^/]+\.out|supervisor\.log)(?P<node>)(?P<role>)")
+SCHEDULER = "scheduler"
+_LIST_EVERY_S = 0.4
+"""New roles and attempts are looked for this often; lines of known files at every poll."""
+_ASK_EVERY_S = 1.0
+_ASK_SHARE = 10.0
+"""Between two questions whether the job is over: this many times as long as the last one took."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogFilter:
+    """Which logs are wanted; None of a kind: all of them."""
+
+    attempt: str | None = None
+    """By name; `latest` for the newest one."""
+    node: int | None = None
+    role: str | None = None
+
+    def takes(self, *, attempt: str, node: str, role: str) -> bool:
+        """Whether a line is wanted. `latest` takes all: which attempt is the newest, only a list tells."""
+        return (
+            self.attempt in {None, "latest", attempt, attempt.rpartition("-")[2]}
+            and self.node in {None, int(node) if node.isdigit() else -1}
+            and self.role in {None, role}
+        )
+
+
+class FilteredLogs:
+    """The wanted lines of logs that are elsewhere than in files."""
+
+    def __init__(self, source: LogSource, wanted: LogFilter) -> None:
+        self._source = source
+        self._wanted = wanted
+        self.is_empty = True
+        """Whether there was no wanted line yet."""
+
+    def read_new(self) -> list[LogLine]:
+        """Return the wanted lines since the last call. Raises: StoreError."""
+        return self._take(self._source.read_new())
+
+    def read_rest(self) -> list[LogLine]:
+        """Return all that is left. Raises: StoreError."""
+        rest: list[LogLine] = []
+        while lines := self._source.read_new():
+            rest += self._take(lines)
+        return rest
+
+    def _take(self, lines: list[LogLine]) -> list[LogLine]:
+        takes = self._wanted.takes
+        wanted = [one for one in lines if takes(attempt=one.attempt, node=one.node, role=one.role)]
+        self.is_empty = self.is_empty and not wanted
+        return wanted
+
+
+class FileLogs:
+    """A `LogSource` over a member's files."""
+
+    def __init__(self, record: RecordFiles, wanted: LogFilter) -> None:
+        self._record = record
+        self._wanted = wanted
+        self._offsets: dict[str, int] = {}
+        self._partial: dict[str, bytes] = {}
+        self._names: list[str] = []
+        self._listed_at = float("-inf")
+
+    def read_new(self) -> list[LogLine]:
+        """Return the complete lines since the last call, file by file. Raises: StoreError."""
+        if time.monotonic() - self._listed_at > _LIST_EVERY_S:
+            self._names, self._listed_at = self._list_wanted(), time.monotonic()
+        return [line for name in self._names for line in self._read_file(name, is_end=False)]
+
+    def read_rest(self) -> list[LogLine]:
+        """Return what is left, unfinished last lines too. Raises: StoreError."""
+        self._names = self._list_wanted()
+        return [line for name in self._names for line in self._read_file(name, is_end=True)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no wanted file was found yet."""
+        return not self._names
+
+    def _list_wanted(self) -> list[str]:
+        found = [
+            (match, name) for name in self._record.list(ATTEMPTS_FOLDER) if (match := _LOG.fullmatch(name))
+        ]
+        if self._wanted.attempt == "latest" and found:
+            newest = max((match["attempt"] for match, _ in found), key=_number_of)
+            found = [(match, name) for match, name in found if match["attempt"] == newest]
+        # An attempt's logs stand together, and the tenth attempt comes after the ninth.
+        found.sort(key=lambda item: (_number_of(item[0]["attempt"]), item[1]))
+        names = [name for match, name in found if self._wanted.takes(**match.groupdict())]
+        if self._wanted.role == SCHEDULER or (not names and self._wanted == LogFilter()):
+            return [name for name in self._record.list(JOB_FOLDER) if _OF_SCHEDULER.fullmatch(name)]
+        return names
+
+    def _read_file(self, name: str, *, is_end: bool) -> Iterator[LogLine]:
+        data = self._read_from(name, is_end=is_end)
+        if not data and not is_end:
+            return
+        *lines, rest = (self._partial.pop(name, b"") + data).split(b"\n")
+        if rest and is_end:
+            lines.append(rest)
+        elif rest:
+            self._partial[name] = rest
+        match = _LOG.fullmatch(name) or _OF_SCHEDULER.fullmatch(name)
+        assert match is not None
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\r")
+            yield LogLine(
+                text=text,
+                attempt=match["attempt"],
+                node=match["node"] or "-",
+                role=match["role"] or SCHEDULER,
+            )
+
+    def _read_from(self, name: str, *, is_end: bool) -> bytes:
+        """Return the next bytes of a file; at the end all of them."""
+        parts = []
+        while part := self._record.read_from(name, self._offsets.get(name, 0)):
+            self._offsets[name] = self._offsets.get(name, 0) + len(part)
+            parts.append(part)
+            if not is_end:
+                break
+        return b"".join(parts)
+
+
+def _number_of(attempt: str) -> int:
+    """Return the number that an attempt's name ends in: 10 comes after 9."""
+    number = attempt.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def follow(
+    source: FileLogs | FilteredLogs, *, is_over: Callable[[], bool], poll_s: float = POLL_S
+) -> Iterator[LogLine]:
+    """Yield lines as they are written, until the job is over and everything is said."""
+    ask_at, over = float("-inf"), False
+    while not over:
+        yield from source.read_new()
+        began = time.monotonic()
+        if began >= ask_at:
+            # Before the last read: what was written until the end is still read.
+            over = is_over()
+            # A scheduler that is slow to answer is asked less often, so that lines do not wait for it.
+            ask_at = time.monotonic() + max(_ASK_EVERY_S, _ASK_SHARE * (time.monotonic() - began))
+        if not over:
+            time.sleep(poll_s)
+    yield from source.read_rest()
+
+
+def require_logs(source: FileLogs | FilteredLogs, record: RecordFiles) -> None:
+    """Refuse where there is nothing to show. Raises: StoreError naming the place that was looked at."""
+    if source.is_empty:
+        raise StoreError(
+            explain_refusal(
+                f"there is no log below {record.describe(ATTEMPTS_FOLDER)}",
+                allowed="a job that has begun, and an attempt, node and role that it has",
+                next_step="ask `strop status` how it stands, or wait with `strop logs -f`",
+            )
+        )

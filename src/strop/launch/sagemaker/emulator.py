@@ -1,0 +1,367 @@
+"""The contract runner: a request started here as the platform would start it, stopped as it would stop it.
+
+Either in a container (podman or docker; an image, or `--rootfs DIR:O` without one), where the entry is
+process 1, or as a plain process with a root of its own. `FakeSageMaker` can use it as the instances of a job,
+`strop sagemaker submit --local` uses it with GPUs, and the contract tests are made of it.
+
+Covered: /opt/ml, channels, several hosts on this machine, TERM, window, KILL, checkpoint copying, exit
+codes, the failure file, leftovers. Not covered: the instances' own disks and networks, FastFile, EFA.
+Tried with podman 4.3.1 and runc 1.1.5.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from strop.errors import CheckRefused, explain_refusal
+from strop.launch.container.devices import device_words
+from strop.launch.container.engine import Engine
+from strop.launch.sagemaker import places
+from strop.launch.sagemaker.job_objects import JobObjects
+from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
+from strop.launch.sagemaker.platform_tree import CheckpointSync, build_tree, checkpoint_path
+from strop.launch.sagemaker.request import count_hosts
+
+MARK = "STROP_CONTRACT"
+"""Variable in every process of one start: how leftovers are found."""
+_POLL_S = 0.05
+_ENGINE_LIMIT_S = 60.0
+_CONTRACT_FOLDERS = ("checkpoints", "input", "model", "output")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSettings:
+    """How a request is started here."""
+
+    engine: Engine | None = None
+    """podman or docker, proven to start containers; None: plain processes."""
+    image: str | None = None
+    rootfs: Path | None = None
+    """Instead of an image: an unpacked root, to which nothing is written back."""
+    python: str | None = None
+    """Instead of the request's python3."""
+    stop_window_s: float = STOP_WINDOW_S
+    sync_every_s: float = 1.0
+    join_limit_s: float = 60.0
+    port: int = 7777
+    gpus: tuple[str, ...] = ()
+    """Indices or UUIDs."""
+    memory: str = "4g"
+    shared_memory: str = "1g"
+    """Of each container, `/dev/shm`: what the engines give by themselves, 64 MB, holds no store of Ray."""
+    num_pids: int = 1024
+    mounts: tuple[str, ...] = ()
+    """Folders that containers are shown besides: SOURCE:TARGET:ro."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Beside the request's: credentials of a rehearsal, a PYTHONPATH."""
+    hosts: tuple[str, ...] | None = None
+    """Names of the hosts; None: algo-1..n in containers, addresses of this machine for processes."""
+
+
+class _Host(Protocol):
+    def poll(self) -> int | None: ...
+
+    def send(self, number: signal.Signals) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+class ContractRunner:
+    """The instances of one start of a job, on this machine. An `Instance` of the fake."""
+
+    def __init__(self, root: Path, objects: JobObjects, settings: RunnerSettings | None = None) -> None:
+        self.root = root
+        self._objects = objects
+        self._settings = settings or RunnerSettings()
+        self._hosts: dict[str, _Host] = {}
+        self._syncs: list[CheckpointSync] = []
+        self._mark = secrets.token_hex(8)
+        self._is_told = False
+        self._is_settled = False
+        self.codes: dict[str, int] = {}
+        """Exit codes by host, once all have ended."""
+
+    def start(self, request: Mapping[str, Any], attempt: int = 0) -> None:
+        """Build every host's tree and start its entry. Raises: StoreError; CheckRefused."""
+        _require_image(self._settings)
+        names = self._settings.hosts or _name_hosts(request, is_container=self._settings.engine is not None)
+        for name in names:
+            tree = self.tree_of(name)
+            build_tree(tree, request, self._objects, hosts=names, host=name)
+            if "CheckpointConfig" in request:
+                uri = request["CheckpointConfig"]["S3Uri"]
+                sync = CheckpointSync(
+                    checkpoint_path(tree, request), uri, self._objects, every_s=self._settings.sync_every_s
+                )
+                sync.start()
+                self._syncs.append(sync)
+        for name in names:
+            self._hosts[name] = self._start_host(request, name, names)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts that were started."""
+        return tuple(self._hosts)
+
+    def tree_of(self, host: str) -> Path:
+        """Return what is /opt/ml on a host."""
+        return self.root / host / "opt" / "ml"
+
+    def log_of(self, host: str) -> str:
+        """Return what a host's entry has said so far."""
+        path = self.root / host / "entry.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def poll(self) -> int | None:
+        """Return the first code that is not 0, else 0, once all hosts have ended."""
+        codes = {name: host.poll() for name, host in self._hosts.items()}
+        known = {name: code for name, code in codes.items() if code is not None}
+        if len(known) < len(codes):
+            return None
+        if not self._is_settled:
+            self.codes = known
+            self._settle(is_last=True)
+        return next((code for code in self.codes.values() if code), 0)
+
+    def wait(self, limit_s: float) -> int | None:
+        """Return as `poll`, None after the limit."""
+        deadline = time.monotonic() + limit_s
+        while (code := self.poll()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the entry of every host, and to nobody else."""
+        self._is_told = True
+        for host in self._hosts.values():
+            host.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End every process of the job at once. After a stop what is there is copied once more."""
+        for host in self._hosts.values():
+            host.send(signal.SIGKILL)
+        for host in self._hosts.values():
+            _wait_for(host)
+        for pid in self.find_leftovers():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not self._is_settled:
+            self.codes = {name: host.poll() or 0 for name, host in self._hosts.items()}
+            self._settle(is_last=self._is_told)
+
+    def stop(self) -> int | None:
+        """Stop as the platform does: TERM, the window, KILL; return the code."""
+        self.terminate()
+        code = self.wait(self._settings.stop_window_s)
+        self.kill()
+        return code
+
+    def failure(self) -> str:
+        """Return what becomes FailureReason: the first host's failure file that has any text."""
+        for name in self._hosts:
+            path = self.tree_of(name) / places.FAILURE
+            if path.exists() and (text := path.read_text(errors="replace")):
+                return text[:NUM_FAILURE_CHARACTERS]
+        return ""
+
+    def find_leftovers(self) -> list[int]:
+        """Return processes of this start that still live though their entry has ended."""
+        wanted = f"{MARK}={self._mark}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if wanted in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                    found.append(int(path.parent.name))
+        return found
+
+    def check_end(self) -> list[str]:
+        """Return what of the contract was broken, as sentences; [] for nothing."""
+        broken = []
+        for name, code in self.codes.items():
+            tree = self.tree_of(name)
+            failure = tree / places.FAILURE
+            if code not in {0, -signal.SIGKILL, 128 + signal.SIGKILL} and not failure.exists():
+                broken.append(f"{name} ended with {code} and left no failure file")
+            if code == 0 and failure.exists():
+                broken.append(f"{name} ended with 0 and left a failure file")
+            strange = {path.name for path in tree.iterdir()} - set(_CONTRACT_FOLDERS)
+            visible = sorted(one for one in strange if not one.startswith(".strop-"))
+            if visible:
+                broken.append(f"{name} wrote outside the contract: {', '.join(visible)}")
+            if any((tree / "model").iterdir()):
+                broken.append(f"{name} left files in /opt/ml/model, which would be packed")
+        if leftovers := self.find_leftovers():
+            broken.append(f"processes {', '.join(map(str, leftovers))} outlived their entry")
+        return broken
+
+    def _settle(self, *, is_last: bool) -> None:
+        self._is_settled = True
+        for sync in self._syncs:
+            sync.stop(is_last=is_last)
+        for host in self._hosts.values():
+            host.remove()
+
+    def _start_host(self, request: Mapping[str, Any], name: str, names: Sequence[str]) -> _Host:
+        entry = list(request["AlgorithmSpecification"]["ContainerEntrypoint"])
+        settings = self._settings
+        if entry[0] == "python3" and (settings.python or settings.engine is None):
+            entry[0] = settings.python or sys.executable
+        entry += ["--port", str(settings.port), "--join-limit", str(settings.join_limit_s)]
+        entry += ["--stop-window", str(settings.stop_window_s)]
+        environment = {
+            **request.get("Environment", {}),
+            **settings.environment,
+            "TRAINING_JOB_NAME": request["TrainingJobName"],
+            MARK: self._mark,
+        }
+        if settings.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
+        host_path = self.root / name
+        if settings.engine is None:
+            return _ProcessHost(host_path, entry, environment)
+        return _ContainerHost(host_path, entry, environment, settings, name, names, mark=self._mark)
+
+
+class _ProcessHost:
+    """The entry as a plain process: process groups and a private root, no namespace."""
+
+    def __init__(self, host_path: Path, entry: list[str], environment: Mapping[str, str]) -> None:
+        scratch = host_path / "scratch"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        own = {"HOME": str(scratch), "PATH": os.environ.get("PATH", os.defpath), "TMPDIR": str(scratch)}
+        argv = [*entry, "--root", str(host_path / "opt" / "ml")]
+        if "--scratch" not in entry:
+            argv += ["--scratch", str(scratch / "runs")]
+        with (host_path / "entry.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                argv,
+                env={**own, **environment},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=scratch,
+            )
+
+    def poll(self) -> int | None:
+        """Return the entry's code as a container's would be."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the entry alone; what dies with it is its own affair."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def remove(self) -> None:
+        """Bury it."""
+        self._process.wait()
+
+
+class _ContainerHost:
+    """The entry as process 1 of a container."""
+
+    def __init__(
+        self,
+        host_path: Path,
+        entry: list[str],
+        environment: Mapping[str, str],
+        settings: RunnerSettings,
+        name: str,
+        names: Sequence[str],
+        *,
+        mark: str,
+    ) -> None:
+        assert settings.engine is not None
+        self._engine = settings.engine
+        self._name = f"strop-contract-{mark}-{name}"
+        argv = self._engine.argv("run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml")
+        argv += [
+            "--shm-size",
+            settings.shared_memory,
+            "--memory",
+            settings.memory,
+            "--pids-limit",
+            str(settings.num_pids),
+        ]
+        argv += [word for mount in settings.mounts for word in ("--volume", mount)]
+        argv += ["--entrypoint", entry[0]] if settings.rootfs is None else []
+        argv += _network(names)
+        # Names alone: values would stand in the process list.
+        argv += [word for key in sorted(environment) for word in ("--env", key)]
+        argv += device_words(settings.engine.kind, settings.gpus)
+        if settings.rootfs is not None:
+            argv += ["--rootfs", f"{settings.rootfs}:O", *entry]
+        else:
+            argv += [str(settings.image), *entry[1:]]
+        with (host_path / "entry.log").open("ab") as log:
+            self._client = subprocess.Popen(
+                argv,
+                cwd=host_path,
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def poll(self) -> int | None:
+        """Return the container's code, which its client passes on."""
+        code = self._client.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def send(self, number: signal.Signals) -> None:
+        """Let the engine send a signal to process 1."""
+        if self._client.poll() is None:
+            self._run("kill", "--signal", number.name.removeprefix("SIG"), self._name)
+
+    def remove(self) -> None:
+        """Remove the container."""
+        self._client.wait()
+        self._run("rm", "--force", self._name)
+
+    def _run(self, *words: str) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                self._engine.argv(*words), capture_output=True, check=False, timeout=_ENGINE_LIMIT_S
+            )
+
+
+def _require_image(settings: RunnerSettings) -> None:
+    if settings.engine is not None and settings.image is None and settings.rootfs is None:
+        raise CheckRefused(
+            explain_refusal(
+                "a container without an image",
+                allowed="an image that is here, or an unpacked root",
+                next_step="build it with --build, or leave the engine out for a plain process",
+            )
+        )
+
+
+def _network(names: Sequence[str]) -> list[str]:
+    if len(names) == 1:
+        return ["--network", "none", "--hostname", names[0]]
+    hosts = [word for name in names for word in ("--add-host", f"{name}:127.0.0.1")]
+    return ["--network", "host", *hosts]
+
+
+def _name_hosts(request: Mapping[str, Any], *, is_container: bool) -> tuple[str, ...]:
+    count = count_hosts(request)
+    # Without containers there are no names of our own: every address 127.x is this machine.
+    return tuple(f"algo-{i}" if is_container else f"127.0.1.{i}" for i in range(1, count + 1))
+
+
+def _wait_for(host: _Host) -> None:
+    deadline = time.monotonic() + _ENGINE_LIMIT_S
+    while host.poll() is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

@@ -1,0 +1,128 @@
+"""The values of a job's secrets: where they lie, who may read them, and how a text is rid of them.
+
+`job/secrets.json` has mode 0600 from its first byte on, appears complete, and is removed when the job ends.
+Not here: which secrets a job has (`environment`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from strop.errors import StoreError, explain_refusal
+from strop.io.atomic import write_bytes_atomically
+from strop.spec.credentials import credential_form, is_credential_name
+
+SECRETS_NAME = "secrets.json"
+REDACTED = "<redacted>"
+
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:API_?KEY|ACCESS_KEY_ID|KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|PAT)$",
+    re.IGNORECASE,
+)
+# Below this, replacing every occurrence would spoil the text and hide nothing worth hiding.
+_MIN_REDACTED_LENGTH = 4
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable looks like a credential, by its name or its value."""
+    return bool(_SECRET_NAME.search(name)) or is_credential_name(name) or credential_form(value) is not None
+
+
+def read_secrets(job_path: Path) -> dict[str, str]:
+    """Return the secrets of a job by name; none where there are none any more. Raises: StoreError."""
+    content = read_json(job_path / SECRETS_NAME)
+    return {} if content is None else dict(content["values"])
+
+
+def secret_values(job_path: Path) -> tuple[str, ...]:
+    """Return the values of a job's secrets, for `redact`; none where there are none any more."""
+    return tuple(read_secrets(job_path).values())
+
+
+def remove_secrets(job_path: Path) -> None:
+    """Remove `secrets.json` and what a killed writer left of it. Raises: StoreError if it cannot be."""
+    try:
+        for path in job_path.glob(f"{SECRETS_NAME}.partial-*"):
+            path.unlink(missing_ok=True)
+        (job_path / SECRETS_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{job_path / SECRETS_NAME} cannot be removed: {error.strerror}",
+                allowed="a directory of the submitting user",
+                next_step=f"remove it by hand: rm {shlex.quote(str(job_path / SECRETS_NAME))}",
+            )
+        ) from error
+
+
+def redact(text: str, values: Iterable[str]) -> str:
+    """Replace every given value in a text, also as JSON, a shell or an address writes it.
+
+    A value over several lines is replaced line by line too. Values under 4 characters stay: too much
+    else looks like them.
+    """
+    forms = {form for value in values for form in _written_forms(value) if len(form) >= _MIN_REDACTED_LENGTH}
+    # The longest first, so that no rest of a longer one remains.
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, REDACTED)
+    return text
+
+
+def read_hub_login(environ: Mapping[str, str]) -> str | None:
+    """Return the token that the hub's own client keeps on this machine, or None.
+
+    Source: huggingface_hub.constants: HF_TOKEN_PATH, else `token` in HF_HOME, which is by default
+        `huggingface` in XDG_CACHE_HOME or ~/.cache.
+    """
+    home = Path(environ.get("HOME") or Path.home())
+    cache = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
+    hub = Path(environ.get("HF_HOME") or cache / "huggingface")
+    path = Path(environ.get("HF_TOKEN_PATH") or hub / "token")
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return a file's JSON object, None without the file. Raises: StoreError that quotes nothing of it."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            # Without the error's own words: those of a JSON reader quote the text.
+            explain_refusal(
+                f"{path} cannot be read ({type(error).__name__})",
+                allowed="the file as strop submit wrote it",
+                next_step="submit the job again",
+            )
+        ) from None
+    return dict(content)
+
+
+def write_private(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that nobody else can read at any moment, and that appears complete. Raises: StoreError."""
+    write_bytes_atomically(path, json.dumps(content, indent=1).encode(), open_file=_open_private)
+
+
+def _open_private(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def _written_forms(value: str) -> Iterable[str]:
+    for text in {value, *(value.splitlines() if "\n" in value else ())}:
+        yield text
+        yield json.dumps(text)[1:-1]
+        yield json.dumps(text, ensure_ascii=False)[1:-1]
+        yield repr(text)[1:-1]
+        yield shlex.quote(text)
+        yield urllib.parse.quote(text, safe="")

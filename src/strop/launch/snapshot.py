@@ -1,0 +1,320 @@
+"""The code of a job: the working tree as it is on the disk, packed at submission, verified where it runs.
+
+Tracked files with their uncommitted edits, and untracked ones that git does not ignore; what git ignores
+stays behind. A job runs from its own unpacked copy, so that an edit after the submission, or a checkout in
+the shared tree, changes nothing for it. Without git all files count but hidden ones and caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.io.atomic import explain_write_failure
+from strop.launch.contract import CodeSnapshot
+from strop.spec.display import show_path
+
+MAX_CODE_BYTES = 64 << 20
+NUM_LARGEST_NAMED = 5
+GIT_LIMIT_S = 60.0
+DOTENV_NAME = ".env"
+"""Never packed: its variables travel in a file that nobody else can read."""
+_NO_SECRETS = f":(exclude,top,glob)**/{DOTENV_NAME}"
+_UNFINISHED = ("MERGE_HEAD", "rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "REVERT_HEAD", "BISECT_LOG")
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "build", "dist"})
+
+
+def take_snapshot(
+    project_path: Path, *, excluded: Iterable[Path] = (), max_bytes: int = MAX_CODE_BYTES
+) -> CodeSnapshot:
+    """Look at a working tree: which files are its code, and their hash. Packs and writes nothing.
+
+    `excluded`: folders in it that are no code, such as the one that runs are written to.
+
+    Raises: ConfigError if it is too large (the largest files are named), if a link leads out of it, or if git
+        is in the middle of a merge or rebase; StoreError if a file cannot be read.
+    """
+    root = project_path.resolve()
+    # A folder that the repository around it ignores is a project of its own.
+    is_git = _is_git(root) and _git(root, "check-ignore", "-q", ".") is None
+    if is_git:
+        _refuse_unfinished(root)
+    skipped = [path.resolve() for path in excluded]
+    names = _list_git_files(root) if is_git else _list_all_files(root)
+    files = tuple(sorted(name for name in names if _is_code(root, name, skipped)))
+    sizes = _measure(root, files)
+    _refuse_large(root, sizes, max_bytes)
+    commit = _git(root, "rev-parse", "HEAD") if is_git else None
+    return CodeSnapshot(
+        project_path=root,
+        files=files,
+        sha256=hash_code(root, files),
+        size_bytes=sum(sizes.values()),
+        commit=commit or None,
+        diffstat=_describe_difference(root, commit, files) if is_git else "no git: every file is sent",
+    )
+
+
+def read_diff(snapshot: CodeSnapshot) -> str:
+    """Return what differs from the commit as a patch, without the untracked files."""
+    if snapshot.commit is None:
+        return ""
+    return _git(snapshot.project_path, "diff", "--binary", "HEAD", "--", ".", _NO_SECRETS, is_raw=True) or ""
+
+
+def pack_code(snapshot: CodeSnapshot, path: Path) -> None:
+    """Write the snapshot as a tar archive compressed with zstd: equal trees give equal bytes.
+
+    Raises: CheckRefused if the tree has changed since it was looked at; StoreError if the disk fails.
+    """
+    from pyarrow import CompressedOutputStream
+
+    try:
+        with (
+            CompressedOutputStream(str(path), "zstd") as stream,
+            tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for name in snapshot.files:
+                _add(archive, snapshot.project_path / name, name)
+        is_same = hash_code(snapshot.project_path, snapshot.files) == snapshot.sha256
+    except (_Changed, StoreError):
+        is_same = False
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+    if not is_same:
+        path.unlink(missing_ok=True)
+        raise CheckRefused(
+            explain_refusal(
+                f"{snapshot.project_path} changed while it was packed",
+                allowed="a working tree that stays as it is until the job is submitted",
+                next_step="submit again",
+            )
+        )
+
+
+class _Changed(Exception):
+    """Raised inside of packing where a file is not what it was."""
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    """Add one file or link, without who made it and when, so that equal trees give equal archives."""
+    member = tarfile.TarInfo(name)
+    try:
+        if path.is_symlink():
+            member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+            archive.addfile(member)
+            return
+        data = path.read_bytes()
+        member.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+    except OSError as error:
+        raise _Changed from error
+    member.size = len(data)
+    archive.addfile(member, io.BytesIO(data))
+
+
+def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
+    """Unpack a snapshot into a new folder and prove that it is the one that was submitted.
+
+    Raises: CheckRefused if the archive is missing, damaged or another one.
+    """
+    from pyarrow import CompressedInputStream, OSFile
+
+    target.mkdir(parents=True)
+    try:
+        with (
+            OSFile(str(archive_path)) as file,
+            CompressedInputStream(file, "zstd") as stream,
+            tarfile.open(fileobj=stream, mode="r|") as archive,
+        ):
+            archive.extractall(target, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        raise _another_code(archive_path, f"cannot be unpacked ({error})") from error
+    files = tuple(sorted(_list_unpacked(target)))
+    found = hash_code(target, files)
+    if found != sha256:
+        raise _another_code(archive_path, f"has the hash {found[:12]}, and {sha256[:12]} was submitted")
+
+
+def hash_code(root: Path, files: Iterable[str]) -> str:
+    """Return one SHA-256 over names, executable bits, link targets and contents."""
+    whole = hashlib.sha256()
+    for name in files:
+        path = root / name
+        try:
+            facts = path.lstat()
+            if stat.S_ISLNK(facts.st_mode):
+                kind, digest = "link", hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
+            else:
+                kind = "program" if facts.st_mode & 0o100 else "file"
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise StoreError(
+                explain_refusal(
+                    f"{path} cannot be read ({error.strerror})",
+                    allowed="files that the submitting user can read",
+                    next_step="correct its rights, or let git ignore it",
+                )
+            ) from error
+        whole.update(f"{kind} {digest} {name}\0".encode(errors="surrogateescape"))
+    return whole.hexdigest()
+
+
+def _is_code(root: Path, name: str, skipped: list[Path]) -> bool:
+    """Whether a listed name is there, no folder, in none of the skipped ones, and no file of secrets."""
+    # Of strings: a path object for each of thousands of files is what a plan would take longest for.
+    place = os.path.join(root, name)
+    inside = f"{place}/"
+    if os.path.basename(place) == DOTENV_NAME or any(
+        inside.startswith(f"{folder}/") for folder in skipped if folder != root
+    ):
+        return False
+    if os.path.islink(place):
+        path = Path(place)
+        if not path.resolve().is_relative_to(root) or os.path.isabs(os.readlink(path)):
+            raise ConfigError(
+                explain_refusal(
+                    f"{path} is a link to {os.readlink(path)}, which leads out of the project",
+                    allowed="relative links inside of it: elsewhere the link would lead nowhere",
+                    next_step="let git ignore the link, or copy what it leads to",
+                )
+            )
+        return True
+    return os.path.isfile(place)
+
+
+def _list_git_files(root: Path) -> list[str]:
+    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", is_raw=True)
+    if listed is None:
+        raise _unlisted(root)
+    found: dict[str, None] = {}
+    for name in filter(None, listed.split("\0")):
+        place = os.path.join(root, name)
+        if os.path.isdir(place) and not os.path.islink(place):
+            # A submodule, or a clone inside of the tree: git stops there, and a job needs its files too.
+            found |= dict.fromkeys(f"{name.rstrip('/')}/{inner}" for inner in _list_git_files(root / name))
+        else:
+            found[name] = None
+    return list(found)
+
+
+def _unlisted(root: Path) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"git does not list the files of {root}",
+            allowed="a working tree that `git status` understands",
+            next_step="run `git status` there and mend what it says, or submit with --no-snapshot",
+        )
+    )
+
+
+def _list_all_files(root: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS]
+        for name in names:
+            if not name.startswith("."):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _list_unpacked(root: Path) -> Iterator[str]:
+    for folder, folders, names in os.walk(root):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        for name in (*names, *links):
+            yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _measure(root: Path, files: tuple[str, ...]) -> dict[str, int]:
+    try:
+        return {name: os.lstat(os.path.join(root, name)).st_size for name in files}
+    except OSError as error:
+        raise StoreError(
+            explain_refusal(
+                f"{root} changes while it is looked at ({error.strerror}: {error.filename})",
+                allowed="a working tree that stays as it is until the job is submitted",
+                next_step="submit again",
+            )
+        ) from error
+
+
+def _refuse_large(root: Path, sizes: dict[str, int], max_bytes: int) -> None:
+    if sum(sizes.values()) <= max_bytes:
+        return
+    largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_LARGEST_NAMED]
+    shown = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
+    raise ConfigError(
+        explain_refusal(
+            f"the code in {root} has {sum(sizes.values()) / 1e6:.1f} MB; the largest files are {shown}",
+            allowed=f"{max_bytes / 1e6:.1f} MB of files that git does not ignore",
+            next_step="add data and models to .gitignore; `strop stage` brings them into a store",
+        )
+    )
+
+
+def _refuse_unfinished(root: Path) -> None:
+    folder = _git(root, "rev-parse", "--absolute-git-dir") or ""
+    found = [name for name in _UNFINISHED if folder and (Path(folder) / name).exists()]
+    if found:
+        raise ConfigError(
+            explain_refusal(
+                f"{root} is in the middle of a merge, rebase or bisection ({', '.join(found)})",
+                allowed="a tree whose commit says what the code is",
+                next_step="finish or abort it with git, or submit with --no-snapshot",
+            )
+        )
+
+
+def _is_git(root: Path) -> bool:
+    """Whether git knows the tree. Raises: StoreError where there is a repository, and git does not say so."""
+    if _git(root, "rev-parse", "--is-inside-work-tree") == "true":
+        return True
+    if any((folder / ".git").exists() for folder in (root, *root.parents)):
+        raise _unlisted(root)
+    return False
+
+
+def _describe_difference(root: Path, commit: str | None, files: tuple[str, ...]) -> str:
+    changed = _git(root, "diff", "--stat=100", "HEAD", "--", ".", _NO_SECRETS) if commit else ""
+    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", is_raw=True) or ""
+    sent = set(files)
+    untracked = [show_path(name) for name in others.split("\0") if name in sent]
+    lines = [changed] if changed else []
+    if untracked:
+        more = f" and {len(untracked) - 20} more" if len(untracked) > 20 else ""
+        lines.append(f"untracked: {', '.join(untracked[:20])}{more}")
+    return "\n".join(lines) or "as committed"
+
+
+def _git(root: Path, *words: str, is_raw: bool = False) -> str | None:
+    """Return what git prints; None where it fails or is missing."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.quotePath=false", *words],
+            cwd=root,
+            env=variables | {"GIT_OPTIONAL_LOCKS": "0"},
+            capture_output=True,
+            timeout=GIT_LIMIT_S,
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    text = os.fsdecode(done.stdout)
+    return text if is_raw else text.rstrip("\n")
+
+
+def _another_code(path: Path, why: str) -> CheckRefused:
+    return CheckRefused(
+        explain_refusal(
+            f"the code of the job, {path}, {why}",
+            allowed="the very code that was submitted",
+            next_step="submit again",
+        )
+    )

@@ -1,0 +1,409 @@
+"""How long a run will take, from sizes and speeds; and what its checkpoints take on disk. No torch.
+
+An estimate multiplies what is known (FLOP, bytes) by what is measured (`strop doctor`, `strop plan
+--measure`) and by a few shares that nobody knows before the run. Those are assumptions; each is listed
+with its value.
+
+A step's period follows from its stages: one after the other where every step waits for the newest
+weights or the roles share a device; else the longer of generating and learning hides the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from strop.plan.roles import (
+    ENGINE,
+    LEARNER,
+    WORKER,
+    Layout,
+    Part,
+    count_rows,
+    frozen_sizes,
+    position_budget,
+    read_layout,
+    recomputes,
+)
+from strop.plan.speeds import Speeds
+from strop.policy.footprint import (
+    COPY_BYTES,
+    ModelSize,
+    cache_bytes,
+    checkpoint_bytes,
+    count_trained,
+    decode_flop,
+    learn_flop,
+    prefill_flop,
+    state_bytes,
+)
+from strop.spec import RunSpec
+
+REPLY_LIMIT_FRAC = 0.75
+SIGNAL_FRAC = 0.5
+VERIFY_S = 0.0001
+"""Judging one reply by rules: 10,000 a second, a quarter of what benchmarks/results/verify-* measured."""
+VERIFY_PROGRAM_S = 0.02
+"""Running the program in a reply: 55 a second on two cores, benchmarks/results/code-judge-*."""
+_PROGRAM_TASKS = frozenset(("mbpp", "humaneval", "apps"))
+IMBALANCE = 1.05
+"""The rank with the most work has so many times the mean, after balancing."""
+HASHED_BYTES_PER_S = 0.75e9
+"""SHA-256 with the processor's own instructions, once on either side: half of 1.5 GB/s."""
+_MIN_GAIN_FRAC = 0.05
+"""A change that saves less of a step is no relief."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumption:
+    """A number that nobody has measured for this run."""
+
+    name: str
+    value: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relief:
+    """A change of the run file that would shorten the step most."""
+
+    setting: str
+    """As words of the command line, `key=value`."""
+    step_s: float
+    """Seconds of a step with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeEstimate:
+    """How long a run takes, and what takes longest."""
+
+    step_parts: tuple[Part, ...]
+    """Seconds that each stage of one step works, whether or not another one hides it."""
+    step_s: float
+    """From one step to the next."""
+    eval_s: float
+    """Seconds of one evaluation."""
+    total_s: float
+    scored_tokens_per_s: float
+    num_reply_tokens: float
+    """Sampled in one step."""
+    num_positions: float
+    """Forwarded in one step, by all ranks."""
+    bottleneck: str
+    bottleneck_role: str
+    relief: Relief | None
+    """None: no setting that strop knows would help."""
+    speeds: Speeds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What the time of a run depends on."""
+
+    spec: RunSpec
+    size: ModelSize
+    prompt_tokens_mean: float
+    max_reply_tokens: int
+    num_eval_examples: int
+    num_evals: int
+    given_tokens: float = 0.0
+    """Tokens of the demonstrations or pairs of one step, prompts included."""
+    given_scored: float = 0.0
+    """Those of them that the loss counts."""
+    reply_tokens_mean: float | None = None
+    """None: assumed from the limit."""
+    sampling_frac: float = 1.0
+    """Share of the steps that sample; distillation shows demonstrations in the others."""
+    signal_frac: float = SIGNAL_FRAC
+    layout: Layout | None = None
+    """None: as the run file says."""
+    frozen: Mapping[str, ModelSize] = field(default_factory=dict)
+    """Sizes of the reference and the teacher by role; one that is not given counts like the policy."""
+
+    @property
+    def reply_tokens(self) -> float:
+        """Mean tokens of a reply."""
+        assumed = REPLY_LIMIT_FRAC * self.max_reply_tokens
+        return assumed if self.reply_tokens_mean is None else self.reply_tokens_mean
+
+
+def list_disk_parts(spec: RunSpec, size: ModelSize, *, is_mirrored: bool) -> tuple[Part, ...]:
+    """Return what checkpoints take: those that are kept, the one being written, the one being sent.
+
+    The mirror holds a checkpoint by hard links while it is sent, so that one that is pruned meanwhile stays.
+    """
+    one = float(checkpoint_bytes(size, spec.model.dtype, count_trained(size, spec.lora)))
+    num_kept = spec.train.keep_checkpoints
+    kept = Part(name=f"{num_kept} checkpoints and one being written", amount=(num_kept + 1) * one)
+    return (kept, Part(name="one held while it is mirrored", amount=one)) if is_mirrored else (kept,)
+
+
+def verify_reply_s(spec: RunSpec) -> float:
+    """Return seconds to judge one reply of the run's task."""
+    return VERIFY_PROGRAM_S if spec.task.name in _PROGRAM_TASKS else VERIFY_S
+
+
+def signal_frac(spec: RunSpec) -> float:
+    """Return the share of sampled groups that is forwarded; a teacher has something to say of every one."""
+    return 1.0 if spec.has_teacher else SIGNAL_FRAC
+
+
+def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tuple[Assumption, ...]:
+    """Return the shares that the time estimate rests on, of the run and of the hardware."""
+    known = speeds.efficiency
+    shares = [
+        Assumption(name=name, value=getattr(known, name), why=what)
+        for name, what in (
+            ("learn_frac", f"share of the speed that learning reaches; {known.source}"),
+            ("decode_frac", "the same of prefill and decoding"),
+            ("decode_layer_s", "seconds that a layer adds to every decode step"),
+            ("update_frac", "share of the copy speed that the optimizer reaches"),
+        )
+    ]
+    return (
+        Assumption(
+            name="reply_tokens_mean",
+            value=REPLY_LIMIT_FRAC * max_reply_tokens,
+            why=f"three quarters of the limit of {max_reply_tokens}; replies change while a model learns",
+        ),
+        Assumption(
+            name="signal_frac",
+            value=signal_frac(spec),
+            why="share of groups whose rewards differ; the others are not forwarded",
+        ),
+        Assumption(
+            name="verify_s", value=verify_reply_s(spec), why="seconds to judge one reply of such a task"
+        ),
+        *shares,
+    )
+
+
+def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
+    """Estimate one step and the whole run, loading and checkpoints left out."""
+    found = _estimate_once(work, speeds)
+    return replace(found, relief=_find_relief(work, speeds, found))
+
+
+def step_period_s(
+    seconds: Mapping[str, float], layout: Layout, *, max_staleness: int, sync_every: int
+) -> float:
+    """Return seconds from one step to the next.
+
+    With k = sync_every: where no step may be stale, its stages follow each other. At a staleness of
+    k - 1 only the k steps between two publications overlap, max + min / k; from k on, all do. Source:
+    reference table of steady states (simulated with constant times), confirmed by `benchmarks/simulation.py`.
+    """
+    generate_s = seconds.get("generate", 0.0) + seconds.get("verify", 0.0)
+    learn_s = seconds.get("learn", 0.0)
+    sync_s = seconds.get("sync", 0.0) / sync_every
+    longer, shorter = max(generate_s, learn_s), min(generate_s, learn_s)
+    if layout.is_shared or max_staleness == 0:
+        return longer + shorter + sync_s
+    if max_staleness < sync_every:
+        return longer + shorter / sync_every + sync_s
+    return longer + sync_s
+
+
+def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
+    spec, train = work.spec, work.spec.train
+    layout = work.layout or read_layout(spec, is_processor=speeds.is_processor)
+    num_prompts = train.prompts_per_step if train.has_rl else 0
+    num_rollouts: float = num_prompts * train.rollouts_per_prompt
+    prompt_tokens = num_prompts * work.prompt_tokens_mean
+    generate_s, limit = _generate_s(work, speeds, layout, num_rollouts, prompt_tokens)
+    # From here on of the mean step: not every one samples.
+    num_rollouts, prompt_tokens = num_rollouts * work.sampling_frac, prompt_tokens * work.sampling_frac
+    reply_tokens = num_rollouts * work.reply_tokens
+    # A family whose sequences are computed by themselves reads a prompt once for each reply.
+    reads = 1 if work.size.alone_because is None else train.rollouts_per_prompt
+    positions = work.signal_frac * (reads * prompt_tokens + reply_tokens) + work.given_tokens
+    scored = work.signal_frac * reply_tokens + work.given_scored
+    seconds = {
+        "generate": work.sampling_frac * generate_s,
+        "verify": num_rollouts * verify_reply_s(spec) / max(layout.num_workers, 1),
+        "learn": learn_s(work, speeds, layout, positions, scored),
+        "sync": sync_s(work, speeds, layout),
+    }
+    per_example = 1 + (spec.eval.num_samples or 0)
+    eval_s, _ = _generate_s(
+        work,
+        speeds,
+        layout,
+        work.num_eval_examples * per_example,
+        work.num_eval_examples * work.prompt_tokens_mean,
+    )
+    step_s = step_period_s(seconds, layout, max_staleness=train.max_staleness, sync_every=train.sync_every)
+    bottleneck, role = _name_bottleneck(seconds, eval_s * work.num_evals / train.steps, limit)
+    return TimeEstimate(
+        step_parts=tuple(Part(name=name, amount=amount) for name, amount in seconds.items()),
+        step_s=step_s,
+        eval_s=eval_s,
+        total_s=step_s * train.steps + eval_s * work.num_evals,
+        scored_tokens_per_s=(reply_tokens + work.given_scored) / step_s,
+        num_reply_tokens=reply_tokens,
+        num_positions=positions * train.epochs,
+        bottleneck=bottleneck,
+        bottleneck_role=role,
+        relief=None,
+        speeds=speeds,
+    )
+
+
+def _name_bottleneck(seconds: Mapping[str, float], eval_step_s: float, limit: str) -> tuple[str, str]:
+    """Return what takes longest, with its cause, and the role that does it."""
+    shares = {f"{name} (every step)": amount for name, amount in seconds.items()}
+    shares["evaluate"] = eval_step_s
+    slowest = max(shares, key=lambda name: shares[name])
+    causes = {
+        "generate (every step)": (limit, ENGINE),
+        "evaluate": (limit, ENGINE),
+        "learn (every step)": ("arithmetic", LEARNER),
+        "sync (every step)": ("the way of the weights", LEARNER),
+        "verify (every step)": ("the judge", WORKER),
+    }
+    cause, role = causes[slowest]
+    return f"{slowest}, bound by {cause}", role
+
+
+def _find_relief(work: Work, speeds: Speeds, found: TimeEstimate) -> Relief | None:
+    """Try the settings that move work to more devices or let stages overlap; return the best one."""
+    layout = work.layout or read_layout(work.spec, is_processor=speeds.is_processor)
+    tried: dict[str, Work] = {}
+    # Several of a role are actors on Ray.
+    needed = "" if work.spec.placement.kind == "ray" else "placement.kind=ray "
+    if not layout.is_shared:
+        for name, num_now in (("engines", layout.num_engines), ("learners", layout.num_learners)):
+            more = (
+                replace(layout, num_engines=2 * num_now)
+                if name == "engines"
+                else replace(layout, num_learners=2 * num_now)
+            )
+            tried[f"{needed}placement.{name}={2 * num_now}"] = replace(work, layout=more)
+        wanted = work.spec.train.sync_every
+        if work.spec.train.has_rl and work.spec.train.max_staleness < wanted:
+            train = work.spec.train.model_copy(update={"max_staleness": wanted})
+            stale = work.spec.model_copy(update={"train": train})
+            tried[f"train.max_staleness={wanted}"] = replace(work, spec=stale)
+    step_s = {setting: _estimate_once(other, speeds).step_s for setting, other in tried.items()}
+    best = min(step_s, key=lambda setting: step_s[setting], default=None)
+    if best is None or step_s[best] > (1.0 - _MIN_GAIN_FRAC) * found.step_s:
+        return None
+    return Relief(setting=best, step_s=step_s[best])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeSpeed:
+    """How long one engine takes for what."""
+
+    prefill_token_s: float
+    token_s: float
+    """Of arithmetic for one token of one reply."""
+    read_s: float
+    """Of reading the weights and the cache of all rows, in every decode step."""
+    overhead_s: float
+    """Of every decode step beside that."""
+    rows: int
+    """Replies decoded at once."""
+
+
+def decode_speed(work: Work, speeds: Speeds, layout: Layout) -> DecodeSpeed:
+    """Return the speed of one engine among those of the layout. Those on one processor share it."""
+    size, dtype, known = work.size, work.spec.model.dtype, speeds.efficiency
+    num_sharing = layout.num_engines if speeds.is_processor else 1
+    rows = count_rows(work.spec, layout.num_engines, is_gpu=not speeds.is_processor)
+    rate = speeds.gflops * 1e9 * known.decode_frac / num_sharing
+    context = work.prompt_tokens_mean + work.reply_tokens / 2
+    read = size.num_params * COPY_BYTES[dtype] + cache_bytes(size, dtype, rows, int(context))
+    return DecodeSpeed(
+        prefill_token_s=prefill_flop(size, 1.0) / rate,
+        token_s=(decode_flop(size, 1.0) + _attention_flop(size, context)) / rate,
+        read_s=num_sharing * read / (speeds.copy_gb_per_s * 1e9),
+        overhead_s=size.num_layers * known.decode_layer_s,
+        rows=rows,
+    )
+
+
+def _generate_s(
+    work: Work, speeds: Speeds, layout: Layout, num_rollouts: float, prompt_tokens: float
+) -> tuple[float, str]:
+    """Return seconds to generate replies, and whether arithmetic or memory sets them."""
+    if not num_rollouts:
+        return 0.0, "arithmetic"
+    speed = decode_speed(work, speeds, layout)
+    reply_tokens = num_rollouts * work.reply_tokens / layout.num_engines
+    rows = min(-(-num_rollouts // layout.num_engines), speed.rows)
+    # Some reply is as long as its limit, and all rows wait for it.
+    num_steps = max(reply_tokens / rows, work.max_reply_tokens)
+    compute_s, read_s = reply_tokens * speed.token_s, num_steps * speed.read_s
+    limit = "arithmetic" if compute_s >= read_s else "memory bandwidth"
+    prefill_s = prompt_tokens / layout.num_engines * speed.prefill_token_s
+    return prefill_s + max(compute_s, read_s) + num_steps * speed.overhead_s, limit
+
+
+def _attention_flop(size: ModelSize, num_pairs: float) -> float:
+    """FLOP of scores and weighted sums: 4 per layer, head value and (query, key) pair."""
+    return 4.0 * size.num_layers * size.num_heads * size.head_width * num_pairs
+
+
+def learn_s(work: Work, speeds: Speeds, layout: Layout, positions: float, scored: float) -> float:
+    """Return seconds of forward, backward, gathering shards, and the optimizer.
+
+    Units: `positions` and `scored` are those of one way through the batch.
+    """
+    size, spec, known = work.size, work.spec, speeds.efficiency
+    num_devices = 1 if speeds.is_processor else layout.num_learners
+    context = work.prompt_tokens_mean + work.reply_tokens / 2
+    adapters = count_trained(size, spec.lora)
+    # Frozen weights have no gradient: two thirds of forward and backward are left.
+    share = 1.0 if adapters is None else 2 / 3
+    flop = share * learn_flop(size, positions, scored) + 3.0 * _attention_flop(size, positions * context)
+    if recomputes(spec, size, layout, speeds.memory_bytes, work.frozen):
+        flop += prefill_flop(size, positions)
+    flop = spec.train.epochs * flop + _scoring_flop(work, positions, scored)
+    imbalance = IMBALANCE if layout.num_learners > 1 else 1.0
+    compute_s = imbalance * flop / (speeds.gflops * 1e9 * known.learn_frac * num_devices)
+    state = state_bytes(size, spec.model.dtype, adapters) / num_devices
+    num_updates = spec.train.steps_per_batch
+    update_s = num_updates * state / (speeds.copy_gb_per_s * 1e9 * known.update_frac)
+    if layout.num_learners == 1:
+        return compute_s + update_s
+    budget = position_budget(spec, size, layout, speeds.memory_bytes)
+    per_update = positions / spec.train.mini_batches
+    num_micro_batches = num_updates * max(-(-per_update // (budget * layout.num_learners)), 1.0)
+    # Each micro-batch gathers the copies twice and scatters fp32 gradients once; what a rank sends of it.
+    num_trained = size.num_params if adapters is None else adapters
+    moved = 2 * COPY_BYTES[spec.model.dtype] * size.num_params + 4 * num_trained
+    sent = moved * (layout.num_learners - 1) / layout.num_learners
+    return compute_s + update_s + num_micro_batches * sent / (speeds.link_gb_per_s * 1e9)
+
+
+def _scoring_flop(work: Work, positions: float, scored: float) -> float:
+    """Return the FLOP of one forward of every model that each batch is shown without being learned from.
+
+    The policy is one of them where ratios start from weights that optimizer steps leave behind.
+
+    Pairs are scored by their reference once, before the first step.
+    """
+    spec, context = work.spec, work.prompt_tokens_mean + work.reply_tokens / 2
+    sizes = frozen_sizes(spec, work.size, work.frozen)
+    asked = [one for role, one in sizes.items() if role == "teacher" or spec.needs_reference]
+    if spec.has_teacher and spec.teacher.source == "current":
+        asked.append(work.size)
+    if spec.scores_start:
+        asked.append(work.size)
+    return sum(
+        prefill_flop(one, positions)
+        + 2.0 * one.head_params * scored
+        + _attention_flop(one, positions * context)
+        for one in asked
+    )
+
+
+def sync_s(work: Work, speeds: Speeds, layout: Layout) -> float:
+    """Return seconds of one publication: nothing in one process, else the copies written, hashed and read."""
+    if work.spec.placement.kind == "inline" or not work.spec.train.has_rl:
+        return 0.0
+    adapters = count_trained(work.size, work.spec.lora)
+    num_sent = work.size.num_params if adapters is None else adapters
+    num_bytes = num_sent * COPY_BYTES[work.spec.model.dtype]
+    return 3.0 * num_bytes / (speeds.link_gb_per_s * 1e9) + num_bytes / HASHED_BYTES_PER_S

@@ -1,0 +1,495 @@
+"""What a run would do and cost, said before anything happens.
+
+Pure: no torch, no network, no writes. What is not on this disk is named as unknown, never fetched
+and never guessed. Every value has its origin, and every number that is not measured says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from strop.algorithm.idle import find_idle_settings
+from strop.errors import ConfigError, explain_refusal
+from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read_calibration
+from strop.hardware.accelerators import Accelerator
+from strop.hardware.efficiency import read_efficiency
+from strop.hardware.number_format import AUTO, NumberFormat, settle_format
+from strop.plan.estimate import (
+    TimeEstimate,
+    Work,
+    estimate_time,
+    list_assumptions,
+    list_disk_parts,
+    signal_frac,
+)
+from strop.plan.local_data import read_task_offline, require_trainable_here, training_examples_here
+from strop.plan.locate import find_model
+from strop.plan.plan import Plan, PlannedPrompt, PlannedValue, Room, Schedule
+from strop.plan.roles import (
+    Part,
+    RoleMemory,
+    list_roles,
+    read_layout,
+    split_memory,
+)
+from strop.plan.settings import list_limits, list_optimizer, list_terms
+from strop.plan.speeds import Speeds, choose_speeds
+from strop.policy.footprint import ModelSize, read_model_size
+from strop.record.prediction import Prediction
+from strop.rollout import Example, Split
+from strop.spec import ResolvedSpec, RunSpec
+from strop.spec.base import DEFAULT
+from strop.spec.task import role_judges
+from strop.store import follow_store
+from strop.store.model_files import check_model_dir
+from strop.store.policy import find_mirror_root
+from strop.tasks import (
+    PromptFormat,
+    Task,
+    describe_counts,
+    limits_of,
+    render_prompt,
+    resolve_prompt_format,
+)
+from strop.tokenizer import Tokenizer
+from strop.train.given import (
+    Given,
+    count_given_positions,
+    find_given,
+    read_given,
+)
+
+NUM_MEASURED_PROMPTS = 200
+"""Training prompts that are rendered for their length, from the first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """What this disk says about the run."""
+
+    model_path: Path | None
+    size: ModelSize | None
+    train: Sequence[Example] | None
+    held_out: Sequence[Example] | None
+    given: Given | None
+    unknown: tuple[str, ...]
+    frozen: Mapping[str, ModelSize]
+
+
+def make_plan(
+    resolved: ResolvedSpec,
+    *,
+    cache_dir: Path | None = None,
+    machine: Machine | None = None,
+    accelerator: Accelerator | None = None,
+) -> Plan:
+    """Plan a run on this machine, or with one `accelerator` for each learner rank and engine replica.
+
+    Raises: ConfigError or DataError for what is here and cannot work, as training would.
+    """
+    machine = machine or describe_machine()
+    spec, number_format = settle_format(
+        resolved.spec, machine, _device(machine, accelerator), calibration=read_calibration(cache_dir)
+    )
+    with follow_store(spec.store):
+        task, known = _look(spec, cache_dir)
+        is_mirrored = find_mirror_root(spec.store) is not None
+    prompt = _plan_prompt(spec, task, known)
+    speeds = choose_speeds(
+        spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
+    )
+    schedule = _plan_schedule(spec, known)
+    limit = task.limits.max_reply_tokens
+    memory = disk = time = None
+    roles: tuple[RoleMemory, ...] = ()
+    if known.size is not None:
+        max_prompt, given = prompt.tokens_max if prompt else None, count_given_positions(spec, known.given)
+        roles = _plan_roles(spec, known, speeds, limit, max_prompt, given)
+        if speeds.is_processor:
+            parts = split_memory(
+                spec, known.size, limit, max_prompt, given_positions=given, frozen=known.frozen
+            )
+            memory = _room(parts, machine.memory_bytes)
+        checkpoints = list_disk_parts(spec, known.size, is_mirrored=is_mirrored)
+        disk = _room(checkpoints, free_disk_bytes(_output_path(spec)))
+    if known.size is not None and prompt is not None and bool(schedule.given_per_step) == bool(known.given):
+        time = _plan_time(spec, prompt, known, schedule, speeds, limit)
+    return Plan(
+        name=spec.name,
+        model_uri=spec.model.uri,
+        model_path=str(known.model_path) if known.model_path else None,
+        num_params=known.size.num_params if known.size else None,
+        prompt=prompt,
+        limits=(
+            *list_limits(resolved, task, known.size, machine, is_gpu=not speeds.is_processor),
+            PlannedValue(
+                name="model.dtype", value=number_format.dtype, origin=_origin(resolved, number_format)
+            ),
+        ),
+        schedule=schedule,
+        algorithm=list_terms(resolved, limit),
+        optimizer=list_optimizer(resolved),
+        memory=memory,
+        roles=roles,
+        hardware=speeds.device,
+        disk=disk,
+        time=time,
+        assumptions=list_assumptions(spec, limit, speeds),
+        warnings=(
+            *_warn_of_prompts(spec, prompt, known.size, limit),
+            *_warn(memory, disk),
+            *_warn_of_roles(roles, speeds),
+        ),
+        unknown=known.unknown,
+        notices=(
+            *resolved.notices,
+            *filter(None, [find_idle_settings(spec)]),
+            *([f"model.dtype: {number_format}"] if number_format.cost else []),
+        ),
+    )
+
+
+def _device(machine: Machine, accelerator: Accelerator | None) -> Gpu | Accelerator | None:
+    """Return what is planned for, as `choose_speeds` takes it; None for the processor."""
+    return accelerator or (machine.gpus[0] if machine.gpus else None)
+
+
+def _origin(resolved: ResolvedSpec, number_format: NumberFormat) -> str:
+    """Say where the number format is from: the run file, or the hardware's own."""
+    is_open = resolved.spec.model.dtype == AUTO
+    return number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT)
+
+
+def predict_run(
+    spec: RunSpec,
+    task: Task,
+    model_dir: Path,
+    given: Given | None,
+    *,
+    cache_dir: Path | None = None,
+    machine: Machine | None = None,
+) -> Prediction | None:
+    """Return what a run that is about to start should take here; None without an example to render.
+
+    `given`: the demonstrations or pairs that it learns from.
+    """
+    known = _Known(
+        model_path=model_dir,
+        size=read_model_size(model_dir),
+        train=training_examples_here(task) if spec.train.has_rl else None,
+        held_out=task.examples(Split.HELD_OUT),
+        given=given,
+        unknown=(),
+        frozen=_find_frozen(spec, cache_dir)[0],
+    )
+    assert known.size is not None
+    prompt = _plan_prompt(spec, task, known)
+    if prompt is None:
+        return None
+    speeds = choose_speeds(
+        spec, machine or describe_machine(), read_calibration(cache_dir), read_efficiency(cache_dir)
+    )
+    limit = task.limits.max_reply_tokens
+    time = _plan_time(spec, prompt, known, _plan_schedule(spec, known), speeds, limit)
+    positions = count_given_positions(spec, known.given)
+    roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
+    is_elsewhere = spec.placement.kind == "ray"
+    return Prediction(
+        hardware=speeds.device,
+        basis=speeds.source,
+        is_measured=speeds.is_measured,
+        is_overlapped=spec.train.max_staleness > 0,
+        seconds={part.name: part.amount for part in time.step_parts},
+        step_s=time.step_s,
+        scored_tokens_per_s=time.scored_tokens_per_s,
+        num_reply_tokens=time.num_reply_tokens,
+        num_positions=time.num_positions,
+        # What an accelerator or another process holds is not seen from the loop's own memory.
+        memory_bytes=roles[0].needed_bytes if speeds.is_processor and not is_elsewhere else 0.0,
+        bottleneck=time.bottleneck,
+    )
+
+
+def _look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, _Known]:
+    """Read what is on this disk of the model and the data."""
+    unknown = []
+    model_path = find_model(spec.model.uri, cache_dir)
+    size = None
+    if model_path is None:
+        unknown.append(
+            f"prompt, memory, disk and time: model {spec.model.uri} is not on this machine;"
+            f" `strop model get {spec.model.uri}` fetches it"
+        )
+    else:
+        check_model_dir(model_path)
+        size = read_model_size(model_path)
+    task, missing = read_task_offline(spec.task)
+    train = held_out = None
+    if missing:
+        unknown.append(
+            f"prompt and time: the data of task {spec.task.name} is not on this machine; training fetches"
+            f" {' and '.join(missing)}, or task.source names a local copy"
+        )
+    else:
+        require_trainable_here(task)
+        train = training_examples_here(task) if spec.train.has_rl else None
+        held_out = task.examples(Split.HELD_OUT)
+    wanted, given = find_given(spec), None
+    if wanted is not None and wanted.source is not None and model_path is not None:
+        if Path(wanted.source).exists():
+            given = read_given(spec, task, model_path)
+        else:
+            what = f"{wanted.setting}={wanted.source}"
+            unknown.append(f"{wanted.kind} and time: {what} is not on this machine")
+    frozen, lacking = _find_frozen(spec, cache_dir)
+    return task, _Known(
+        model_path=model_path,
+        size=size,
+        train=train,
+        held_out=held_out,
+        given=given,
+        unknown=(*unknown, *lacking),
+        frozen=frozen,
+    )
+
+
+def _find_frozen(spec: RunSpec, cache_dir: Path | None) -> tuple[dict[str, ModelSize], list[str]]:
+    """Return the sizes of the named reference and teacher by role, and of judges that the run starts by name.
+
+    Also returns what is said of absent ones.
+    """
+    sizes, lacking = {}, []
+    judges = {one.judge_model: one.judge_model for one in role_judges(spec.task)}
+    for role, named in {**spec.frozen_models, **judges}.items():
+        path = None if named is None else find_model(named, cache_dir)
+        if path is not None:
+            sizes[role] = read_model_size(path)
+        elif named is not None:
+            lacking.append(
+                f"memory and time of the {role}, which counts like the policy: {named} is not on this"
+                f" machine; `strop model get {named}` fetches it"
+            )
+    return sizes, lacking
+
+
+def _output_path(spec: RunSpec) -> Path:
+    return Path(spec.output.dir or spec.output.root)
+
+
+def _room(parts: tuple[Part, ...], available_bytes: int | None) -> Room:
+    return Room(parts=parts, needed_bytes=sum(part.amount for part in parts), available_bytes=available_bytes)
+
+
+def _plan_prompt(spec: RunSpec, task: Task, known: _Known) -> PlannedPrompt | None:
+    """Render the first training prompt, and measure some more."""
+    asked = known.train if spec.train.has_rl else known.held_out
+    if known.model_path is None or not asked:
+        return None
+    tokenizer = Tokenizer.load(known.model_path)
+    prompt_format = resolve_prompt_format(tokenizer, spec.model.prompt_format)
+    measured = asked[:NUM_MEASURED_PROMPTS]
+    rendered = [render_prompt(tokenizer, task.render(example), prompt_format) for example in measured]
+    lengths = [len(token_ids) for _, token_ids in rendered]
+    terminators = [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.stop_token_ids)]
+    return PlannedPrompt(
+        text=rendered[0][0],
+        num_tokens=lengths[0],
+        prompt_format=prompt_format.value,
+        stops=(
+            *terminators,
+            *limits_of(task, measured[0]).stops(is_base=prompt_format is PromptFormat.BASE),
+        ),
+        example_id=measured[0].example_id,
+        counts=describe_counts(task),
+        num_measured=len(lengths),
+        tokens_mean=fmean(lengths),
+        tokens_max=max(lengths),
+        num_too_long=None
+        if known.size is None
+        else sum(
+            length + limits_of(task, example).max_reply_tokens > known.size.max_positions
+            for example, length in zip(measured, lengths, strict=True)
+        ),
+    )
+
+
+def _plan_schedule(spec: RunSpec, known: _Known) -> Schedule:
+    train, every, found = spec.train, spec.eval.every, known.given
+    num_prompts = train.prompts_per_step if train.has_rl else 0
+    sampling_frac, given_frac = _step_shares(spec)
+    wanted = find_given(spec)
+    per_step = wanted.per_step if wanted else 0
+    num_train = len(known.train) if known.train is not None else None
+    # Before the first step, at every multiple, and after the last; once where two coincide.
+    steps = {0, train.steps} | set(range(every, train.steps, every) if every else ())
+    num_eval_examples = spec.eval.num_examples
+    if num_eval_examples is None and known.held_out is not None:
+        num_eval_examples = len(known.held_out)
+    return Schedule(
+        steps=train.steps,
+        steps_per_batch=train.steps_per_batch,
+        prompts_per_step=num_prompts,
+        rollouts_per_step=num_prompts * train.rollouts_per_prompt,
+        num_train_examples=num_train,
+        num_epochs=sampling_frac * train.steps * num_prompts / num_train
+        if num_train and num_prompts
+        else None,
+        given_kind=wanted.kind if wanted else "",
+        given_per_step=per_step,
+        given=found.describe() if found else None,
+        num_given_epochs=given_frac * train.steps * per_step / len(found.lengths) if found else None,
+        num_evals=len(steps),
+        num_eval_examples=num_eval_examples,
+        num_checkpoints=-(-train.steps // train.checkpoint_every),
+    )
+
+
+def _plan_roles(
+    spec: RunSpec,
+    known: _Known,
+    speeds: Speeds,
+    limit: int,
+    max_prompt: int | None,
+    given_positions: int,
+) -> tuple[RoleMemory, ...]:
+    assert known.size is not None
+    layout = read_layout(spec, is_processor=speeds.is_processor)
+    return list_roles(
+        spec,
+        known.size,
+        layout,
+        limit,
+        max_prompt,
+        given_positions=given_positions,
+        frozen=known.frozen,
+        device_bytes=speeds.memory_bytes,
+    )
+
+
+def _plan_time(
+    spec: RunSpec,
+    prompt: PlannedPrompt,
+    known: _Known,
+    schedule: Schedule,
+    speeds: Speeds,
+    limit: int,
+) -> TimeEstimate:
+    return estimate_time(_plan_work(spec, prompt, known, schedule, limit), speeds)
+
+
+def _plan_work(spec: RunSpec, prompt: PlannedPrompt, known: _Known, schedule: Schedule, limit: int) -> Work:
+    assert known.size is not None
+    sampling_frac, given_frac = _step_shares(spec)
+    given, given_rows = known.given, given_frac * schedule.given_per_step
+    return Work(
+        spec=spec,
+        size=known.size,
+        prompt_tokens_mean=prompt.tokens_mean,
+        max_reply_tokens=limit,
+        num_eval_examples=schedule.num_eval_examples or 0,
+        num_evals=schedule.num_evals,
+        given_tokens=given_rows * fmean(given.lengths) if given else 0.0,
+        given_scored=given_rows * given.num_scored / len(given.lengths) if given else 0.0,
+        sampling_frac=sampling_frac,
+        signal_frac=signal_frac(spec),
+        frozen=known.frozen,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What a simulation starts from: the run's work, how fast it is done, and the parts that are here."""
+
+    work: Work
+    speeds: Speeds
+    task: Task
+    model_path: Path
+
+
+def plan_work(
+    resolved: ResolvedSpec,
+    *,
+    cache_dir: Path | None = None,
+    machine: Machine | None = None,
+    accelerator: Accelerator | None = None,
+) -> Planned:
+    """Return a run's work and the speeds that `make_plan` reckons with.
+
+    Raises: ConfigError if model or data are not on this machine, or as `make_plan`.
+    """
+    machine = machine or describe_machine()
+    spec, _ = settle_format(resolved.spec, machine, _device(machine, accelerator))
+    with follow_store(spec.store):
+        task, known = _look(spec, cache_dir)
+    prompt = _plan_prompt(spec, task, known)
+    if prompt is None or known.model_path is None:
+        given, _, next_step = (known.unknown or ("the task has no example",))[0].partition("; ")
+        raise ConfigError(
+            explain_refusal(
+                given,
+                allowed="a run whose model and data are here",
+                next_step=next_step or "name a task with examples",
+            )
+        )
+    speeds = choose_speeds(
+        spec,
+        machine,
+        read_calibration(cache_dir),
+        read_efficiency(cache_dir),
+        accelerator,
+    )
+    work = _plan_work(spec, prompt, known, _plan_schedule(spec, known), task.limits.max_reply_tokens)
+    return Planned(work=work, speeds=speeds, task=task, model_path=known.model_path)
+
+
+def _step_shares(spec: RunSpec) -> tuple[float, float]:
+    """Return the shares of steps that sample, and that take what is given: both, but for distillation."""
+    if spec.train.terms != "distill":
+        return 1.0, 1.0
+    return spec.teacher.student_frac, 1.0 - spec.teacher.student_frac
+
+
+def _warn_of_prompts(
+    spec: RunSpec, prompt: PlannedPrompt | None, size: ModelSize | None, limit: int
+) -> tuple[str, ...]:
+    """Say whether more prompts are too long than the gate would allow."""
+    if prompt is None or size is None or not prompt.num_too_long:
+        return ()
+    if prompt.num_too_long <= spec.task.max_too_long_frac * prompt.num_measured:
+        return ()
+    warning = (
+        f"a prompt of {prompt.tokens_max} tokens and a reply of {limit} exceed the model's"
+        f" {size.max_positions} positions, and so do {prompt.num_too_long} of {prompt.num_measured} measured"
+        " prompts; lower task.max_reply_tokens, or raise task.max_too_long_frac to leave them out"
+    )
+    return (warning,)
+
+
+def _warn_of_roles(roles: tuple[RoleMemory, ...], speeds: Speeds) -> tuple[str, ...]:
+    """Say which role does not fit into its device, and what would make it fit."""
+    warnings = []
+    for role in roles:
+        if role.available_bytes is None or role.needed_bytes <= role.available_bytes:
+            continue
+        largest = max(role.parts, key=lambda part: part.amount)
+        warnings.append(
+            f"memory of the {role.role}: {role.needed_bytes / 1e9:.1f} GB are needed and one {speeds.device}"
+            f" has {role.available_bytes / 1e9:.1f} GB; the largest part is {largest.name}"
+        )
+    return tuple(warnings)
+
+
+def _warn(memory: Room | None, disk: Room | None) -> tuple[str, ...]:
+    """Say for what there is no room, as far as it can be known now."""
+    warnings = []
+    for name, room in (("memory", memory), ("disk", disk)):
+        if room is None or room.available_bytes is None or room.needed_bytes <= room.available_bytes:
+            continue
+        warnings.append(
+            f"{name}: {room.needed_bytes / 1e9:.1f} GB are needed and {room.available_bytes / 1e9:.1f} GB"
+            " are there"
+        )
+    return tuple(warnings)

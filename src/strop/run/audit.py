@@ -1,0 +1,156 @@
+"""Auditing tasks on this machine, one or all that there are, and keeping what was found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from strop.audit import (
+    AuditReport,
+    AuditSettings,
+    examples_to_attack,
+    run_audit,
+    stored_audit_path,
+    write_audit,
+)
+from strop.errors import ConfigError, explain_refusal
+from strop.rollout import Message, Split
+from strop.run.inference import read_asking
+from strop.spec import load_spec
+from strop.spec.task import TaskSpec
+from strop.tasks import TASK_SUMMARIES, SelfTestFinding, build_task, self_test, task_builder
+from strop.tasks.code.humaneval import PACKAGE_SOURCE
+from strop.tasks.generated.reasoning_gym import list_datasets
+from strop.tasks.judging import InlineJudge, open_judge
+from strop.tasks.traits import describe_counts
+
+_GENERATED = ("arithmetic", "reverse-text")
+"""Built-in tasks that make their own examples."""
+_INSTALLED = MappingProxyType({"humaneval": (f"source={PACKAGE_SOURCE}",)})
+"""Tasks whose files come in a package."""
+_GYM_SIZES = ("num_train=64", "num_held_out=8")
+"""Small: some data sets take a second for each example."""
+
+
+def read_task(name: str, words: Sequence[str]) -> TaskSpec:
+    """Return a task's settings from `key=value` words.
+
+    Raises: ConfigError as for a run file.
+    """
+    return read_asking(name, words, Split.TRAIN).spec.task
+
+
+def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | None]]:
+    """Yield a label and the settings of every built-in task and reasoning-gym data set.
+
+    Settings are None for a task that reads files and was given none. `words` are settings with their
+    task's name, such as `gsm8k.source=folder`.
+    Raises: ConfigError if reasoning-gym is not installed, or a word is for no task.
+    """
+    own = {name: _words_of(name, words) for name in TASK_SUMMARIES}
+    lost = [word for word in words if word.partition(".")[0] not in own]
+    if lost:
+        raise ConfigError(
+            explain_refusal(
+                f"{lost[0]} does not say for which task it is",
+                allowed="TASK.key=value, where TASK is one of " + ", ".join(own),
+                next_step="put the task's name before it",
+            )
+        )
+    for name, mine in own.items():
+        if name in _GENERATED:
+            yield name, read_task(name, mine)
+        elif name == "reasoning-gym":
+            for dataset in list_datasets():
+                sized = (f"dataset={dataset}", *_GYM_SIZES, *mine)
+                yield f"{name}/{dataset}", read_task(name, sized)
+        else:
+            has_files = any(word.startswith(("source=", "parts")) for word in mine)
+            source = () if has_files else _INSTALLED.get(name, ())
+            yield name, read_task(name, (*source, *mine)) if has_files or source else None
+
+
+def _words_of(task: str, words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word.removeprefix(f"{task}.") for word in words if word.startswith(f"{task}."))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskCheck:
+    """What a task asks first, and what its verifier and its audit say."""
+
+    task: str
+    num_examples: Mapping[Split, int]
+    asked: tuple[Message, ...]
+    """The first training example's prompt."""
+    gold: str | None
+    """A right reply to it, if one is known."""
+    counts: str
+    """What reading the data left out; '' for nothing."""
+    findings: tuple[SelfTestFinding, ...]
+    report: AuditReport
+
+
+def find_task_section(target: str, words: Sequence[str]) -> TaskSpec:
+    """Return the section of a task: that of a run file, or of a name such as my_task.py:Doubling.
+
+    Raises: ConfigError as for a run file.
+    """
+    if target.endswith((".toml", ".yaml", ".yml")):
+        return load_spec(target, words).spec.task
+    return read_task(target, words)
+
+
+def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
+    """Read a task's examples, test its verifier with gold and nonsense, and audit it.
+
+    Raises: like `audit_here`.
+    """
+    task = build_task(spec)
+    num_examples = {split: len(task.examples(split)) for split in Split}
+    first = task.examples(Split.TRAIN)[0]
+
+    async def test() -> list[SelfTestFinding]:
+        judge = open_judge(task, task_builder(spec))
+        try:
+            return await self_test(task, examples_to_attack(task)[: settings.num_examples], judge)
+        finally:
+            await judge.close()
+
+    return TaskCheck(
+        task=task.name,
+        num_examples=num_examples,
+        asked=task.render(first),
+        gold=next(iter(task.gold_replies(first)), None),
+        counts=describe_counts(task),
+        findings=tuple(asyncio.run(test())),
+        report=audit_here(spec, settings),
+    )
+
+
+def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = None) -> AuditReport:
+    """Audit a task, and keep the report where a run of this very task version looks for it.
+
+    `out` is one more file to write it to.
+    Raises: ConfigError or DataError if the task cannot be built or has no examples; StoreError if a
+        report cannot be written.
+    """
+    task = build_task(spec)
+
+    async def attack() -> AuditReport:
+        judge = open_judge(task, task_builder(spec))
+        try:
+            # Making problems may take longer than a probe may; that is no probe's time.
+            for example in examples_to_attack(task)[:1]:
+                if not isinstance(judge, InlineJudge):
+                    await judge.judge(example, "")
+            return await run_audit(task, settings, judge)
+        finally:
+            await judge.close()
+
+    report = asyncio.run(attack())
+    for path in filter(None, [stored_audit_path(report.task, report.task_version), out]):
+        write_audit(report, path)
+    return report

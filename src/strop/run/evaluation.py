@@ -1,0 +1,255 @@
+"""Evaluating a model on this machine, on one task or several, with its replies kept.
+
+Everything is checked before the model is loaded: the tasks' examples, the settings, and what is in the
+folders already. The same command again goes on where a killed one stopped; where nothing is left to
+generate, no model is loaded at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.engine.contract import Engine
+from strop.errors import ConfigError
+from strop.evaluate import (
+    EvalPlan,
+    EvalResult,
+    EvalSettings,
+    PlannedCanary,
+    PlannedEvaluation,
+    ShardFolder,
+    plan_canary,
+    plan_evaluation,
+    read_result,
+    require_baseline,
+    result_name,
+    run_evaluation,
+    write_result,
+)
+from strop.evaluate.shards import refuse_other_plan
+from strop.hardware import describe_machine
+from strop.hardware.number_format import compute_device, settle_format
+from strop.policy.footprint import read_model_size
+from strop.record import RunDir
+from strop.record.shards import list_shards
+from strop.rollout import Split
+from strop.run.inference import (
+    Asking,
+    OpenedModel,
+    hold_judge,
+    read_asking,
+    read_trained_ids,
+    serve_model,
+)
+from strop.run.rescoring import read_kept_asking
+from strop.spec import RunSpec, load_spec
+from strop.spec.eval_file import EvalFile, read_eval_file
+from strop.tasks import build_task
+from strop.tokenizer import Tokenizer
+
+EVALS_ROOT = Path("evals")
+"""Where results and replies go if nobody says; names there hold the plan's digest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalWish:
+    """What is wanted of an evaluation, beside task and sampling; as in `EvalSettings`."""
+
+    num_examples: int | None = None
+    num_samples: int | None = None
+    pass_at: tuple[int, ...] = ()
+    pass_threshold: float | None = None
+    out_dir: Path | None = None
+    """Folder of the results. None: `EVALS_ROOT`."""
+    canary: Path | None = None
+    """A result of this model that must come out again before anything is evaluated."""
+    name: str | None = None
+    """Of the evaluation, where a file describes it: the names of its results begin with it and a dot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredResult:
+    """A result and its file."""
+
+    result: EvalResult
+    path: Path
+
+
+@dataclass(kw_only=True, slots=True)
+class _Prepared:
+    """An evaluation that was checked and whose folder is held."""
+
+    asking: Asking
+    planned: PlannedEvaluation
+    folder: ShardFolder
+    result_path: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Canary:
+    """A baseline to repeat, and how it is asked."""
+
+    asking: Asking
+    planned: PlannedCanary
+
+
+def evaluate_here(
+    askings: Sequence[Asking], model: OpenedModel, wish: EvalWish, *, say: Callable[[str], None]
+) -> list[StoredResult]:
+    """Evaluate a model on tasks, one after another; each result is written when it is there.
+
+    `say` is told what is read from before and where results are.
+    Raises: CheckRefused if examples called held-out were trained on, a folder holds another evaluation,
+        or the canary does not come out as it was; ConfigError for settings that a task or the model
+        cannot follow.
+    """
+    with ExitStack() as held:
+        prepared = _prepare(askings, model, wish, held)
+        canary = None if wish.canary is None else _prepare_canary(wish.canary, askings, model)
+        return asyncio.run(_evaluate(prepared, canary, model, say))
+
+
+def _prepare_canary(path: Path, askings: Sequence[Asking], model: OpenedModel) -> _Canary:
+    """Plan to repeat a result, with the settings kept beside it or those that are asked for now."""
+    baseline = read_result(path)
+    kept = path.with_suffix("")
+    if list_shards(kept):
+        asking = read_kept_asking(kept)
+    else:
+        same = [asking for asking in askings if asking.spec.task.name == baseline.task]
+        asking = (same or list(askings))[0]
+    planned = plan_canary(
+        baseline,
+        task=build_task(asking.spec.task),
+        tokenizer=Tokenizer.load(model.path),
+        model_digest=model.digest,
+        max_positions=read_model_size(model.path).max_positions,
+    )
+    return _Canary(asking=asking, planned=planned)
+
+
+def _prepare(
+    askings: Sequence[Asking], model: OpenedModel, wish: EvalWish, held: ExitStack
+) -> list[_Prepared]:
+    tokenizer = Tokenizer.load(model.path)
+    max_positions = read_model_size(model.path).max_positions
+    trained_ids = read_trained_ids(model.run_path)
+    prepared = []
+    for asking in askings:
+        spec = asking.spec
+        planned = plan_evaluation(
+            task=build_task(spec.task),
+            tokenizer=tokenizer,
+            settings=EvalSettings(
+                run_seed=spec.seed,
+                step=model.step,
+                split=asking.split,
+                prompt_format=spec.model.prompt_format,
+                num_examples=wish.num_examples,
+                num_samples=wish.num_samples,
+                sampling=asking.sampling,
+                pass_at=wish.pass_at,
+                pass_threshold=wish.pass_threshold,
+                dtype=spec.model.dtype,
+                dtype_reason=asking.dtype_reason,
+            ),
+            model_digest=model.digest,
+            trained_ids=trained_ids,
+            max_positions=max_positions,
+        )
+        result_path = _place(planned.plan, wish)
+        if result_path.exists():
+            refuse_other_plan(result_path, read_result(result_path), planned.plan)
+        # Beside the result and named like it, without '.json'.
+        folder = ShardFolder(result_path.with_suffix(""), planned.plan, spec.task.model_dump(mode="json"))
+        held.enter_context(folder)
+        prepared.append(_Prepared(asking=asking, planned=planned, folder=folder, result_path=result_path))
+    return prepared
+
+
+def read_file_asking(file: EvalFile, run: RunSpec | None) -> Asking:
+    """Return how a model is asked by an evaluation's file. `run`: whose model it is.
+
+    Raises: ConfigError like `read_asking`, naming the file, and if the file is for another model.
+    """
+    words = file.words_for(run)
+    try:
+        return read_asking(file.task, words, Split.HELD_OUT)
+    except ConfigError as error:
+        raise ConfigError(f"{file.origin}: {error}") from error
+
+
+def evaluate_by_file(
+    path: Path, model: OpenedModel, *, out_dir: Path | None, say: Callable[[str], None]
+) -> StoredResult:
+    """Evaluate a model on held-out examples as a file says. Raises: like `evaluate_here`."""
+    file = read_eval_file(path)
+    run = None if model.run_path is None else _read_run(model.run_path)
+    counts = file.counts
+    wish = EvalWish(
+        num_examples=counts.num_examples, num_samples=counts.num_samples, out_dir=out_dir, name=file.name
+    )
+    return evaluate_here([read_file_asking(file, run)], model, wish, say=say)[0]
+
+
+def _read_run(path: Path) -> RunSpec:
+    """Return the spec of a run, with the number format that it is trained in."""
+    spec = load_spec(path / "spec.toml").spec
+    machine = describe_machine()
+    facts = RunDir.open(path).state.facts
+    return settle_format(spec, machine, compute_device(machine), facts=facts)[0]
+
+
+def _place(plan: EvalPlan, wish: EvalWish) -> Path:
+    """Return where a result goes. Without a folder of the user's, the name tells plans apart."""
+    name = result_name(plan) if wish.name is None else f"{wish.name}.{result_name(plan)}"
+    if wish.out_dir is not None:
+        return wish.out_dir / name
+    return EVALS_ROOT / f"{name.removesuffix('.json')}-{plan.digest[:8]}.json"
+
+
+async def _evaluate(
+    prepared: Sequence[_Prepared], canary: _Canary | None, model: OpenedModel, say: Callable[[str], None]
+) -> list[StoredResult]:
+    stored = []
+    async with AsyncExitStack() as stack:
+        engine = None
+        if any(one.folder.num_kept < one.planned.plan.num_examples for one in prepared):
+            engine, _ = await stack.enter_async_context(serve_model(prepared[0].asking.spec, model))
+        tokenizer = Tokenizer.load(model.path)
+        if canary is not None:
+            await _ask_canary(canary, engine, tokenizer, say)
+        for one in prepared:
+            plan, num_kept = one.planned.plan, one.folder.num_kept
+            if num_kept:
+                say(
+                    f"{plan.full_name}: the replies to {num_kept} of {plan.num_examples} examples are kept"
+                    f" from before in {one.folder.path}"
+                )
+            async with hold_judge(one.asking.spec, one.planned.task) as judge:
+                result = await run_evaluation(one.planned, engine, tokenizer, judge=judge, folder=one.folder)
+            write_result(result, one.result_path)
+            say(f"{plan.full_name}: {one.result_path}")
+            stored.append(StoredResult(result=result, path=one.result_path))
+    return stored
+
+
+async def _ask_canary(
+    canary: _Canary, engine: Engine | None, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> None:
+    """Let nothing be evaluated by an engine that does not repeat the baseline."""
+    task = canary.planned.planned.task
+    if engine is None:
+        say("the canary is not asked: every reply is kept from before, and nothing is generated")
+        return
+    async with hold_judge(canary.asking.spec, task) as judge:
+        measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
+    expected = canary.planned.baseline.greedy
+    say(
+        f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
+        f" {expected.low:.1%} to {expected.high:.1%}"
+    )

@@ -1,0 +1,223 @@
+"""Evaluating a run's checkpoints while it trains: the newest that has no result yet, then the last one.
+
+Each is evaluated by a process of its own (`strop eval CHECKPOINT --config FILE`): its memory is free again
+afterwards, and its death concerns one checkpoint. A result is a file in the run's `eval/` that appears when
+it is complete; what has none counts as not evaluated, so that nothing else is remembered across lives.
+
+Not waited for: checkpoints that the trainer prunes meanwhile, which are told and left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strop.errors import EXIT_REFUSED, EXIT_USAGE, CheckRefused, StoreError, explain_refusal
+from strop.evaluate import read_result
+from strop.evaluate.accuracy import refuse_trained
+from strop.hardware import ChildProcess, spawn, terminate
+from strop.io import is_complete
+from strop.record import RunDir
+from strop.record.fence import require_unfenced
+from strop.record.mirror.layout import TRACES, mirror_uri
+from strop.record.mirror.uploader import upload_settings
+from strop.record.run_dir import STATE_NAME
+from strop.record.shards import list_shards
+from strop.spec import RunSpec, load_spec
+from strop.spec.eval_file import EvalFile, is_of_file, read_eval_file
+from strop.store import follow_store
+from strop.store.opening import open_record_store
+from strop.store.policy import find_mirror_root
+from strop.store.uris import join_uri
+
+MAX_TRIES = 2
+"""How often one checkpoint is evaluated at most: a machine may fail once."""
+_POLL_S = 0.5
+_REPORT_EVERY_S = 10.0
+_OWN_OUTPUT = Path("/proc/self/fd/1")
+"""A checkpoint's evaluation speaks into the log of the role that it belongs to."""
+_REFUSALS = frozenset({EXIT_USAGE, EXIT_REFUSED})
+
+
+def choose_step(
+    steps: Sequence[int], done: Collection[int], begun: Collection[int], *, is_finished: bool
+) -> int | None:
+    """Return the checkpoint to evaluate now, or None: the newest that was begun, else the newest.
+
+    `steps`: of complete checkpoints, in order. `done`: with a result, or given up. `begun`: half a result
+    is on the disk. `is_finished`: no step follows; then only the last one counts, for whose sake the job is
+    still there.
+    """
+    left = [step for step in steps if step not in done]
+    if is_finished:
+        return steps[-1] if left and left[-1] == steps[-1] else None
+    return max([step for step in left if step in begun] or left, default=None)
+
+
+def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -> None:
+    """Evaluate a run's checkpoints as they appear, until it is finished and its last one has a result.
+
+    Raises: ConfigError or CheckRefused where the file, the task or the run do not go together, before
+        anything is evaluated, or where the first evaluation of all is refused; StoreError if the last
+        checkpoint has no result at the end.
+    """
+    file = read_eval_file(eval_path)
+    _wait_for_run(run_path, say)
+    spec = load_spec(run_path / "spec.toml").spec
+    _check_task(file, run_path, spec)
+    follower = _Follower(run_path=run_path, eval_path=eval_path, name=file.name, spec=spec, say=say)
+    say(f"evaluation {file.name} follows {run_path}")
+    while True:
+        # Asked before the checkpoints are: of a finished run none is missing then.
+        is_finished = RunDir.open(run_path).is_finished
+        steps = RunDir.open(run_path).checkpoint_steps()
+        done = {*follower.evaluated_steps(), *follower.given_up}
+        step = choose_step(steps, done, follower.begun_steps(), is_finished=is_finished)
+        if step is not None:
+            follower.evaluate(step)
+        elif is_finished:
+            follower.require_last(steps)
+            return
+        else:
+            time.sleep(_POLL_S)
+
+
+def _wait_for_run(run_path: Path, say: Callable[[str], None]) -> None:
+    """Wait until the trainer has made a run of its directory."""
+    if not (run_path / STATE_NAME).is_file():
+        say(f"waiting for a run in {run_path}")
+    while not (run_path / STATE_NAME).is_file():
+        time.sleep(_POLL_S)
+
+
+def _check_task(file: EvalFile, run_path: Path, spec: RunSpec) -> None:
+    """Refuse at once what would be refused at every checkpoint. Raises: ConfigError, CheckRefused."""
+    from strop.run.evaluation import read_file_asking
+    from strop.run.inference import read_trained_ids
+    from strop.tasks import build_task
+
+    asking = read_file_asking(file, spec)
+    with follow_store(spec.store):
+        task = build_task(asking.spec.task)
+        refuse_trained(task, asking.split, task.examples(asking.split), read_trained_ids(run_path))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Follower:
+    """What is known of a run's checkpoints while they are evaluated."""
+
+    run_path: Path
+    eval_path: Path
+    name: str
+    spec: RunSpec
+    say: Callable[[str], None]
+    given_up: set[int] = field(default_factory=set)
+    _tries: Counter[int] = field(default_factory=Counter)
+
+    def evaluated_steps(self) -> list[int]:
+        """Return the steps with a result, in order."""
+        paths = (self.run_path / "eval").glob(f"{self.name}.*-step-*.json")
+        return sorted(int(path.stem.rpartition("-")[2]) for path in paths if is_of_file(path))
+
+    def begun_steps(self) -> set[int]:
+        """Return the steps whose evaluation began, in this life or with kept replies in one before."""
+        folders = (self.run_path / "eval").glob(f"{self.name}.*-step-*")
+        kept = {int(path.name.rpartition("-")[2]) for path in folders if path.is_dir()}
+        return kept | set(self._tries)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate one checkpoint in a process of its own, and say what became of it.
+
+        Raises: CheckRefused if it is the first one and is refused.
+        """
+        run = RunDir.open(self.run_path)
+        checkpoint, out_path = run.checkpoint_path(step), self.run_path / "eval"
+        require_unfenced(self.run_path)
+        self._tries[step] += 1
+        self.say(f"step {step}: evaluation begins")
+        argv = [sys.executable, "-m", "strop.cli", "eval", str(checkpoint)]
+        argv += ["--config", str(self.eval_path), "--out", str(out_path)]
+        child = spawn(argv, _OWN_OUTPUT)
+        try:
+            exit_code = self._wait(child, step)
+        finally:
+            terminate(child, 0.0)
+        if step in self.evaluated_steps():
+            self._announce(step)
+        elif not is_complete(checkpoint):
+            self.given_up.add(step)
+            self.say(
+                f"notice: step {step} is not evaluated: the trainer has removed its checkpoint meanwhile"
+            )
+        else:
+            self._note_failure(step, exit_code)
+
+    def _wait(self, child: ChildProcess, step: int) -> int:
+        """Wait for a child; how far it is, is said now and then: silence would look like a standstill."""
+        num_kept, looked_at = 0, time.monotonic()
+        while (exit_code := child.wait(_POLL_S)) is None:
+            if time.monotonic() - looked_at < _REPORT_EVERY_S:
+                continue
+            looked_at = time.monotonic()
+            folders = (self.run_path / "eval").glob(f"{self.name}.*-step-{step:06d}")
+            found = sum(len(list_shards(folder)) for folder in folders)
+            if found != num_kept:
+                num_kept = found
+                self.say(f"step {step}: the replies of {found} parts are kept")
+        return exit_code
+
+    def _announce(self, step: int) -> None:
+        (path,) = (self.run_path / "eval").glob(f"{self.name}.*-step-{step:06d}.json")
+        result = read_result(path)
+        accuracy = result.greedy.accuracy
+        shown = "unknown" if accuracy is None else f"{accuracy:.1%}"
+        note = "" if result.is_valid else f", not valid: {result.verdict}"
+        self.say(f"step {step}: greedy accuracy of {result.full_name} {shown}{note}; {path}")
+        self._mirror(path)
+
+    def _note_failure(self, step: int, exit_code: int) -> None:
+        if exit_code in _REFUSALS and not self.evaluated_steps():
+            raise CheckRefused(
+                explain_refusal(
+                    f"the evaluation of the checkpoint of step {step} was refused (exit code {exit_code}),"
+                    " and so would be every other one",
+                    allowed="a file that this run's checkpoints can be evaluated by",
+                    next_step="see the lines above",
+                )
+            )
+        is_last_try = exit_code in _REFUSALS or self._tries[step] >= MAX_TRIES
+        if is_last_try:
+            self.given_up.add(step)
+        then = "it is left out" if is_last_try else "it is evaluated again"
+        self.say(f"alarm: step {step}: the evaluation ended with {exit_code} and no result; {then}")
+
+    def require_last(self, steps: Sequence[int]) -> None:
+        """Refuse to call it done without a result for the last checkpoint. Raises: StoreError."""
+        if not steps or steps[-1] not in self.evaluated_steps():
+            last = f"step {steps[-1]}" if steps else "a checkpoint"
+            raise StoreError(
+                explain_refusal(
+                    f"the run is finished, and {last} has no result of evaluation {self.name}",
+                    allowed="a result for the last checkpoint",
+                    next_step=f"strop eval {self.run_path} --config {self.eval_path} --out"
+                    f" {self.run_path / 'eval'}",
+                )
+            )
+
+    def _mirror(self, path: Path) -> None:
+        """Send a result to the run's mirror: after the trainer's end nobody else does."""
+        with follow_store(self.spec.store):
+            root = find_mirror_root(self.spec.store)
+            if root is None:
+                return
+            uri = mirror_uri(root, self.spec.store.mirror_as or self.run_path.name)
+            place = join_uri(uri, TRACES)
+            try:
+                store = open_record_store(uri, upload_settings(None))
+                store.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
+            except StoreError as error:
+                self.say(f"alarm: {path.name} was not mirrored to {place}: {error}")

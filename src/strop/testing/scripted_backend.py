@@ -1,0 +1,263 @@
+"""A scheduler that does what its script says: for tests, and for reading what a backend must do.
+
+What it accepted is one file for each job in a folder, so that several processes share it, as they would a
+real one. It starts nothing: whoever uses it writes what agents would have written (`begin_attempt`,
+`end_attempt`), and says what the scheduler answers (`answer`).
+Covered: refusal, silence, forgotten jobs, an acceptance whose submitter is killed, an end by TERM, by KILL
+or by neither, a record that does not answer, logs that are elsewhere. Not covered: time; nothing happens by
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from strop.errors import CheckRefused, ConfigError, StoreError, explain_refusal
+from strop.hardware.findings import Finding
+from strop.io.atomic import write_bytes_atomically
+from strop.launch.attempts import write_verdict
+from strop.launch.contract import Answer, JobPlan, JobRef, JobRequest, JobState
+from strop.launch.home import ATTEMPTS_FOLDER, has_plan, job_path_of, read_plan
+from strop.launch.planning import tag_of
+from strop.record.checkpoints import find_checkpoints
+from strop.record.files import DirectoryRecord, LogSource, RecordFiles
+
+_REF = TypeAdapter(JobRef)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call that a backend got."""
+
+    verb: str
+    detail: str = ""
+
+
+class FakeBackend:
+    """Keeps `Backend` over a folder. Its attributes are its script, and may be changed at any time."""
+
+    name = "fake"
+
+    def __init__(self, folder: Path) -> None:
+        self.calls: list[Call] = []
+        self.findings: list[Finding] = []
+        """What `probe` finds."""
+        self.refusal = ""
+        """Words that a submission is refused with; empty: it is accepted."""
+        self.is_silent = False
+        """Whether nobody answers: neither questions nor orders."""
+        self.is_record_silent = False
+        self.ends_at = "TERM"
+        """Which order ends a job: `TERM`, `KILL`, or nothing."""
+        self.after_accepting: Callable[[], None] = lambda: None
+        """Called between the acceptance and the return of `hand_over`: the place for a kill."""
+        self.on_preempt: Callable[[], None] = lambda: None
+        self.logs: LogSource | None = None
+        self._folder = folder
+        self._answers: dict[tuple[str, int], Answer | None] = {}
+
+    # The contract.
+
+    def complete(self, plan: JobPlan, request: JobRequest) -> JobPlan:
+        """Add a script and a command. Raises: ConfigError for more GPUs than a node of the site has."""
+        self.calls.append(Call(verb="complete"))
+        has, wants = request.site.profile.gpus_per_node, plan.resources.gpus_per_node
+        if wants > has:
+            raise ConfigError(
+                explain_refusal(
+                    f"{wants} GPUs per node are asked for, and nodes of {plan.site} have {has}",
+                    allowed=f"0 to {has}",
+                    next_step="ask for fewer",
+                )
+            )
+        words = (plan.python, "-m", "strop.launch.node", "--job", str(job_path_of(plan.home)))
+        script = f"#!/bin/sh\nexec {shlex.join(words)}\n"
+        argv = ("fake-submit", tag_of(plan.plan_hash), str(job_path_of(plan.home) / "job.sh"))
+        return replace(plan, files={"job.sh": script}, argv=argv)
+
+    def probe(self, plan: JobPlan) -> list[Finding]:
+        """Return the scripted findings."""
+        self.calls.append(Call(verb="probe", detail=plan.home))
+        return list(self.findings)
+
+    def hand_over(self, plan: JobPlan) -> JobRef:
+        """Accept a job, or refuse it as the script says."""
+        self.calls.append(Call(verb="hand_over", detail=plan.home))
+        self._require_answer()
+        if not has_plan(Path(plan.home)):
+            raise StoreError(
+                explain_refusal(
+                    f"{plan.home} is no home of a job yet",
+                    allowed="a home that has been filled before anything is handed over",
+                    next_step="fill it first",
+                )
+            )
+        if self.refusal:
+            raise CheckRefused(self.refusal)
+        ref = self._accept(plan)
+        self.after_accepting()
+        return ref
+
+    def find_accepted(self, plan: JobPlan) -> JobRef | None:
+        """Return the newest job that carries this plan's hash and has this home."""
+        self.calls.append(Call(verb="find_accepted", detail=plan.home))
+        self._require_answer()
+        found = [
+            ref for ref in self.list_tagged() if (ref.plan_hash, ref.home) == (plan.plan_hash, plan.home)
+        ]
+        return found[-1] if found else None
+
+    def ask(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], Answer]:
+        """Return what the script says of each member; an accepted job without a script waits."""
+        self.calls.append(Call(verb="ask", detail=" ".join(ref.job_id for ref in refs)))
+        self._require_answer()
+        waiting = Answer(state=JobState.QUEUED, raw="WAITING")
+        found: dict[tuple[str, int], Answer] = {}
+        for ref in refs:
+            for member in read_plan(job_path_of(ref.home)).members:
+                answer = self._answers.get((ref.job_id, member.index), waiting)
+                if answer is not None:
+                    found[ref.job_id, member.index] = answer
+        return found
+
+    def open_record(self, ref: JobRef, member: int) -> RecordFiles:
+        """Return the member's directory, or one that does not answer."""
+        path = Path(read_plan(job_path_of(ref.home)).members[member].path)
+        return SilentRecord(path) if self.is_record_silent else DirectoryRecord(path)
+
+    def open_logs(self, ref: JobRef, member: int) -> LogSource | None:
+        """Return the scripted logs; None: they are files of the record."""
+        return self.logs
+
+    def stop(self, ref: JobRef, member: int | None, *, grace_s: float) -> None:
+        """End the job, if the script says that this order does."""
+        order = "TERM" if grace_s > 0.0 else "KILL"
+        self.calls.append(Call(verb="stop", detail=order))
+        self._require_answer()
+        if order == self.ends_at:
+            ended = Answer(state=JobState.CANCELLED, raw="CANCELLED")
+            for one in read_plan(job_path_of(ref.home)).members:
+                if member in {None, one.index}:
+                    self._answers[ref.job_id, one.index] = ended
+
+    def preempt(self, ref: JobRef, member: int) -> str:
+        """Call what the script has for it."""
+        self.calls.append(Call(verb="preempt", detail=ref.job_id))
+        self._require_answer()
+        self.on_preempt()
+        return "SIGUSR2"
+
+    def list_tagged(self) -> Iterator[JobRef]:
+        """Yield all accepted jobs, oldest first."""
+        paths = sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem))
+        for path in paths:
+            yield _REF.validate_json(path.read_bytes())
+
+    # The script.
+
+    def answer(self, ref: JobRef, answer: Answer | None, *, member: int = 0) -> None:
+        """Say what the scheduler answers from now on; None: it has forgotten the job."""
+        self._answers[ref.job_id, member] = answer
+
+    def begin_attempt(self, ref: JobRef, number: int = 0, *, member: int = 0, num_nodes: int = 1) -> Path:
+        """Write what the agents of an attempt write first; return the attempt's folder."""
+        run = Path(read_plan(job_path_of(ref.home)).members[member].path)
+        path = run / ATTEMPTS_FOLDER / f"{ref.job_id}-{number}"
+        path.mkdir(parents=True, exist_ok=True)
+        for node in range(num_nodes):
+            record = {
+                "attempt": path.name,
+                "number": number,
+                "node": node,
+                "num_nodes": num_nodes,
+                "host": f"node{node}",
+                "started_at": time.time(),
+            }
+            write_bytes_atomically(path / f"agent-{node}.json", json.dumps(record).encode())
+        return path
+
+    def end_attempt(self, attempt_path: Path, exit_code: int | None, *, signal: str = "") -> None:
+        """Write an attempt's verdict."""
+        write_verdict(
+            attempt_path,
+            number=int(attempt_path.name.rpartition("-")[2]),
+            exit_code=exit_code,
+            signal=signal,
+            started_at=time.time(),
+            ended_at=time.time(),
+            nodes=("node0",),
+        )
+
+    def count(self, verb: str) -> int:
+        """Return how often a verb was called."""
+        return sum(call.verb == verb for call in self.calls)
+
+    def _accept(self, plan: JobPlan) -> JobRef:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = self._folder / f"{number}.json"
+            ref = JobRef(
+                name=plan.name,
+                site=plan.site,
+                backend=self.name,
+                home=plan.home,
+                job_id=f"fake-{number}",
+                plan_hash=plan.plan_hash,
+                submitted_at=plan.submitted_at,
+            )
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                number += 1
+                continue
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(asdict(ref), file)
+            return ref
+
+    def _require_answer(self) -> None:
+        if self.is_silent:
+            raise StoreError(
+                explain_refusal(
+                    "the scheduler does not answer",
+                    allowed="one that does",
+                    next_step="ask again in a minute",
+                )
+            )
+
+
+class FakeOnceBackend(FakeBackend):
+    """Keeps `Renewable` too: its scheduler starts no ended job again."""
+
+    def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
+        """Return the plan with the words of its next job."""
+        self.calls.append(Call(verb="renew", detail=plan.follows))
+        return replace(plan, argv=(*plan.argv[:2], f"next-after-{plan.follows}"))
+
+    def find_saved_step(self, ref: JobRef, member: int) -> int | None:
+        """Return the newest checkpoint of the member's directory."""
+        return max(find_checkpoints(self.open_record(ref, member)), default=None)
+
+
+class SilentRecord(DirectoryRecord):
+    """A record whose place does not answer."""
+
+    def read(self, name: str) -> bytes | None:
+        """Raise: StoreError."""
+        raise self._failed(name, OSError(110, "Connection timed out"))
+
+    def read_from(self, name: str, offset: int) -> bytes:
+        """Raise: StoreError."""
+        raise self._failed(name, OSError(110, "Connection timed out"))
+
+    def list(self, prefix: str) -> list[str]:
+        """Raise: StoreError."""
+        raise self._failed(prefix, OSError(110, "Connection timed out"))

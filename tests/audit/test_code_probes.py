@@ -1,0 +1,330 @@
+"""Attacks on graders of programs: the sound ones hold, and each hole is found by its probe."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.audit import (
+    QUICK_PROBES,
+    AuditReport,
+    AuditSettings,
+    ProbeStatus,
+    Verdict,
+    attacks,
+    run_audit,
+)
+from strop.audit.attacks import as_lookup
+from strop.audit.hosts import find_files, find_processes, wait_for_end
+from strop.audit.leaks import leak_breaches
+from strop.audit.network import HostDoors, network_breaches, open_doors
+from strop.rollout import Split
+from strop.spec import AppsSpec, HumanEvalSpec, MbppSpec
+from strop.spec.task import MixtureSpec, TaskSpec
+from strop.tasks import Task, build_task, build_warm_task
+from strop.tasks.code.extraction import compiles, defines, extract_python
+from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.judging import open_judge
+from strop.tasks.traits import ProgramForm, program_form_of
+from tests.fixtures.unsafe_graders import (
+    BelievesOutput,
+    BelievesTheExit,
+    CountsALossAsWrong,
+    ReachesTheNetwork,
+    RunsBesideTheRun,
+    RunsWhatWasThere,
+    SharesAFolder,
+    SharesItsNames,
+    ShowsItsTests,
+    SoundGrader,
+)
+
+CODE_PROBES = (
+    *("label_leak", "grader_tamper", "forged_stdout", "os_exit", "isolation", "stale_submission"),
+    *("lost_sandbox", "network", "noop_edit"),
+)
+needs_bubblewrap = pytest.mark.usefixtures("bubblewrap")
+
+
+def audit(task: Task, *probes: str, num_examples: int = 2) -> AuditReport:
+    return asyncio.run(run_audit(task, AuditSettings(num_examples=num_examples, probes=probes)))
+
+
+def failed(report: AuditReport) -> set[str]:
+    wrong = {result.probe for result in report.probes if result.status is ProbeStatus.ERROR}
+    assert wrong == set()
+    return {result.probe for result in report.probes if result.status is ProbeStatus.FAIL}
+
+
+def shares_a_folder(tmp_path: Path) -> Task:
+    tmp_path.chmod(0o777)
+    grader = SharesAFolder()
+    grader.folder = str(tmp_path)
+    return grader
+
+
+HOLES: dict[str, tuple[Callable[[Path], Task], set[str]]] = {
+    "none": (lambda path: SoundGrader(), set()),
+    "believes output": (lambda path: BelievesOutput(), {"forged_stdout"}),
+    "believes the exit": (lambda path: BelievesTheExit(), {"os_exit"}),
+    "shares its names": (lambda path: SharesItsNames(), {"grader_tamper"}),
+    # What one judgement leaves in it, a later one may run.
+    "shares a folder": (shares_a_folder, {"isolation", "stale_submission"}),
+    "runs what was there": (lambda path: RunsWhatWasThere(), {"stale_submission"}),
+    "counts a loss as wrong": (lambda path: CountsALossAsWrong(), {"lost_sandbox"}),
+    "shows its tests": (lambda path: ShowsItsTests(), {"label_leak"}),
+    "reaches the network": (lambda path: ReachesTheNetwork(), {"network"}),
+}
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.parametrize("hole", HOLES)
+def test_each_hole_is_found_by_its_probe_and_by_no_other(hole: str, tmp_path: Path) -> None:
+    make, probes = HOLES[hole]
+    assert failed(audit(make(tmp_path), *CODE_PROBES)) == probes
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("hole", ["believes output", "runs what was there", "shows its tests"])
+def test_sec_2_an_unsafe_grader_is_red(hole: str, tmp_path: Path) -> None:
+    make, probes = HOLES[hole]
+    report = audit(make(tmp_path), *probes, num_examples=1)
+    assert (failed(report), report.verdict) == (probes, Verdict.RED)
+
+
+@needs_bubblewrap
+def test_a_program_with_the_network_of_this_machine_is_found_by_every_door() -> None:
+    (result,) = audit(ReachesTheNetwork(), "network", num_examples=1).probes
+    found = result.detail.removeprefix("ways out of the sandbox: ").split(", ")
+    assert {"loopback of this machine (127.0.0.1)", "abstract sockets of this machine"} <= set(found)
+    # Its files are its own all the same.
+    assert "socket files of this machine" not in found
+
+
+@needs_bubblewrap
+def test_evidence_names_the_attack() -> None:
+    (result,) = audit(BelievesOutput(), "forged_stdout", num_examples=1).probes
+    assert result.detail.startswith("output that was believed: result lines, ")
+    assert "result lines; " not in result.evidence[0].detail
+    assert (result.evidence[0].detail, result.evidence[0].reward) == ("result lines", 1.0)
+    assert "PASSED" in result.evidence[0].reply
+    # All but those on standard error: it has six other kinds.
+    assert result.value == 6.0
+
+
+EVERY_ATTACK = {
+    **attacks.TAMPERS,
+    **attacks.FORGERIES,
+    **attacks.EXITS,
+    "writer": attacks.WRITER,
+    "folder": attacks.REMOVES_ITS_FOLDER,
+    "hangs": attacks.HANGS,
+    "keeps": attacks.keep_breach("def f(x): return x"),
+    "finds": attacks.find_kept(ProgramForm(entry_point="f")),
+}
+EVERY_BREACH = {
+    **attacks.TAMPER_BREACHES,
+    **network_breaches(
+        HostDoors(loopback_ports={"127.0.0.1": 9, "::1": 9}, abstract_name="sa0net", socket_path="/tmp/door")
+    ),
+    **leak_breaches("a text of the tests", "/tmp/canary"),
+    "always": attacks.ALWAYS,
+    "reads": attacks.read_breach(0.5),
+}
+
+
+@pytest.mark.parametrize("entry_point", ["f", None])
+@pytest.mark.parametrize("kind", [*EVERY_ATTACK, *EVERY_BREACH])
+def test_every_attack_reaches_its_grader_whole(kind: str, entry_point: str | None) -> None:
+    """A marker in its text, or a slip of syntax, would make an attack that nobody ever runs."""
+    form = ProgramForm(entry_point=entry_point)
+    if kind in EVERY_ATTACK:
+        reply = attacks.as_attack(form, EVERY_ATTACK[kind], "sa0")
+    else:
+        reply = attacks.as_breach(form, "def f(x): return x", EVERY_BREACH[kind], "sa0")
+    code = extract_python(reply, entry_point=entry_point)
+    assert code is not None
+    assert code.strip() == reply.removeprefix("```python\n").removesuffix("\n```").strip()
+    assert defines(code, "f") if entry_point else compiles(code)
+    assert attacks.MARKER not in code
+
+
+def test_the_doors_of_this_machine_are_open_to_whom_nothing_keeps_away() -> None:
+    """Each check of the network finds its door from a plain process: none is empty."""
+    with open_doors(f"sa{os.getpid():x}net") as doors:
+        checks = network_breaches(doors)
+        assert len(checks) == 6
+        # The last two ask for the world beyond this machine, which it may not have itself.
+        for kind, check in list(checks.items())[:4]:
+            names: dict[str, Any] = {}
+            exec(check, names)
+            assert names["breached"]() is True, kind
+    for kind, check in list(checks.items())[:3]:
+        names = {}
+        exec(check, names)
+        assert names["breached"]() is False, kind
+
+
+@needs_bubblewrap
+def test_programs_in_the_process_of_the_run_are_a_finding_and_not_attacked() -> None:
+    (result,) = audit(RunsBesideTheRun(), "os_exit", num_examples=1).probes
+    assert (result.status, result.num) == (ProbeStatus.FAIL, 0)
+    assert result.detail.endswith("programs are judged in the process of the run")
+
+
+def test_text_tasks_are_not_asked_for_programs() -> None:
+    from strop.spec import ArithmeticSpec
+
+    results = audit(Arithmetic(ArithmeticSpec()), *(p for p in CODE_PROBES if p != "label_leak")).probes
+    assert {(r.status, r.detail, r.num) for r in results} == {
+        (ProbeStatus.NOT_APPLICABLE, "replies are not programs", 0)
+    }
+
+
+def write_rows(folder: Path, train: list[dict[str, Any]], test: list[dict[str, Any]]) -> str:
+    folder.mkdir(exist_ok=True)
+    for stem, rows in (("train", train), ("test", test)):
+        (folder / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return str(folder)
+
+
+def mbpp_row(number: int) -> dict[str, Any]:
+    tests = [f"assert plus{number}({n}) == {n + number}" for n in (1, 5, -3)]
+    code = f"def plus{number}(x):\n    return x + {number}"
+    return {
+        "task_id": number,
+        "text": f"Write a function to add {number}.",
+        "code": code,
+        "test_list": tests,
+        "test_setup_code": "",
+        "challenge_test_list": [f"assert plus{number}(10**6) == {10**6 + number}"],
+    }
+
+
+def mbpp(folder: Path) -> TaskSpec:
+    source = write_rows(folder, [mbpp_row(n) for n in range(2, 8)], [mbpp_row(n) for n in (10, 11)])
+    return MbppSpec(name="mbpp", source=source)
+
+
+def apps(folder: Path) -> TaskSpec:
+    def row(number: int) -> dict[str, Any]:
+        if number % 2:
+            tests: dict[str, Any] = {
+                "inputs": ["1\n", "5\n"],
+                "outputs": [f"{number + 1}\n", f"{number + 5}\n"],
+            }
+            code = f"print(int(input()) + {number})"
+        else:
+            tests = {"fn_name": "plus", "inputs": [[1], [5]], "outputs": [number + 1, number + 5]}
+            code = f"class Solution:\n    def plus(self, x):\n        return x + {number}"
+        return {
+            "question": f"Add {number}.",
+            "input_output": json.dumps(tests),
+            "solutions": json.dumps([code]),
+            "difficulty": "introductory",
+            "starter_code": "",
+        }
+
+    source = write_rows(folder, [row(n) for n in range(2, 8)], [row(n) for n in (10, 11)])
+    return AppsSpec(name="apps", source=source)
+
+
+def humaneval(folder: Path) -> TaskSpec:
+    def row(number: int) -> dict[str, Any]:
+        return {
+            "task_id": f"Own/{number}",
+            "prompt": f'def plus{number}(x: int) -> int:\n    """ Add {number}. """\n',
+            "canonical_solution": f"    return x + {number}\n",
+            "test": f"def check(candidate):\n    assert candidate(4) == {number + 4}\n"
+            f"    assert candidate(-1) == {number - 1}\n",
+            "entry_point": f"plus{number}",
+        }
+
+    return HumanEvalSpec(name="humaneval", source=write_rows(folder, [], [row(n) for n in range(6)]))
+
+
+def audit_in_workers(spec: TaskSpec, *probes: str, num_examples: int) -> AuditReport:
+    task = build_task(spec)
+
+    async def attack() -> AuditReport:
+        judge = open_judge(task, partial(build_warm_task, spec))
+        try:
+            return await run_audit(task, AuditSettings(num_examples=num_examples, probes=probes), judge)
+        finally:
+            await judge.close()
+
+    return asyncio.run(attack())
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [mbpp, apps, humaneval], ids=lambda make: make.__name__)
+def test_the_built_in_code_tasks_hold(make: Callable[[Path], TaskSpec], tmp_path: Path) -> None:
+    report = audit_in_workers(make(tmp_path), *CODE_PROBES, "order", "failure_paths", num_examples=3)
+    assert {(r.probe, r.status, r.detail) for r in report.probes if r.status is not ProbeStatus.PASS} == set()
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_visible_tests_that_can_be_learned_by_heart_make_mbpp_amber(tmp_path: Path) -> None:
+    """Known of MBPP: the prompt shows every test of a training problem."""
+    report = audit_in_workers(mbpp(tmp_path), *QUICK_PROBES, num_examples=4)
+    assert (failed(report), report.verdict) == ({"constant"}, Verdict.AMBER)
+    (constant,) = [result for result in report.probes if result.probe == "constant"]
+    assert (constant.value, constant.detail) == (1.0, "always answering 'the answers of the shown tests'")
+
+
+def test_the_answers_of_shown_tests_are_read_from_the_prompt() -> None:
+    prompt = "Tests:\nassert f(1, [2]) == {'a': 3}\nassert g(1) == 2\nassert f(3) != 4\nassert f(\nf(5) == 6"
+    reply = as_lookup(ProgramForm(entry_point="f"), prompt)
+    assert reply is not None
+    names: dict[str, Any] = {}
+    exec(reply.removeprefix("```python\n").removesuffix("\n```"), names)
+    assert names["f"](1, [2]) == {"a": 3}
+    with pytest.raises(StopIteration):
+        names["f"](3)
+    assert as_lookup(ProgramForm(entry_point="h"), prompt) is None
+    assert as_lookup(ProgramForm(entry_point=None), prompt) is None
+
+
+def test_a_mixture_and_a_curriculum_say_what_their_parts_say(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {
+        "code": {"name": "mbpp", "source": mbpp(tmp_path).source},  # type: ignore[union-attr]
+        "sums": {"name": "arithmetic", "max_value": 12},
+    }
+    mixed = build_task(MixtureSpec(name="mixture", parts=parts))
+    forms = {e.task: program_form_of(mixed, e) for e in mixed.examples(Split.TRAIN)}
+    assert forms == {"mbpp": ProgramForm(entry_point="plus7"), "arithmetic": None}
+    order = tmp_path / "order.jsonl"
+    code = build_task(mbpp(tmp_path))
+    order.write_text(json.dumps({"example_id": code.examples(Split.TRAIN)[0].example_id}))
+    ordered = build_task(mbpp(tmp_path).model_copy(update={"order_file": str(order)}))
+    assert program_form_of(ordered, ordered.examples(Split.TRAIN)[0]) == ProgramForm(entry_point="plus2")
+
+
+def test_what_a_judgement_leaves_on_this_machine_is_found(tmp_path: Path) -> None:
+    name = f"sa{os.getpid():x}{time.time_ns() % 10**4}"
+    assert (find_processes(name), find_files(name)) == ([], [])
+    kept = Path("/tmp", name)
+    code = f"open('/proc/self/comm', 'w').write('{name}'); open('{kept}', 'w').close(); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
+        try:
+            while not kept.exists():
+                time.sleep(0.01)
+            assert (find_processes(name), find_files(name)) == ([child.pid], [str(kept)])
+            assert wait_for_end(name, 0.1) == [child.pid]
+        finally:
+            kept.unlink(missing_ok=True)
+            child.kill()
+    assert wait_for_end(name, 5.0) == []

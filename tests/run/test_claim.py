@@ -1,0 +1,182 @@
+"""What a training on this machine holds, and whom it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckRefused
+from strop.hardware import find_leases, take_lease
+from strop.hardware.leases import FOLDER_VARIABLE, LEASE_VARIABLE
+from strop.hardware.preflight import reading
+from strop.hardware.torch_build import TorchBuild
+from strop.run import claim
+from strop.run.claim import claim_machine
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.commands import Run, folder, run
+from tests.fixtures.devices import GIB, divided, whole
+from tests.fixtures.dying_runs import prolific_run
+
+__all__ = ["folder", "run"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with leases of its own; the folder of its nvidia-smi."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    # With a torch that would use them.
+    for module in (claim, reading):
+        monkeypatch.setattr(module, "read_torch_build", lambda: TorchBuild(version="2.13.0", cuda="12.6"))
+    for name in (VISIBLE, "CUDA_DEVICE_ORDER", LEASE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "bin"
+
+
+def seen_by_children() -> list[str]:
+    words = [
+        "sh",
+        "-c",
+        f'echo "${{{VISIBLE}-unset}} ${{CUDA_DEVICE_ORDER-unset}} ${{{LEASE_VARIABLE}-unset}}"',
+    ]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_a_training_holds_the_emptiest_gpu_while_it_runs(machine: Path, tmp_path: Path) -> None:
+    install_fake_nvidia_smi(machine, [whole(0, 60), whole(1, 79)])
+    with claim_machine(tmp_path / "first", "1", need_bytes=GIB) as held:
+        (lease,) = find_leases()
+        assert (lease.run, lease.attempt, lease.gpus) == ("first", "1", ("GPU-1",))
+        assert seen_by_children() == ["1", "PCI_BUS_ID", lease.lease_id]
+        assert held.devices["roles"] == {"train": {"uuids": ["GPU-1"], "visible": "1"}}
+        # Started from this process, a second training belongs to the first: nothing more is taken.
+        with claim_machine(tmp_path / "inner", "1", need_bytes=GIB) as inner:
+            assert (inner.notices, inner.devices) == ((), {})
+            assert find_leases() == [lease]
+    assert find_leases() == []
+    assert seen_by_children() == ["unset", "unset", "unset"]
+
+
+def test_a_second_training_takes_another_gpu_and_a_third_is_told_who_has_them(
+    machine: Path, tmp_path: Path
+) -> None:
+    install_fake_nvidia_smi(machine, [whole(0, 60), whole(1, 79)])
+    said = r"GPU-0 .* held by run second, attempt 4, .*held by run first"
+    with (
+        take_lease("first", "1", gpus=["GPU-1"]),
+        claim_machine(tmp_path / "second", "4", need_bytes=GIB),
+        pytest.MonkeyPatch.context() as elsewhere,
+    ):
+        # As in another terminal.
+        elsewhere.delenv(LEASE_VARIABLE)
+        elsewhere.delenv(VISIBLE)
+        with pytest.raises(CheckRefused, match=said), claim_machine(tmp_path / "third", "1", need_bytes=GIB):
+            pass
+
+
+def test_a_named_gpu_is_shared_knowingly_and_an_unnamed_one_is_not(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "63"]) as stranger:
+        install_fake_nvidia_smi(machine, [whole(0, 60)], [("GPU-0", stranger.pid, GIB)])
+        with (
+            pytest.raises(CheckRefused, match=rf"used by process {stranger.pid} \(of \w+: sleep 63\)"),
+            claim_machine(tmp_path / "run", "1", need_bytes=GIB),
+        ):
+            pass
+        monkeypatch.setenv(VISIBLE, "0,1")
+        install_fake_nvidia_smi(machine, [whole(0, 60), whole(1, 70)], [("GPU-0", stranger.pid, GIB)])
+        with claim_machine(tmp_path / "run", "1", need_bytes=GIB) as held:
+            beyond, shared = held.notices
+            assert beyond.startswith("2 GPUs are visible and 1 asked for: the first are used, 0")
+            assert f"used by process {stranger.pid}" in shared
+            assert shared.endswith("Next: nothing, if that is meant: CUDA_VISIBLE_DEVICES names this GPU.")
+        assert os.environ[VISIBLE] == "0,1"
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_gpu_without_room_is_refused_with_both_numbers(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fake_nvidia_smi(machine, [whole(0, 13)])
+    said = r"GPU-0 \(Test, index 0\): 13\.00 GiB free of 80\.00 GiB, 20\.00 GiB needed"
+    for inherited in (None, "0"):
+        if inherited is not None:
+            monkeypatch.setenv(VISIBLE, inherited)
+        with (
+            pytest.raises(CheckRefused, match=said),
+            claim_machine(tmp_path / "run", "1", need_bytes=20 * GIB),
+        ):
+            pass
+        assert find_leases() == []
+
+
+def test_a_slice_is_claimed_by_its_uuid(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fake_nvidia_smi(machine, [divided(0, "MIG-a", "MIG-b")])
+    monkeypatch.setenv(VISIBLE, "MIG-b")
+    with claim_machine(tmp_path / "run", "1", need_bytes=GIB):
+        assert seen_by_children()[0] == "MIG-b"
+        assert find_leases()[0].gpus == ("MIG-b",)
+
+
+@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
+def test_a_training_on_the_cpu_holds_no_gpu(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    install_fake_nvidia_smi(machine, [whole(0, 60)])
+    monkeypatch.setenv(VISIBLE, value)
+    with claim_machine(tmp_path / "run", "1", need_bytes=GIB) as held:
+        assert find_leases()[0].gpus == ()
+        assert os.environ[VISIBLE] == value
+        assert held.notices == ()
+
+
+def test_a_start_ends_what_a_dead_run_left_and_says_so(machine: Path, tmp_path: Path) -> None:
+    mark = f"claim-{os.getpid()}"
+    (tmp_path / mark).mkdir()
+    with prolific_run(mark, tmp_path / mark) as (run, _):
+        while not any((tmp_path / mark).iterdir()):
+            assert run.poll() is None
+        run.kill()
+        run.wait()
+        with claim_machine(tmp_path / "next", "1", need_bytes=GIB) as held:
+            (notice,) = held.notices
+    assert notice.startswith("a dead run had left something: run prolific, attempt 1, had ended without")
+    assert f"removed {tmp_path / mark}/strop-" in notice
+
+
+@pytest.mark.slow
+def test_a_training_notes_its_gpu_and_what_it_ended(
+    machine: Path, folder: Path, run: Run, tmp_path: Path
+) -> None:
+    mark = f"train-{os.getpid()}"
+    (tmp_path / mark).mkdir()
+    install_fake_nvidia_smi(machine, [whole(0, 60)])
+    with prolific_run(mark, tmp_path / mark) as (dead, _):
+        while not any((tmp_path / mark).iterdir()):
+            assert dead.poll() is None
+        dead.kill()
+        dead.wait()
+        ended = run("train", "run.toml")
+    assert ended.code == 0, ended.err
+    assert (
+        "a dead run had left something: run prolific, attempt 1, had ended without clearing up" in ended.err
+    )
+    (attempt,) = (folder / "runs").glob("*/attempts/1/attempt.json")
+    devices = json.loads(attempt.read_text())["facts"]["devices"]
+    assert devices["roles"] == {"train": {"uuids": ["GPU-0"], "visible": "0"}}
+    assert find_leases() == []
+    install_fake_nvidia_smi(machine, [whole(0, 0)])
+    refused = run("train", "run.toml", "--new")
+    assert refused.code == 76
+    assert "0.00 GiB free of 80.00 GiB, 0.0" in refused.err

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from strop.cli import main
+from strop.hardware import read_calibration, take_lease
+from strop.hardware.leases import FOLDER_VARIABLE, LeaseState
+from strop.kernels import kernel_status
+from strop.run.doctor import EXTRAS, diagnose, find_device_uses, find_holdings
+from strop.testing.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.devices import GIB, divided, whole
+from tests.fixtures.dying_runs import prolific_run
+
+ROOT = Path(__file__).parents[2]
+TEXTS = frozenset({".py", ".j2", ".md", ".sh", ".toml"})
+
+
+def test_every_extra_that_strop_tells_people_to_install_exists() -> None:
+    """Incident: the doctor told people to install `strop[query]`, which pip ignores with a warning."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    promised = {
+        name: {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+        for name, requirements in project["optional-dependencies"].items()
+    }
+    texts = {
+        path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.*") if path.suffix in TEXTS
+    }
+    advised = {
+        extra.strip(): str(path.relative_to(ROOT))
+        for path, text in texts.items()
+        for extras in re.findall(r"\bstrop\[([a-z0-9_, -]+)\]", text)
+        for extra in extras.split(",")
+    }
+    assert len(advised) > 2, "the advice is written in another way now"
+    assert {extra: place for extra, place in advised.items() if extra not in promised} == {}
+    lacking = {name: set(packages) - promised.get(name, set()) for name, packages in EXTRAS.items()}
+    assert {name: packages for name, packages in lacking.items() if packages} == {}
+
+
+@pytest.mark.slow
+def test_the_doctor_measures_keeps_it_and_looks_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = diagnose(tmp_path / "runs", cache_dir=tmp_path / "cache", time_limit_s=0.01)
+    assert read_calibration(tmp_path / "cache") == found.calibration
+    checks = {check.name: check for check in found.checks}
+    assert not checks["default model"].is_ok
+    assert "strop model get" in checks["default model"].detail
+    assert checks["compiled kernels"].is_ok == (kernel_status().path is not None)
+    assert kernel_status().note in checks["compiled kernels"].detail
+    assert {f"extra {name}" for name in EXTRAS} <= set(checks)
+    # Looking made no folder for runs.
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_doctor_says_who_has_the_gpus_and_ends_only_leftovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    mark = f"doctor-{os.getpid()}"
+    (tmp_path / mark).mkdir()
+    with (
+        subprocess.Popen(["sleep", "64"]) as stranger,
+        prolific_run(mark, tmp_path / mark) as (dead, dead_id),
+        take_lease("living", "2", gpus=["MIG-a"]),
+    ):
+        gpus = [whole(0, 60), divided(1, "MIG-a")]
+        install_fake_nvidia_smi(tmp_path / "bin", gpus, [("GPU-0", stranger.pid, GIB)])
+        used, held = find_device_uses()
+        assert (used.device.uuid, used.holder) == ("GPU-0", None)
+        assert used.users == (f"process {stranger.pid} (of {Path('/proc/self').owner()}: sleep 64)",)
+        assert (held.device.uuid, held.users) == ("MIG-a", ())
+        assert held.holder == f"run living, attempt 2, process {os.getpid()}"
+        dead.kill()
+        dead.wait()
+        states = {one.lease.run: (one.state, bool(one.processes)) for one in find_holdings()}
+        assert states["living"] == (LeaseState.ALIVE, False)
+        assert states["prolific"][0] is LeaseState.DEAD
+        assert main(["doctor", "--clean", "--json"]) == 0
+        (cleared,) = json.loads(capsys.readouterr().out)
+        assert cleared["lease"]["lease_id"] == dead_id
+        assert main(["doctor", "--clean"]) == 0
+        assert capsys.readouterr().out == "dead runs have left nothing\n"
+        assert [one.lease.run for one in find_holdings()] == ["living"]
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+@pytest.mark.slow
+def test_the_doctors_tables_name_what_is_there(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    install_fake_nvidia_smi(tmp_path / "bin", [whole(0, 60), divided(1, "MIG-a")])
+    mark = f"tables-{os.getpid()}"
+    (tmp_path / mark).mkdir()
+    with prolific_run(mark, tmp_path / mark) as (dead, dead_id), take_lease("living", "2", gpus=["MIG-a"]):
+        dead.kill()
+        dead.wait()
+        assert main(["doctor"]) == 0
+        said = capsys.readouterr()
+    rows = [[word.strip() for word in line.split("  ") if word.strip()] for line in said.out.splitlines()]
+    # 60 GiB = 64.4 GB, 80 GiB = 85.9 GB.
+    assert ["GPU-0", "0", "Test", "64.4 GB", "85.9 GB", "nobody"] in rows
+    assert ["MIG-a", "1, a MIG slice", "Test", "unknown", "10.0 GB"] in [row[:5] for row in rows]
+    assert any(row[:4] == [dead_id, "prolific", "1", "dead"] for row in rows)
+    assert any(row[1:5] == ["living", "2", "alive", "MIG-a"] for row in rows)
+    assert any(row and row[0] == str(tmp_path / "runs") for row in rows)
+    assert "dead runs have left something; `strop doctor --clean` ends exactly that" in said.err

@@ -1,0 +1,546 @@
+"""Runs that are mirrored while they train, and go on from their mirror on another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteDenied, RemoteUnreachable, StoreError
+from strop.hardware import terminate
+from strop.io import remove_directory, verify_directory
+from strop.record import EventKind, RunDir, list_runs
+from strop.record.fence import GRACE_VARIABLE
+from strop.record.mirror.claim import RunIdentity, claim_mirror
+from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, notes_path
+from strop.record.mirror.restore import find_remote_run
+from strop.record.mirror.uploader import EXIT_FENCED
+from strop.run.mirroring import Mirroring, continue_from, limit_after_signal, probe_store, start_uploader
+from strop.run.training import TrainOutcome, train_here
+from strop.spec import StoreSpec, load_spec
+from strop.store import get_model
+from strop.store.opening import open_record_store
+from strop.store.policy import find_mirror_root, follow_store
+from strop.store.record_store import RecordStore
+from tests.fixtures.attempts import LIMIT_S, Bench, start_command, wait_for_end, wait_until
+from tests.fixtures.object_store import Exchange, SpoilingProxy
+from tests.fixtures.tiny_run import Curve, Notes, read_curve
+from tests.fixtures.train_here import Moment
+
+NUM_STEPS = 6
+MIRROR_ALARMS = {"upload_failed", "upload_incomplete", "uploader_died", "mirror_fenced"}
+RUN_FILE = """
+name = "here"
+seed = 3
+[model]
+uri = "{model}"
+dtype = "float32"
+[task]
+name = "reverse-text"
+partial_marks = "any-order"
+num_train = 20
+num_held_out = 4
+max_words = 1
+max_reply_tokens = 12
+[optimizer]
+lr = 1e-3
+[train]
+steps = {steps}
+prompts_per_step = 2
+rollouts_per_prompt = 3
+checkpoint_every = 2
+accept = "weights: a random model for a test; audit: it earns something"
+[eval]
+every = 3
+num_examples = 2
+num_samples = 2
+[placement]
+threads = 1
+[store]
+mirror_every_s = 0.1
+"""
+
+
+def describe_run(model_dir: Path, steps: int = NUM_STEPS) -> str:
+    return RUN_FILE.format(model=model_dir, steps=steps)
+
+
+class Here:
+    """A machine: a folder with a run file, and a store that other machines see too."""
+
+    def __init__(self, folder: Path, model_dir: Path, store_uri: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.runs_path = folder / "runs"
+        self.run_file = folder / "run.toml"
+        self.run_file.write_text(describe_run(model_dir))
+        self.store_uri = store_uri
+        self.notes = Notes()
+
+    def overrides(self, *more: str) -> list[str]:
+        return [f"output.root={self.runs_path}", f"store.uri={self.store_uri}", "store.mirror=true", *more]
+
+    def train(self, *more: str, trained: Callable[[TrainOutcome], None] = lambda _: None) -> RunDir:
+        resolved = load_spec(self.run_file, self.overrides(*more))
+        outcome = train_here(resolved, self.notes, on_run=lambda run: None, on_trained=trained)
+        return RunDir.open(outcome.run_path)
+
+    def causes(self) -> list[str]:
+        (run,) = list_runs(self.runs_path)
+        return [event.cause for event in run.events.read()]
+
+
+@pytest.fixture
+def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path) -> Here:
+    return Here(tmp_path / "here", tiny_model_dir, str(tmp_path / "store"))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """A run that nobody disturbed, and nobody mirrored."""
+    bench = Bench(tmp_path_factory.mktemp("whole") / "bench", describe_run(tiny_model_dir))
+    return bench.finish()
+
+
+def list_files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_uploader_leaves_the_processors_to_the_trainer(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs", "here", "", "", {})
+    run.begin_attempt()
+    uri = mirror_uri(str(tmp_path / "store"), run.path.name)
+    order = MirrorOrder(run_path=str(run.path), uri=uri, owner="here", attempt=1)
+    uploader = start_uploader(order, tmp_path / "mirror.log")
+    try:
+        assert os.getpriority(os.PRIO_PROCESS, uploader.pid) == 19
+        # Where Linux shares processors among sessions first, a process's own niceness counts for nothing.
+        autogroup = Path(f"/proc/{uploader.pid}/autogroup")
+        session = autogroup.read_text().split() if autogroup.exists() else []
+        assert session[-1:] in ([], ["19"])
+        assert os.sched_getscheduler(uploader.pid) == os.SCHED_BATCH
+    finally:
+        terminate(uploader, 0.0)
+        run.release()
+
+
+@pytest.fixture
+def mirroring(tmp_path: Path) -> Iterator[Mirroring]:
+    """A run whose first attempt was killed when it had asked for the rest to be sent."""
+    run = RunDir.create(tmp_path / "runs", "here", "", "", {})
+    flush_path(run.path).parent.mkdir()
+    flush_path(run.path).touch()
+    notes_path(run.path).write_text('{"cause": "upload_failed", "detail": "before", "is_alarm": true}\n')
+    run.begin_attempt()
+    spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True, mirror_every_s=0.1, flush_limit_s=20.0)
+    with run, follow_store(spec), Mirroring(spec, run, Notes()) as made:
+        yield made
+
+
+def test_a_second_attempt_asks_for_no_end_and_repeats_no_old_word(mirroring: Mirroring) -> None:
+    run = mirroring._run_dir
+    mirroring.begin()
+    assert not flush_path(run.path).exists()
+    mirroring.poll()
+    assert [event.cause for event in run.events.read()] == ["mirror"]
+
+
+@pytest.mark.parametrize("is_claimed", [True, False], ids=["claimed by another", "claimed by nobody"])
+def test_an_uploader_that_lost_its_claim_is_not_started_again(
+    mirroring: Mirroring, monkeypatch: pytest.MonkeyPatch, is_claimed: bool
+) -> None:
+    """The trainer claims once, when it begins: its uploader takes nothing back."""
+    monkeypatch.setattr("strop.run.mirroring.RESPAWN_AFTER_S", 0.0)
+    run, uri = mirroring._run_dir, mirroring.uri
+    assert uri is not None
+    mirroring.begin()
+    first = mirroring._child
+    assert first is not None
+    if is_claimed:
+        claim_mirror(open_record_store(uri), uri, RunIdentity.of(run.state), owner="newer", attempt=2)
+    else:
+        Path(uri, "latest.json").unlink()
+    assert first.wait(60.0) == EXIT_FENCED
+    for _ in range(3):
+        mirroring.poll()
+    assert mirroring._child is first
+    assert [event.cause for event in run.events.read()] == ["mirror", "mirror_fenced"]
+
+
+def test_after_a_signal_the_rest_is_waited_for_as_long_as_the_run_file_says(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs", "here", "", "", {})
+    run.begin_attempt()
+    spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True, flush_limit_s=60.0, stop_flush_limit_s=0.01)
+    with run, follow_store(spec):
+        made = Mirroring(spec, run, Notes())
+        made.begin()
+        made.__exit__(Interrupted, Interrupted("a signal"), None)
+        assert [event.cause for event in run.events.read()] == ["mirror", "upload_incomplete"]
+
+
+def test_a_finished_run_is_whole_in_its_store(here: Here, whole: Curve) -> None:
+    run = here.train(trained=lambda outcome: void((outcome.run_path / "report.html").write_text("report")))
+    mirror = Path(here.store_uri) / "checkpoints" / run.path.name
+    # store.keep_last is 2; of the checkpoints after steps 2 and 4, those that were sent in time.
+    folders = {path.name for path in mirror.iterdir() if path.is_dir()}
+    assert folders >= {"here_step6", "here_final", "traces"}
+    assert len(folders) <= 4
+    for name in folders - {"traces"}:
+        verify_directory(mirror / name)
+    latest = json.loads((mirror / "latest.json").read_text())
+    assert (latest["step"], latest["uri"]) == (6, str(mirror / "here_step6"))
+    names = {"run.json", "spec.toml", "env.txt", "metrics.jsonl", "events.jsonl", "report.html"}
+    names |= {f"rollouts/step-00000{step}.parquet" for step in range(1, 7)}
+    names |= {f"eval/reverse-text-step-00000{step}.json" for step in (0, 3, 6)}
+    names |= {"attempts/1/attempt.json", "attempts/1/mirror.log"}
+    assert list_files(mirror / "traces") == names
+    for name in names - {"events.jsonl", "attempts/1/mirror.log"}:
+        assert (mirror / "traces" / name).read_bytes() == (run.path / name).read_bytes(), name
+    # The model loads as it is, without the rest of its run.
+    assert get_model(str(mirror / "here_final")).digest == get_model(str(latest_model(run))).digest
+    # The mirror costs nothing of what the run computes.
+    assert read_curve(run.path) == whole
+    assert run.is_finished
+    assert not {event.cause for event in run.events.read()} & MIRROR_ALARMS
+    # The link to the store is written down.
+    assert any(str(mirror) in event.detail for event in run.events.read() if event.cause == "mirror")
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def latest_model(run: RunDir) -> Path:
+    latest = run.latest_checkpoint()
+    assert latest is not None
+    return latest[1] / "model"
+
+
+def test_auto_means_an_s3_store_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def root_of(**settings: object) -> str | None:
+        spec = StoreSpec.model_validate(settings)
+        with follow_store(spec):
+            return find_mirror_root(spec)
+
+    assert root_of() is None
+    assert root_of(uri="s3://bucket/p") == "s3://bucket/p"
+    assert root_of(uri=str(tmp_path)) is None
+    assert root_of(uri=str(tmp_path), mirror=True) == str(tmp_path)
+    assert root_of(uri="s3://bucket/p", mirror=False) is None
+    monkeypatch.setenv("STROP_STORE_URI", "s3://bucket/site")
+    assert root_of() == "s3://bucket/site"
+    monkeypatch.delenv("STROP_STORE_URI")
+    with pytest.raises(ConfigError, match=r"store\.mirror=true, and there is no store"):
+        root_of(mirror=True)
+
+
+class Refusing:
+    """A store that lacks one right."""
+
+    def __init__(self, lacking: str, error: type[StoreError]) -> None:
+        self._lacking, self._error = lacking, error
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(place: str, *_: object) -> object:
+            self.names.append(place)
+            if name == self._lacking:
+                raise self._error("AccessDenied")
+            return iter(()) if name == "list_folders" else None
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("method", "verb", "right"),
+    [
+        ("write", "write", "s3:PutObject"),
+        ("read_versioned", "read", "s3:GetObject"),
+        ("list_folders", "list", "s3:ListBucket"),
+        ("remove", "remove", "s3:DeleteObject"),
+    ],
+)
+def test_the_right_that_is_missing_is_named(method: str, verb: str, right: str) -> None:
+    store = cast(RecordStore, Refusing(method, RemoteDenied))
+    with pytest.raises(CheckRefused, match=f"the right to {verb} objects is missing") as caught:
+        probe_store("s3://bucket/p", store)
+    assert f"missing here: {right}" in str(caught.value)
+    assert caught.value.exit_code == 76
+    silent = cast(RecordStore, Refusing(method, RemoteUnreachable))
+    with pytest.raises(CheckRefused, match=f"it did not pass a test to {verb}"):
+        probe_store("s3://bucket/p", silent)
+
+
+def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = open_record_store(str(tmp_path))
+    probe_store(str(tmp_path), store)
+    assert list(store.list(str(tmp_path))) == []
+
+
+def test_a_run_goes_on_from_its_mirror_on_another_machine(
+    here: Here, tmp_path: Path, whole: Curve, tiny_model_dir: Path
+) -> None:
+    """Stopped by a signal after step 3; the machine is gone; another one has the run file and the store."""
+    bench = Bench(tmp_path / "first", describe_run(tiny_model_dir))
+    with bench.run_file.open("a") as file:
+        file.write(f'uri = "{here.store_uri}"\nmirror = true\n')
+    stop = Moment(r"os\.rename .*/rollouts/step-000003\.parquet", signal.SIGTERM)
+    assert bench.end(stop) == 75, bench.log_path.read_text()
+    (mirror,) = Path(here.store_uri, "checkpoints").iterdir()
+    # The signal came in the third step: its checkpoint is written, and sent, before the process ends.
+    assert json.loads((mirror / "latest.json").read_text())["step"] == 3
+    shutil.rmtree(bench.folder)
+    found = continue_from(str(mirror), load_spec(here.run_file, here.overrides()))
+    assert found.run_path == here.runs_path / mirror.name
+    assert f"restored {found.run_path} from {mirror}" == found.detail
+    train_here(found.resolved, here.notes, on_run=lambda run: None)
+    assert here.notes.starts == [(str(found.run_path), 3, NUM_STEPS)]
+    assert read_curve(found.run_path) == whole
+    # It is mirrored to where it came from, as the second attempt.
+    latest = json.loads((mirror / "latest.json").read_text())
+    assert (latest["step"], latest["attempt"], latest["fence"]) == (6, 2, 2)
+    assert len(list(Path(here.store_uri, "checkpoints").iterdir())) == 1
+    verify_directory(mirror / "here_final")
+
+
+def test_what_cannot_go_on_from_a_mirror_is_refused_before_anything_moves(here: Here, tmp_path: Path) -> None:
+    run = here.train()
+    uri = f"{here.store_uri}/checkpoints/{run.path.name}"
+    resolved = load_spec(here.run_file, here.overrides())
+    assert continue_from(uri, resolved).detail == f"{run.path} is here already, at step 6, and goes on"
+    with pytest.raises(CheckRefused, match="no run is mirrored there"):
+        continue_from(f"{uri}-other", resolved)
+    with pytest.raises(CheckRefused, match=r"is a run of spec \w{12}, and this run file is \w{12}"):
+        continue_from(uri, load_spec(here.run_file, here.overrides("seed=4")))
+    state = (run.path / "run.json").read_text()
+    # As far, of the same file, and another run all the same.
+    (run.path / "run.json").write_text(json.dumps({**json.loads(state), "created_at": 1.0}))
+    with pytest.raises(CheckRefused, match=r"is here at step 6, and .* is at step 6\. Allowed: .*same run"):
+        continue_from(uri, resolved)
+    (run.path / "run.json").write_text(state)
+    for step in (4, 6):
+        remove_directory(run.checkpoint_path(step))
+    with pytest.raises(CheckRefused, match=r"is here at step 0, and .* is at step 6"):
+        continue_from(uri, resolved)
+    # Elsewhere, under another name, it is mirrored to the same place.
+    moved = continue_from(uri, load_spec(here.run_file, here.overrides(f"output.dir={tmp_path / 'mine'}")))
+    assert moved.resolved.spec.store.mirror_as == run.path.name
+    assert RunDir.open(tmp_path / "mine").checkpoint_steps() == [6]
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_from_a_mirror(here: Here, tmp_path: Path, whole: Curve) -> None:
+    resolved = load_spec(here.run_file, here.overrides())
+    with pytest.raises(Interrupted):
+        train_here(resolved, WatchedNotes(stop_after(3)), on_run=lambda run: None)
+    (run,) = list_runs(here.runs_path)
+    uri = f"{here.store_uri}/checkpoints/{run.path.name}"
+    words = ["train", here.run_file, *here.overrides(), "--from", uri]
+    log_path = tmp_path / "log.txt"
+    assert wait_for_end(start_command([*words, "--new"], log_path)) == 2
+    assert f"--new and --from {uri} are given together" in log_path.read_text()
+    shutil.rmtree(run.path)
+    assert wait_for_end(start_command(words, log_path)) == 0, log_path.read_text()
+    assert f"restored {run.path} from {uri}" in log_path.read_text()
+    assert read_curve(run.path) == whole
+    # The report is written before the mirror is closed.
+    assert (Path(uri) / "traces" / "report.html").exists()
+    # A finished run comes back as one.
+    shutil.rmtree(run.path)
+    assert wait_for_end(start_command(words, log_path)) == 76
+    assert "holds a finished run" in log_path.read_text()
+
+
+@pytest.mark.parametrize(("given", "limit_s"), [(None, 60.0), ("24", 12.0), ("600", 60.0)])
+def test_a_mirror_takes_half_of_a_launchers_grace_at_most(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, limit_s: float
+) -> None:
+    monkeypatch.delenv(GRACE_VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(GRACE_VARIABLE, given)
+    assert limit_after_signal(StoreSpec(stop_flush_limit_s=60.0)) == limit_s
+
+
+@pytest.mark.slow
+def test_a_store_that_fails_while_a_run_trains_is_told_and_costs_only_the_mirror(
+    here: Here, proxy: SpoilingProxy, s3_root: str, whole: Curve
+) -> None:
+    here.store_uri = s3_root
+    num_steps_seen = 0
+
+    def on_step(metrics: Mapping[str, float]) -> None:
+        nonlocal num_steps_seen
+        num_steps_seen += 1
+        if num_steps_seen == 1:
+            proxy.spoil = lambda exchange: "503"
+            wait_for_note(here, "upload_failed")
+
+    here.notes = WatchedNotes(on_step)
+    run = here.train("store.flush_limit_s=0.5")
+    assert read_curve(run.path) == whole
+    alarms = [event for event in run.events.read() if event.kind is EventKind.TRIPWIRE]
+    alarms = [event for event in alarms if event.cause in MIRROR_ALARMS]
+    assert {event.cause for event in alarms} == {"upload_failed", "upload_incomplete"}
+    assert "training goes on" in alarms[0].detail
+    assert "SlowDown" in alarms[0].detail
+    # Shown as well, not only written down.
+    assert {"upload_failed", "upload_incomplete"} <= set(here.notes.causes("tripwire"))
+    assert "within 0.5 s of its end; it is whole in" in alarms[-1].detail
+
+
+@pytest.mark.slow
+def test_no_step_waits_for_a_store_that_hangs(
+    here: Here, proxy: SpoilingProxy, s3_root: str, whole: Curve
+) -> None:
+    here.store_uri = s3_root
+    hangs, may_go_on = threading.Event(), threading.Event()
+
+    def spoil(exchange: Exchange) -> str | None:
+        if exchange.method == "PUT" and "here_step2/" in exchange.path:
+            hangs.set()
+            may_go_on.wait(LIMIT_S)
+        return None
+
+    def on_step(metrics: Mapping[str, float]) -> None:
+        if metrics["step"] == 3:
+            assert hangs.wait(LIMIT_S)
+
+    proxy.spoil = spoil
+    here.notes = WatchedNotes(on_step)
+    run = here.train(trained=lambda outcome: may_go_on.set())
+    assert hangs.is_set()
+    assert read_curve(run.path) == whole
+    # Steps 4 to 6 were trained while it hung. Then the newest checkpoint went, and the one between did not.
+    skipped = [event.detail for event in run.events.read() if event.cause == "upload_skipped"]
+    assert skipped == ["checkpoints not sent, as step 6 was newer: 4"]
+    remote = find_remote_run(f"{s3_root}/checkpoints/{run.path.name}")
+    assert remote is not None
+    assert [name.step for name in remote.records] == [6, 2]
+
+
+@pytest.mark.slow
+def test_a_store_that_answers_again_gets_everything(here: Here, proxy: SpoilingProxy, s3_root: str) -> None:
+    here.store_uri = s3_root
+
+    def on_step(metrics: Mapping[str, float]) -> None:
+        if metrics["step"] == 1:
+            proxy.spoil = lambda exchange: "503"
+            wait_for_note(here, "upload_failed")
+            proxy.spoil = lambda exchange: None
+
+    here.notes = WatchedNotes(on_step)
+    run = here.train()
+    causes = [event.cause for event in run.events.read()]
+    assert causes.index("upload_failed") < causes.index("upload_recovered")
+    assert "upload_incomplete" not in causes
+    remote = find_remote_run(f"{s3_root}/checkpoints/{run.path.name}")
+    assert remote is not None
+    assert remote.step == NUM_STEPS
+
+
+@pytest.mark.slow
+def test_an_uploader_that_dies_is_started_again(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.run.mirroring.RESPAWN_AFTER_S", 0.0)
+    pids: list[int] = []
+
+    def on_step(metrics: Mapping[str, float]) -> None:
+        if metrics["step"] == 2:
+            (run,) = list_runs(here.runs_path)
+            pids.extend(find_uploaders(run.path))
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+    here.notes = WatchedNotes(on_step)
+    run = here.train()
+    assert len(pids) == 1
+    events = [event for event in run.events.read() if event.cause == "uploader_died"]
+    assert [event.kind for event in events] == [EventKind.TRIPWIRE]
+    assert "ended with -9 and is started again" in events[0].detail
+    verify_directory(Path(here.store_uri) / "checkpoints" / run.path.name / "here_final")
+    assert find_uploaders(run.path) == []
+
+
+@pytest.mark.slow
+def test_all_is_killed_and_the_run_goes_on_from_s3(
+    here: Here, s3_root: str, tmp_path: Path, whole: Curve, tiny_model_dir: Path
+) -> None:
+    """A kill -9 of trainer and uploader, once a checkpoint is in the store; the disk is lost."""
+    bench = Bench(tmp_path / "first", describe_run(tiny_model_dir))
+    with bench.run_file.open("a") as file:
+        file.write(f'uri = "{s3_root}"\n')
+    # The loop is held at the metrics of step 4 until the checkpoint of step 2 has arrived.
+    process = bench.start(Moment(r"open .*/rollouts/step-000004\.parquet", signal.SIGSTOP))
+    bench.wait_until_begun(process)
+    run = bench.only_run()
+    uri = f"{s3_root}/checkpoints/{run.path.name}"
+
+    def is_there() -> bool:
+        remote = find_remote_run(uri)
+        return remote is not None and remote.step == 2
+
+    wait_until(is_there, process, bench.log_path)
+    assert process.pid is not None
+    (uploader,) = find_uploaders(run.path)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    deadline = time.monotonic() + LIMIT_S
+    while Path(f"/proc/{uploader}").exists():  # It dies with its trainer, without being told.
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shutil.rmtree(bench.folder)
+    here.store_uri = s3_root
+    found = continue_from(uri, load_spec(here.run_file, here.overrides()))
+    train_here(found.resolved, here.notes, on_run=lambda run: None)
+    assert here.notes.starts == [(str(found.run_path), 2, NUM_STEPS)]
+    assert read_curve(found.run_path) == whole
+
+
+class WatchedNotes(Notes):
+    """Notes whose owner is asked after every step."""
+
+    def __init__(self, watch: Callable[[Mapping[str, float]], None]) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        self._watch(metrics)
+
+
+def stop_after(step: int) -> Callable[[Mapping[str, float]], None]:
+    """Have this process told to stop, as a scheduler does, once a step is done."""
+
+    def watch(metrics: Mapping[str, float]) -> None:
+        if metrics["step"] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return watch
+
+
+def wait_for_note(here: Here, cause: str) -> None:
+    (run,) = list_runs(here.runs_path)
+    deadline = time.monotonic() + LIMIT_S
+    path = notes_path(run.path)
+    while not (path.exists() and cause in path.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def find_uploaders(run_path: Path) -> list[int]:
+    """Return the processes that mirror a run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"strop.record.mirror" in words and str(run_path).encode() in words[-2]:
+            found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,459 @@
+"""Running a run file on this machine: finding its directory, composing it, continuing it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from strop.cluster import ModelSource, Roles
+from strop.cluster.inline import InlinePlacement
+from strop.errors import CheckRefused, ConfigError, Interrupted, RunStopped
+from strop.evaluate import Validity, read_result, write_result
+from strop.evaluate.accuracy import refuse_trained
+from strop.hardware.number_format import DTYPE_FACT
+from strop.kernels import KernelStatus
+from strop.policy.language_model import LanguageModel
+from strop.policy.weights import weights_digest
+from strop.record import EventKind, RunDir, list_runs
+from strop.record.rollouts import read_rollouts, write_rollouts
+from strop.rollout import Example, Message, Outcome, Sampling, Split
+from strop.run.inference import open_model, read_trained_ids
+from strop.run.training import Evaluation, TrainOutcome, set_threads, train_here
+from strop.spec import load_spec
+from strop.store import get_model
+from strop.tasks import build_task, problem_of
+from strop.tasks.generated.reverse_text import ReverseText
+from strop.tasks.judging import InlineJudge
+from strop.train import EvalSummary
+from tests.evaluate.stored_results import make_result
+from tests.fixtures.tiny_run import Notes, SpellTask, new_run, tiny_spec
+
+RUN_FILE = """
+name = "here"
+[model]
+uri = "{model}"
+dtype = "float32"
+[task]
+name = "reverse-text"
+partial_marks = "any-order"
+num_train = 12
+num_held_out = 3
+max_words = 1
+max_reply_tokens = 8
+[train]
+steps = 2
+prompts_per_step = 2
+rollouts_per_prompt = 3
+checkpoint_every = 1
+accept = "weights: a random model for a test; audit: it earns something"
+[eval]
+num_examples = 2
+num_samples = 2
+[placement]
+threads = 1
+"""
+
+
+class Here:
+    """A folder with a run file."""
+
+    def __init__(self, folder: Path, model_dir: Path) -> None:
+        self.folder = folder
+        self.model = str(model_dir)
+        self.run_file = folder / "run.toml"
+        self.run_file.write_text(RUN_FILE.format(model=model_dir))
+        self.notes: Notes = Notes()
+        self.told: list[RunDir] = []
+
+    def train(self, *overrides: str, is_new: bool = False) -> TrainOutcome:
+        resolved = load_spec(self.run_file, [f"output.root={self.folder / 'runs'}", *overrides])
+        return train_here(resolved, self.notes, is_new=is_new, on_run=self.tell)
+
+    def tell(self, run_dir: RunDir) -> None:
+        assert run_dir.is_locked_here
+        self.told.append(run_dir)
+
+    def attempt(self, index: int) -> dict[str, object]:
+        path = self.told[-1].path / "attempts" / str(index) / "attempt.json"
+        content: dict[str, object] = json.loads(path.read_text())
+        return content
+
+
+@pytest.fixture
+def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path) -> Here:
+    return Here(tmp_path, tiny_model_dir)
+
+
+def test_a_run_file_becomes_a_trained_run(here: Here, tiny_model_dir: Path) -> None:
+    outcome = here.train()
+    (run,) = list_runs(here.folder / "runs")
+    assert outcome.run_path == run.path == here.told[0].path
+    assert run.is_finished
+    assert run.state.facts["model_digest"] == get_model(str(tiny_model_dir)).digest
+    assert (run.state.facts["task"], run.state.facts["num_threads"]) == ("reverse-text", 1)
+    assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"], here.attempt(1)["step"]) == ("done", 0, 2)
+    assert here.notes.ends == ["done"]
+    # The resolved spec is kept, and is a run file itself.
+    assert load_spec(run.spec_path).spec.train.steps == 2
+    assert not here.told[0].is_locked_here
+
+
+def test_missing_kernels_are_said_and_written_down(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is the same but slower, and whoever waits for it should know why."""
+    monkeypatch.setattr(
+        "strop.run.training.kernel_status", lambda: KernelStatus(path=None, note="no such file: 'cc'")
+    )
+    here.train()
+    notices = [event.detail for event in here.told[0].events.read() if event.kind is EventKind.NOTICE]
+    assert any("not compiled (no such file: 'cc')" in notice for notice in notices)
+    assert "no such file: 'cc'" in str(here.attempt(1)["facts"])
+
+
+def test_held_out_accuracy_is_measured_before_and_after(here: Here) -> None:
+    # Without eval.every, as in a run file that says nothing about evaluation.
+    outcome = here.train()
+    assert outcome.before is not None
+    assert outcome.after is not None
+    assert (outcome.before.step, outcome.after.step) == (0, 2)
+    assert (outcome.before.split, outcome.before.num_examples) == ("held_out", 2)
+    assert outcome.before.model_digest != outcome.after.model_digest
+    assert [summary.step for summary in here.notes.summaries] == [0, 2]
+    assert sorted(path.name for path in (outcome.run_path / "eval").iterdir()) == [
+        "reverse-text-step-000000.json",
+        "reverse-text-step-000002.json",
+    ]
+
+
+@pytest.mark.parametrize("words", [(), ("lora.rank=2",)], ids=["whole", "adapters"])
+def test_an_evaluation_names_the_weights_that_answered(here: Here, words: tuple[str, ...]) -> None:
+    """Incident: within a run they carried the digest of the start and a step, whatever the weights were."""
+    outcome, same = here.train(*words), here.train(*words, is_new=True)
+    faster = here.train("optimizer.lr=1e-3", *words)
+    assert outcome.before is not None
+    assert same.after is not None
+    assert faster.before is not None
+    assert outcome.before.model_digest == faster.before.model_digest == get_model(here.model).digest
+    digests = [one.after.model_digest for one in (outcome, same, faster) if one.after is not None]
+    assert digests[0] == digests[1] != digests[2]
+    # As `strop eval` calls the checkpoint, and as its tensors are.
+    checkpoint = outcome.run_path / "checkpoints" / "step-000002"
+    model = LanguageModel.load(checkpoint / "model", dtype=torch.float32)
+    assert digests[0] == open_model(str(outcome.run_path)).digest == weights_digest(model)
+    assert open_model(str(outcome.run_path / "checkpoints" / "step-000001")).digest not in digests
+
+
+class OneLongPrompt(SpellTask):
+    """Asks one held-out question that leaves a model of 512 positions no room for a reply."""
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        (message,) = super().render(example)
+        is_long = example.example_id == self.examples(Split.HELD_OUT)[0].example_id
+        return (replace(message, content=message.content * 300) if is_long else message,)
+
+
+def test_an_evaluation_asks_as_the_run_says_and_the_model_can_read(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    spec = tiny_spec(sampling={"temperature": 0.7}, eval={"num_examples": 4, "num_samples": 2})
+    task, run_dir = OneLongPrompt(max_reply_tokens=8), new_run(tmp_path)
+
+    async def act() -> EvalSummary:
+        placement = InlinePlacement(spec, ModelSource(path=tiny_model_dir, digest="unused"))
+        roles = await placement.start()
+        try:
+            return await Evaluation(spec, task, InlineJudge(task), roles, "digest", run_dir)(0, lambda: None)
+        finally:
+            await placement.stop()
+
+    summary = asyncio.run(act())
+    assert (summary.num_examples, summary.invalid_cause) == (4, None)
+    result = read_result(run_dir.eval_path("spell", 0))
+    # Not solved, and no engine's fault.
+    assert (result.greedy.num_too_long, result.greedy.num_unscored) == (1, 0)
+    assert (result.sampling, result.num_samples) == (Sampling(temperature=0.7), 2)
+    run_dir.release()
+
+
+def test_an_evaluation_is_compared_with_the_best_valid_one_of_its_protocol(tmp_path: Path) -> None:
+    run_dir, task = new_run(tmp_path), SpellTask()
+    stored = [
+        make_result({"a": 1.0, "b": 0.0}, step=0),
+        make_result({"a": 0.0, "b": 1.0}, step=10),  # As good, and later.
+        make_result({"a": 0.0, "b": 0.0}, step=20),
+        make_result({"a": 1.0, "b": 1.0}, step=30, validity=Validity.TRUNCATION),
+        make_result({"a": 1.0, "b": 1.0}, step=40, prompt_format="base"),
+        make_result({"a": 1.0, "b": 1.0}, step=60),  # Of a later step.
+    ]
+    for one in stored:
+        write_result(one, run_dir.eval_path(one.task, one.step))
+    evaluation = Evaluation(tiny_spec(), task, InlineJudge(task), cast(Roles, None), "digest", run_dir)
+    best = evaluation._find_best(make_result({"a": 0.0, "b": 0.0}, step=50))
+    assert best is not None
+    assert best.step == 0
+    assert evaluation._find_best(make_result(step=50, validity=Validity.TRUNCATION)) is None
+    run_dir.release()
+
+
+def test_a_checkpoint_that_does_not_name_its_weights_is_named_by_its_files(here: Here) -> None:
+    checkpoint = here.train().run_path / "checkpoints" / "step-000002"
+    manifest = json.loads((checkpoint / "COMPLETE").read_text())
+    del manifest["facts"]["weights_digest"]
+    (checkpoint / "COMPLETE").write_text(json.dumps(manifest))
+    assert open_model(str(checkpoint)).digest == get_model(str(checkpoint / "model")).digest
+
+
+def test_what_a_run_trained_on_is_known_although_its_task_has_changed(here: Here) -> None:
+    """Incident: splits that changed with a version made held-out what older runs had trained on."""
+    path = here.train().run_path
+    task = build_task(load_spec(path / "spec.toml").spec.task)
+    trained, held_out = (task.examples(split) for split in Split)
+    known = read_trained_ids(path)
+    assert known == {name for one in trained for name in (one.example_id, problem_of(task, one))}
+    (rollout, *_) = read_rollouts(path / "rollouts" / "step-000001.parquet")
+    write_rollouts(path / "rollouts" / "step-000001.parquet", [replace(rollout, example=held_out[0])])
+    # The task is as it was, so its splits are.
+    assert read_trained_ids(path) == known
+    state = json.loads((path / "run.json").read_text())
+    state["facts"]["task_version"] = "before"
+    (path / "run.json").write_text(json.dumps(state))
+    found = read_trained_ids(path)
+    assert found == known | {held_out[0].example_id, problem_of(task, held_out[0])}
+    with pytest.raises(
+        CheckRefused, match=r"1 of 3 examples of task reverse-text called held_out were trained"
+    ):
+        refuse_trained(task, Split.HELD_OUT, held_out, found)
+
+
+class Broken(Exception):
+    """What a fault of this test raises."""
+
+
+class BreakingNotes(Notes):
+    """Fails when it is told of a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.fatal_step = step
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        if metrics["step"] == self.fatal_step:
+            raise Broken
+
+
+def test_the_same_command_goes_on_and_reports_what_earlier_attempts_found(here: Here) -> None:
+    here.notes = BreakingNotes(2)
+    with pytest.raises(Broken):
+        here.train()
+    assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"]) == ("Broken", 1)
+    assert here.notes.ends == ["Broken"]
+    here.notes = Notes()
+    outcome = here.train()
+    assert len(list_runs(here.folder / "runs")) == 1
+    assert here.notes.starts == [(str(outcome.run_path), 1, 2)]
+    # The first attempt measured it; the second did not start at step 0.
+    assert [summary.step for summary in here.notes.summaries] == [2]
+    assert outcome.before is not None
+    assert outcome.before.step == 0
+
+
+def test_a_run_keeps_its_number_format_on_a_machine_with_another(here: Here) -> None:
+    """`auto` was float32 where it began; where it goes on it would be bfloat16, or the other way round."""
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train("model.dtype=auto")
+    path = here.told[0].path / "run.json"
+    state = json.loads(path.read_text())
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[state["facts"][DTYPE_FACT]]
+    state["facts"][DTYPE_FACT] = other
+    path.write_text(json.dumps(state))
+    here.notes = Notes()
+    here.train("model.dtype=auto")
+    assert len(list_runs(here.folder / "runs")) == 1
+    (weights,) = [event.detail for event in here.notes.events if event.cause == "weights"]
+    assert f", in {other}" in weights
+    assert any(f"model.dtype: {other}: the run began with it" in event.detail for event in here.notes.events)
+
+
+def test_a_new_run_can_be_asked_for(here: Here) -> None:
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train()
+    here.notes = Notes()
+    outcome = here.train(is_new=True)
+    assert len(list_runs(here.folder / "runs")) == 2
+    assert outcome.run_path != here.told[0].path
+    assert here.notes.starts[0][1] == 0
+
+
+def test_another_spec_makes_another_run(here: Here) -> None:
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train()
+    here.notes = Notes()
+    here.train("seed=9")
+    assert len(list_runs(here.folder / "runs")) == 2
+
+
+def test_a_finished_run_in_a_named_directory_is_refused(here: Here) -> None:
+    """R4: training zero steps is never success."""
+    named = here.folder / "mine"
+    outcome = here.train(f"output.dir={named}")
+    assert outcome.run_path == named
+    before = sorted(path.name for path in named.rglob("*"))
+    with pytest.raises(CheckRefused, match=r"mine holds a finished run; nothing is left to do") as caught:
+        here.train(f"output.dir={named}")
+    assert caught.value.exit_code == 76
+    assert sorted(path.name for path in named.rglob("*")) == before
+    assert len(here.told) == 1
+
+
+def test_a_named_directory_of_another_spec_is_refused(here: Here) -> None:
+    named = here.folder / "mine"
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train(f"output.dir={named}")
+    with pytest.raises(CheckRefused, match="mine holds a run of another spec"):
+        here.train(f"output.dir={named}", "seed=9")
+    here.notes = Notes()
+    # And its own spec goes on there.
+    assert here.train(f"output.dir={named}").run_path == named
+
+
+def test_a_new_run_in_a_directory_that_is_there_is_refused(here: Here) -> None:
+    named = here.folder / "mine"
+    named.mkdir()
+    with pytest.raises(
+        CheckRefused, match=r"a new run was asked for, and output\.dir=.*mine is there already"
+    ):
+        here.train(f"output.dir={named}", is_new=True)
+    assert list(named.iterdir()) == []
+
+
+def test_a_directory_in_use_is_refused_naming_its_holder(here: Here) -> None:
+    named = here.folder / "mine"
+    here.notes = BreakingNotes(1)
+    with pytest.raises(Broken):
+        here.train(f"output.dir={named}")
+    with RunDir.open(named), pytest.raises(CheckRefused, match=r"mine is in use by process \d+"):
+        here.train(f"output.dir={named}")
+
+
+def test_a_refusal_of_the_gate_is_on_record_and_can_be_mended(here: Here) -> None:
+    with pytest.raises(CheckRefused, match="weights look random"):
+        here.train("train.accept=none")
+    assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"]) == ("CheckRefused", 76)
+    assert not here.told[0].is_finished
+
+
+def test_a_mistake_in_what_is_accepted_is_one_of_the_run_file(here: Here) -> None:
+    with pytest.raises(ConfigError, match="names wieghts"):
+        here.train("train.accept=wieghts: a typo")
+
+
+def test_a_task_that_cannot_say_right_or_wrong_cannot_be_evaluated(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say_nothing(self: ReverseText, example: Example, text: str) -> Outcome:
+        return Outcome(parts={"similarity": 1.0 if text.strip().endswith(example.answer or "") else 0.0})
+
+    monkeypatch.setattr(ReverseText, "verify", say_nothing)
+    accepted = "train.accept=weights: random; audit.failure_paths: the empty text ends every text"
+    with pytest.raises(RunStopped, match=r"none of 2 held-out replies at step 0 could be judged"):
+        here.train(accepted)
+
+
+def test_a_run_does_not_call_examples_held_out_that_it_trains_on(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate says so first; whoever accepts that still gets no score."""
+    examples = ReverseText.examples
+    monkeypatch.setattr(ReverseText, "examples", lambda self, split: examples(self, Split.TRAIN))
+    with pytest.raises(CheckRefused, match=r"2 of 2 examples of task reverse-text called held_out were"):
+        here.train("train.accept=weights: random; audit: random; overlap: to see what the evaluation says")
+    assert not list((here.told[0].path / "eval").iterdir())
+
+
+def test_threads_are_fixed_and_counted() -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        assert set_threads(1) == torch.get_num_threads() == 1
+        assert set_threads(None) == torch.get_num_threads() >= 1
+    finally:
+        torch.set_num_threads(before)
+
+
+REWARD = "def score(reply, answer):\n    return reply.strip() == answer\n"
+OWN_ROWS = """
+name = "own"
+[model]
+uri = "{model}"
+dtype = "float32"
+[task]
+name = "rows"
+source = "rows.jsonl"
+prompt = "question"
+answer = "answer"
+reward = "reward.py:score"
+max_reply_tokens = 4
+num_held_out = 2
+[train]
+steps = 3
+prompts_per_step = 2
+rollouts_per_prompt = 2
+checkpoint_every = 1
+accept = "weights: a random model for a test"
+[eval]
+num_examples = 2
+num_samples = 1
+[placement]
+threads = 1
+"""
+
+
+class StopAfterOne(Notes):
+    """Asks a run to end once it has trained a step."""
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["reward.py", "rows.jsonl"])
+def test_a_run_does_not_go_on_with_code_or_data_that_has_changed(
+    here: Here, tiny_model_dir: Path, change: str
+) -> None:
+    files = {"reward.py": REWARD, "rows.jsonl": ""}
+    for number in range(9):
+        files["rows.jsonl"] += json.dumps({"question": f"{number}?", "answer": str(number)}) + "\n"
+    for name, text in files.items():
+        (here.folder / name).write_text(text)
+    here.run_file.write_text(OWN_ROWS.format(model=tiny_model_dir))
+    here.notes = StopAfterOne()
+    with pytest.raises(Interrupted):
+        here.train()
+    here.notes = Notes()
+    path = here.folder / change
+    path.write_text(
+        files[change]
+        + ("\n# Another thought.\n" if change == "reward.py" else '{"question": "9?", "answer": "9"}\n')
+    )
+    with pytest.raises(CheckRefused, match=r"began with .*another version of its task"):
+        here.train()
+    path.write_text(files[change])
+    assert here.train().run_path == here.told[0].path
+    # A run that has trained nothing yet is no reason to refuse anything.
+    path.write_text(files[change] + "\n")
+    assert here.train(is_new=True).run_path != here.told[0].path

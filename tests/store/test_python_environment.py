@@ -1,0 +1,55 @@
+"""Environments of foreign parts: made once, stamped last, refused offline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from strop.errors import StoreError
+from strop.store.python_environment import STAMP_NAME, PythonEnvironment, ensure_environment
+
+
+def test_offline_an_environment_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("STROP_OFFLINE", "1")
+    empty = PythonEnvironment(folder="parts", name="empty", pip_steps=())
+    with pytest.raises(StoreError, match=r"of empty is not in .*, and offline mode forbids .* Next: start"):
+        ensure_environment(empty, say=print)
+    assert not empty.path.exists()
+    empty.path.mkdir(parents=True)
+    (empty.path / STAMP_NAME).write_text(json.dumps({"stamp": empty.stamp}))
+    # The Python that it was made with is gone.
+    with pytest.raises(StoreError, match="of empty is not in"):
+        ensure_environment(empty, say=print)
+    empty.python.parent.mkdir()
+    empty.python.touch()
+    assert ensure_environment(empty, say=print) == empty.python
+
+
+@pytest.mark.slow
+def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "a cache"))
+    said: list[str] = []
+    empty = PythonEnvironment(folder="parts", name="empty", pip_steps=())
+    python = ensure_environment(empty, say=said.append)
+    assert python.exists()
+    marker = python.parent / "marker"
+    marker.touch()
+    assert ensure_environment(empty, say=said.append) == python
+    assert (marker.exists(), len(said)) == (True, 1)
+    # Other steps are another environment under the same name; these cannot be taken.
+    broken = PythonEnvironment(
+        folder="parts", name="empty", pip_steps=((str(tmp_path / "no such package"),),)
+    )
+    with pytest.raises(
+        StoreError, match=r"(?s)environment of empty could not be made: .* Allowed: .* Next: "
+    ):
+        ensure_environment(broken, say=said.append)
+    assert not marker.exists()
+    assert not broken.is_ready()
+    hollow = PythonEnvironment(folder="parts", name="empty", pip_steps=(), nltk_data="no_package/data")
+    with pytest.raises(StoreError, match="no package that was installed has this folder"):
+        ensure_environment(hollow, say=said.append)
+    assert not empty.is_ready()

@@ -1,0 +1,121 @@
+"""The scripted scheduler keeps the contract, and records on a disk do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.errors import StoreError
+from strop.hardware.findings import Severity
+from strop.launch.contract import Answer, JobState
+from strop.launch.home import job_path_of, read_plan
+from strop.launch.planning import make_plan
+from strop.record.files import DirectoryRecord
+from tests.fixtures.scripted_jobs import World, refusal
+
+
+def test_nothing_is_handed_over_before_its_home_is_filled(world: World) -> None:
+    plan = make_plan(world.request(), world.backend)
+    told = refusal(lambda: world.backend.hand_over(plan), StoreError)
+    assert "is no home of a job yet" in told
+    assert list(world.backend.list_tagged()) == []
+
+
+def test_a_job_is_found_again_by_its_plan_and_home(world: World) -> None:
+    first = world.submit()
+    second = world.submit(is_new=True)
+    plan = world.plan_of(first)
+    assert world.backend.find_accepted(plan) == first
+    assert world.backend.find_accepted(world.plan_of(second)) == second
+    assert world.backend.find_accepted(make_plan(world.request("train.steps=9"), world.backend)) is None
+    assert list(world.backend.list_tagged()) == [first, second]
+
+
+def test_what_was_forgotten_is_missing_in_the_answer(world: World) -> None:
+    kept, forgotten = world.submit(), world.submit("name=second")
+    world.backend.answer(forgotten, None)
+    found = world.backend.ask([kept, forgotten])
+    assert dict(found) == {(kept.job_id, 0): Answer(state=JobState.QUEUED, raw="WAITING")}
+
+
+def test_a_silent_scheduler_takes_no_orders(world: World) -> None:
+    ref = world.submit()
+    world.backend.is_silent = True
+    for call in (
+        lambda: world.backend.ask([ref]),
+        lambda: world.backend.stop(ref, None, grace_s=1.0),
+        lambda: world.backend.preempt(ref, 0),
+        lambda: world.backend.find_accepted(world.plan_of(ref)),
+    ):
+        assert "the scheduler does not answer" in refusal(call, StoreError)
+
+
+def test_a_record_that_does_not_answer_says_which_file(world: World) -> None:
+    ref = world.submit()
+    world.backend.is_record_silent = True
+    record = world.backend.open_record(ref, 0)
+    for call in (
+        lambda: record.read("run.json"),
+        lambda: record.read_from("run.json", 0),
+        lambda: record.list("attempts"),
+    ):
+        assert "cannot be read (Connection timed out)" in refusal(call, StoreError)
+    assert record.describe("run.json") == f"{ref.home}/run.json"
+
+
+# Records on a disk.
+
+
+def test_files_of_a_directory_are_read_in_parts_and_listed_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / "b" / "deep" / "x").write_bytes(b"0123456789")
+    (tmp_path / "b" / "a").write_bytes(b"")
+    (tmp_path / "link").symlink_to("b")
+    record = DirectoryRecord(tmp_path)
+    assert record.list("") == ["b/a", "b/deep/x"]
+    assert record.list("b/deep") == ["b/deep/x"]
+    assert record.list("absent") == []
+    assert record.read("b/deep/x") == b"0123456789"
+    assert [record.read_from("b/deep/x", offset) for offset in (0, 7, 10, 99)] == [
+        b"0123456789",
+        b"789",
+        b"",
+        b"",
+    ]
+    assert (record.read("absent"), record.read_from("absent", 0)) == (None, b"")
+    assert (record.read("b/a/under"), record.read_from("b/a/under", 0)) == (None, b"")
+
+
+@pytest.mark.parametrize("offset", [None, 0])
+def test_what_cannot_be_read_is_named(tmp_path: Path, offset: int | None) -> None:
+    record = DirectoryRecord(tmp_path)
+    (tmp_path / "folder").mkdir()
+    call = (lambda: record.read("folder")) if offset is None else (lambda: record.read_from("folder", offset))
+    assert f"{tmp_path / 'folder'} cannot be read (Is a directory)" in refusal(call, StoreError)
+
+
+# What a home keeps.
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "is damaged"), ("[]", "values have another form"), ('{"name": 3}', "values have another form")],
+)
+def test_a_damaged_plan_is_named(world: World, content: str, words: str) -> None:
+    ref = world.submit()
+    path = job_path_of(ref.home) / "plan.json"
+    path.write_text(content)
+    told = refusal(lambda: read_plan(job_path_of(ref.home)), StoreError)
+    assert str(path) in told
+    assert words in told
+    path.unlink()
+    assert "`strop ls` lists them" in refusal(lambda: read_plan(job_path_of(ref.home)), StoreError)
+
+
+def test_a_disk_without_room_is_a_finding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.launch.checking.free_disk_bytes", lambda path: 500_000_000)
+    (found,) = world.launcher.check(world.launcher.plan(world.request()))
+    assert (found.code, found.severity) == ("disk", Severity.ERROR)
+    assert "0.50 GB are free" in str(found)
+    assert "1.1 GB or more" in str(found)
